@@ -1,0 +1,126 @@
+"""Settings of the trainer and its everyday callbacks (no torch here: a recipe is read without it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from arclight.trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """How long, how precisely and where to train."""
+
+    accelerator: str = "auto"
+    """Kind of device: auto, cpu, cuda or mps."""
+    devices: int | Literal["auto"] = "auto"
+    """Number of processes on this node, one device each."""
+    num_nodes: int = 1
+    """Number of machines."""
+    strategy: str = "auto"
+    """How devices share the work: auto, ddp, ddp_spawn, ddp_fork."""
+    precision: Precision = "32-true"
+    """Arithmetic of forward and backward."""
+    max_epochs: int | None = None
+    """Passes over the training data; none with max_steps unset means 1000."""
+    max_steps: int = -1
+    """Optimizer steps; -1 means no limit."""
+    limit_train_batches: int | float | None = None
+    """Batches per epoch: a count, or a share in [0, 1]."""
+    limit_val_batches: int | float | None = None
+    """Batches per validation run: a count, or a share in [0, 1]."""
+    val_check_interval: int | float | None = None
+    """Validate after this many batches (count) or this share of an epoch."""
+    check_val_every_n_epoch: int | None = 1
+    """Validate at the end of every n-th epoch."""
+    num_sanity_val_steps: int = 0
+    """Validation batches run before training, to find mistakes early."""
+    accumulate_grad_batches: int = 1
+    """Batches whose gradients form one optimizer step."""
+    gradient_clip_val: float | None = None
+    """Largest gradient norm (or value); none means no clipping."""
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+    """Clip the global norm or each element."""
+    log_every_n_steps: int = 50
+    """Steps between two rows of logged values."""
+    enable_progress_bar: bool = True
+    """Show progress in the terminal."""
+    deterministic: bool = False
+    """Use only deterministic kernels."""
+    inference_mode: bool = True
+    """Evaluate under torch.inference_mode rather than no_grad."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """Which checkpoints are kept."""
+
+    monitor: str | None = None
+    """Logged value that says which checkpoints are best; none keeps the newest."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher is better."""
+    save_top_k: int = 1
+    """Number of best checkpoints kept; -1 keeps all."""
+    save_last: bool = True
+    """Also keep the newest as `last`."""
+    every_n_steps: int | None = None
+    """Save after every n-th step as well."""
+    every_n_epochs: int = 1
+    """Save after every n-th epoch."""
+
+    def build(self) -> ModelCheckpoint:
+        from arclight.trainer.callbacks import ModelCheckpoint
+
+        return ModelCheckpoint(
+            monitor=self.monitor, mode=self.mode, save_top_k=self.save_top_k, save_last=self.save_last,
+            every_n_train_steps=self.every_n_steps, every_n_epochs=None if self.every_n_steps else self.every_n_epochs,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopping:
+    """Stop when a value no longer improves."""
+
+    monitor: str = "val/loss"
+    """Logged value that is watched."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher is better."""
+    patience: int = 10
+    """Validation runs without improvement before training stops."""
+    min_delta: float = 0.0
+    """Smallest change that counts as an improvement."""
+
+    def build(self) -> EarlyStopping:
+        from arclight.trainer.callbacks import EarlyStopping
+
+        return EarlyStopping(monitor=self.monitor, mode=self.mode, patience=self.patience, min_delta=self.min_delta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMA:
+    """Keep an exponential moving average of the weights and evaluate with it."""
+
+    decay: float = 0.999
+    """Share of the average kept at each step, in [0, 1)."""
+    ramp_steps: int = 200
+    """The decay grows as decay * (1 - exp(-step / ramp_steps)), so that early averages follow quickly; 0 turns the ramp off."""
+
+    def build(self) -> EMAWeightAveraging:
+        from arclight.trainer.callbacks import EMAWeightAveraging
+
+        return EMAWeightAveraging(decay=self.decay, ramp_steps=self.ramp_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Where a run writes."""
+
+    name: str = "run"
+    """Name of the run; its files lie in <root>/<name>/<n>/."""
+    root: Path = Path("runs")
+    """Folder of all runs."""

@@ -1,0 +1,87 @@
+"""Settings of the vision tasks (no torch here: a recipe is read without it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arclight.optim.settings import SGD, WSD, AdamW, Constant, Cosine
+
+if TYPE_CHECKING:
+    from arclight.trainer import DataModule, Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Random changes to training images; each default suits codes and text, whose mirror image does not exist."""
+
+    mosaic: float = 1.0
+    """Probability of composing four images into one, in [0, 1]."""
+    mixup: float = 0.0
+    """Probability of blending two images, in [0, 1]."""
+    degrees: float = 0.0
+    """Largest rotation, degrees."""
+    translate: float = 0.1
+    """Largest shift, as a share of the image side."""
+    scale: float = 0.5
+    """Largest change of size: factors in [1 - scale, 1 + scale]."""
+    shear: float = 0.0
+    """Largest shear, degrees."""
+    perspective: float = 0.0
+    """Largest perspective term, in [0, 0.001]."""
+    hsv_h: float = 0.015
+    """Largest change of hue, share of the circle."""
+    hsv_s: float = 0.7
+    """Largest change of saturation, share."""
+    hsv_v: float = 0.4
+    """Largest change of brightness, share."""
+    fliplr: float = 0.0
+    """Probability of mirroring left-right, in [0, 1]; leave at 0 for codes and text."""
+    flipud: float = 0.0
+    """Probability of mirroring top-bottom, in [0, 1]; leave at 0 for codes and text."""
+    close_mosaic: float = 0.1
+    """Last share of training that sees whole images instead of mosaics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection:
+    """Train an object detector on a YOLO-format data set."""
+
+    data: Path
+    """The data set: a data.yaml with train, val and names."""
+    model: str = "yolov5n"
+    """Architecture: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x."""
+    image_size: int = 640
+    """Side of the square input, pixels; a multiple of 32."""
+    batch_size: int = 16
+    """Images per step on each device."""
+    workers: int = 2
+    """Processes that load images; 0 loads in the training process."""
+    cache: bool = False
+    """Keep decoded training images in memory."""
+    weights: Path | None = None
+    """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
+    freeze: int = 0
+    """Leading layers whose weights do not change."""
+    augment: Augment = field(default_factory=Augment)
+    """Random changes to training images."""
+    optimizer: SGD | AdamW = field(default_factory=AdamW)
+    """How weights move."""
+    schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
+    """How the learning rate changes over the run."""
+    box_gain: float = 0.05
+    """Weight of the box loss."""
+    obj_gain: float = 1.0
+    """Weight of the objectness loss."""
+    cls_gain: float = 0.5
+    """Weight of the class loss."""
+    conf_threshold: float = 0.25
+    """Smallest confidence shown in predictions, in [0, 1]."""
+    iou_threshold: float = 0.45
+    """Two boxes of a class that overlap more than this are one, in [0, 1]."""
+
+    def build(self) -> tuple[Module, DataModule]:
+        from arclight.vision.detector import DetectionData, Detector
+
+        return Detector(self), DetectionData(self)
