@@ -1,0 +1,1 @@
+"""Where code runs: devices, precision, process groups, launchers, cluster environments, collectives, seeding."""

@@ -1,0 +1,20 @@
+"""Optional dependencies: imported where they are used, with an error that says which extra brings them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class MissingExtraError(ImportError):
+    """A package that an optional feature needs is not installed."""
+
+
+def require(module: str, *, extra: str) -> Any:
+    """The imported ``module``; raises MissingExtraError naming the ``extra`` to install where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise  # the module is there, something inside it is not: that is another fault
+        raise MissingExtraError(f'{module} is not installed; this feature needs it: pip install "arclight[{extra}]"') from error
