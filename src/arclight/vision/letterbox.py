@@ -1,0 +1,47 @@
+"""Fit an image into a square without changing its shape, and take boxes back out of it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from arclight.fabric.extras import require
+
+cv2 = require("cv2", extra="vision")
+
+GREY = 114
+"""Padding around an image; close to the mean of photographs, so that it excites nothing."""
+
+Letterbox = tuple[float, int, int]
+"""(scale, pad_x, pad_y): ``x_square = x_original * scale + pad_x``, all in pixels."""
+
+
+def letterbox(image: NDArray[np.uint8], size: int) -> tuple[NDArray[np.uint8], Letterbox]:
+    """``image`` (height, width, 3), scaled and centred in a grey square of ``size`` pixels, and how it got there.
+
+    Returns the square (size, size, 3) and ``(scale, pad_x, pad_y)``. Whole pixels hold the scaled image, so at its
+    far edge the scale is exact to half a pixel of the square.
+    """
+    height, width = image.shape[:2]
+    scale = min(size / height, size / width)
+    new_width, new_height = max(round(width * scale), 1), max(round(height * scale), 1)
+    pad_x, pad_y = (size - new_width) // 2, (size - new_height) // 2
+    square = np.full((size, size, 3), GREY, np.uint8)
+    inside = square[pad_y : pad_y + new_height, pad_x : pad_x + new_width]
+    if (new_height, new_width) == (height, width):
+        inside[:] = image
+    else:
+        interpolation = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
+        inside[:] = cv2.resize(image, (new_width, new_height), interpolation=interpolation)
+    return square, (scale, pad_x, pad_y)
+
+
+def unletterbox(boxes: ArrayLike, placed: Letterbox, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Take ``boxes`` (k, 4) xyxy in pixels of the square back to pixels of the original of ``shape`` (height, width).
+
+    The inverse of what ``letterbox`` does to coordinates, float32; what lies in the padding is clipped to the image.
+    """
+    scale, pad_x, pad_y = placed
+    height, width = shape
+    result = (np.asarray(boxes, np.float64).reshape(-1, 4) - (pad_x, pad_y, pad_x, pad_y)) / scale
+    return result.clip(0, (width, height, width, height)).astype(np.float32)
