@@ -1,0 +1,18 @@
+"""How samples arrive: order and randomness depend on (seed, epoch, batch) only, so that runs resume exactly."""
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.data.loader import ResumableLoader
+    from arclight.data.seeding import derive_seed, isolated_rng
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "ResumableLoader": "arclight.data.loader",
+        "derive_seed": "arclight.data.seeding",
+        "isolated_rng": "arclight.data.seeding",
+    },
+)

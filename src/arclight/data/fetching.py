@@ -1,0 +1,93 @@
+"""Loading one batch under its own seed, in whichever process does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from arclight.data.seeding import OwnGenerator, isolated_rng, own_generators
+
+
+class Fetch(NamedTuple):
+    """What travels to the process that loads a batch."""
+
+    epoch: int
+    batch: int
+    seed: int
+    indices: Any
+
+
+class Fetcher:
+    """A map-style dataset whose items are whole collated batches, each loaded under the seed in its `Fetch`.
+
+    Dataset and collate function both run under that seed, so augmentation does not depend on the number of workers or
+    on which of them loads the batch, and training's own random numbers are not disturbed when there are none. The
+    dataset learns of a new epoch through its ``set_epoch`` wherever it is, which keeps persistent workers up to date.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], *, batched: bool) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        self.batched = batched
+        self.epoch: int | None = None
+        self._own: list[OwnGenerator] | None = (
+            None  # found in the process that uses them: forks and pickles make copies
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch = epoch
+            for dataset in _chain(self.dataset):
+                if hasattr(dataset, "set_epoch"):
+                    dataset.set_epoch(epoch)
+
+    def __getitem__(self, fetch: Fetch) -> Any:
+        self.set_epoch(fetch.epoch)
+        if self._own is None:
+            self._own = own_generators(*_chain(self.dataset))
+        try:
+            with isolated_rng(fetch.seed, self._own):
+                return self.collate(self._samples(fetch.indices))
+        except Exception as error:
+            error.add_note(f"while loading batch {fetch.batch} of epoch {fetch.epoch}, samples {fetch.indices}")
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_own": None}
+
+    def _samples(self, indices: Any) -> Any:
+        if not self.batched:
+            return self.dataset[indices]
+        if getattr(self.dataset, "__getitems__", None):
+            return self.dataset.__getitems__(indices)
+        return [self.dataset[index] for index in indices]
+
+
+class WorkerInit:
+    """Shows workers the user's dataset in ``get_worker_info()``, then runs the user's ``worker_init_fn``."""
+
+    def __init__(self, function: Callable[[int], Any] | None) -> None:
+        self.function = function
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, Fetcher):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo refuses plain assignment
+        if self.function is not None:
+            self.function(worker_id)
+
+
+def identity(batch: Any) -> Any:
+    """`Fetcher` has collated already."""
+    return batch
+
+
+def _chain(dataset: Any) -> list[Any]:
+    """The dataset and those it wraps as ``.dataset`` (Subset and the like), outermost first."""
+    chain: list[Any] = []
+    while dataset is not None and all(dataset is not seen for seen in chain):
+        chain.append(dataset)
+        dataset = getattr(dataset, "dataset", None)
+    return chain

@@ -1,0 +1,286 @@
+"""A loader that can start at any batch of any epoch and gives the same bits as one that was never stopped."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, count, islice, repeat
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from arclight.data.fetching import Fetch, Fetcher, WorkerInit, identity
+from arclight.data.sampling import EpochSampler
+from arclight.data.seeding import derive_seed, isolated_rng
+
+_END = object()
+_DRAWS_NOTHING: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    repeat,
+)  # iterators that run nobody's code
+_SNAPSHOTS = 4  # states kept of the newest batches, so that a consumer may look a few batches ahead
+_SHARDING_NAMES = {"rank", "get_rank", "world_size", "get_world_size", "num_replicas", "num_shards", "shard"}
+
+
+class ResumableLoader:
+    """The batches of a user's `loader`, by epoch and position; the loader itself is never changed.
+
+    loader: a DataLoader, or any iterable of batches, or a function that returns one (such as a generator function).
+    seed: with the epoch it determines the order of samples; with epoch, batch and rank, all randomness inside dataset
+    and collate function (python, numpy and torch generators of the CPU, global or kept as attributes of the dataset).
+    rank, world_size: this process's share; see `arclight.data.sampling.EpochSampler` for the rule.
+    train: whether ranks are padded to equal numbers of batches; evaluation never repeats a sample.
+
+    How exactly a position is reached depends on what the loader is:
+
+    * map-style DataLoader: on indices, at once, for any number of workers, persistent or not.
+    * IterableDataset without workers, or an iterable, with ``state_dict``/``load_state_dict``: from its state, see
+      `state_dict`.
+    * anything else: by reading and discarding. Iterables are seeded alike on all ranks, so that one that shuffles and
+      then keeps its rank's share stays disjoint. A plain iterable is seeded up to its first batch and until it has
+      caught up; after that it runs bare, at no cost, and what it draws comes from the random state of its consumer.
+
+    Raises TypeError where `loader` is none of these and ValueError for an impossible rank.
+    """
+
+    def __init__(self, loader: Any, *, seed: int = 0, rank: int = 0, world_size: int = 1, train: bool = True) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}: rank must be in 0..world_size - 1")
+        if not hasattr(loader, "__iter__") and not callable(loader):
+            raise TypeError(
+                f"{type(loader).__name__} is not a loader: give a DataLoader, an iterable of batches (a list, an "
+                "object with __iter__), or a function that returns one"
+            )
+        self.loader = loader
+        self.seed, self.rank, self.world_size, self.train = seed, rank, world_size, train
+        # A subclass with its own __iter__ is its own kind of loader; attributes would tell only half of what it does.
+        self._is_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+        self._map_style = self._is_torch and not isinstance(loader.dataset, IterableDataset)
+        self._generator = torch.Generator()  # the DataLoader's draw of a base seed must not touch the global state
+        self._inner: DataLoader[Any] | None = None
+        self._plan = _Plan()
+        self._stateful = self._find_stateful()
+        self._snapshots: deque[dict[str, Any]] = deque(maxlen=_SNAPSHOTS)
+        self._pending: dict[str, Any] | None = None
+        if self._map_style:
+            self._fetcher = Fetcher(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
+            self._sampler = EpochSampler(loader, seed=seed, rank=rank, world_size=world_size, train=train)
+        elif world_size > 1:
+            self._warn_unless_sharded()
+
+    @property
+    def sized(self) -> bool:
+        """Whether the number of batches is known before they are read."""
+        try:
+            len(self)
+        except TypeError:
+            return False
+        return True
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank; raises TypeError where that cannot be known."""
+        if self._map_style:
+            return len(self._sampler)
+        if not self._is_torch:
+            length: int = len(self.loader)
+            return length
+        samples: int = len(self.loader.dataset)
+        if self.loader.batch_size is None:
+            return samples
+        batches: float = samples / self.loader.batch_size
+        return math.floor(batches) if self.loader.drop_last else math.ceil(batches)
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """Batches ``start, start + 1, ...`` of the epoch on this rank."""
+        if epoch < 0 or start < 0:
+            raise ValueError(f"epoch {epoch}, start {start}: neither can be negative")
+        if self._map_style:
+            return self._map_batches(epoch, start)
+        _set_epoch(epoch, self.loader, getattr(self.loader, "dataset", None))
+        if self._stateful is not None or (self._is_torch and self.loader.num_workers == 0):
+            return self._drawn_batches(epoch, start)
+        if self._is_torch:
+            return self._worker_batches(epoch, start)
+        return self._bare_batches(epoch, start)
+
+    def state_dict(self, batch: int | None = None) -> dict[str, Any]:
+        """State of an iterable that keeps one, after `batch` batches of the current epoch; empty for all other loaders.
+
+        batch: default the newest one handed out; a consumer that looks ahead names the last one it has used, up to
+        three back. Raises ValueError for one further back.
+        """
+        if self._stateful is None or not self._snapshots:
+            return dict(self._pending or {})
+        if batch is None:
+            return dict(self._snapshots[-1])
+        for snapshot in self._snapshots:
+            if snapshot["batch"] == batch:
+                return dict(snapshot)
+        raise ValueError(
+            f"the state after batch {batch} is no longer known, only after {[s['batch'] for s in self._snapshots]}"
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a state that `state_dict` gave, for the next `batches` call at that position or at the next epoch."""
+        self._pending = dict(state) or None
+        self._snapshots.clear()
+
+    # Map-style DataLoader
+
+    def _map_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        self._fetcher.set_epoch(epoch)
+        self._plan.fetches = (
+            Fetch(epoch, batch, derive_seed(self.seed, epoch, batch, self.rank), indices)
+            for batch, indices in enumerate(self._sampler.batches(epoch, start), start)
+        )
+        if self._inner is None:
+            self._inner = self._clone(
+                dataset=self._fetcher,
+                batch_size=None,
+                sampler=self._plan,
+                collate_fn=identity,
+                worker_init_fn=WorkerInit(self.loader.worker_init_fn),
+                persistent_workers=self.loader.persistent_workers,
+            )
+        return iter(self._inner)
+
+    def _clone(self, **differences: Any) -> DataLoader[Any]:
+        """A DataLoader with the user's settings, but batches always in order: out of order there is no position."""
+        loader = self.loader
+        settings: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+            "pin_memory_device": loader.pin_memory_device,
+            "timeout": loader.timeout,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "generator": self._generator,
+        }
+        return DataLoader(**(settings | differences))
+
+    # Everything else
+
+    def _open(self, epoch: int) -> Iterator[Any]:
+        """The epoch's iterator from its beginning (or from where its loaded state says)."""
+        if not self._is_torch:
+            source = self.loader if hasattr(self.loader, "__iter__") else self.loader()
+            with isolated_rng(derive_seed(self.seed, epoch)):
+                return iter(source)
+        if self._inner is None:
+            # Workers are started anew for each epoch: a running one can be told neither the epoch nor its seed.
+            self._inner = self._clone(
+                dataset=self.loader.dataset,
+                batch_size=self.loader.batch_size,
+                drop_last=self.loader.drop_last,
+                collate_fn=self.loader.collate_fn,
+                worker_init_fn=self.loader.worker_init_fn,
+            )
+        self._generator.manual_seed(derive_seed(self.seed, epoch))
+        with isolated_rng(derive_seed(self.seed, epoch)):
+            return iter(self._inner)
+
+    def _bare_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        iterator = self._open(epoch)
+        one_shot = iterator is self.loader
+        if type(iterator) in _DRAWS_NOTHING and not one_shot:
+            return islice(iterator, start, None) if start else iterator
+        with isolated_rng(derive_seed(self.seed, epoch)):
+            deque(islice(iterator, start), maxlen=0)
+            if start:
+                return iterator
+            first = next(iterator, _END)
+        if first is not _END:
+            return chain((first,), iterator)
+        if one_shot:
+            warnings.warn(
+                f"{type(self.loader).__name__} has no batches left for epoch {epoch}: an iterator can be read once; "
+                "give a list, an object with __iter__ or a generator function to read it in every epoch",
+                stacklevel=3,
+            )
+        return iterator
+
+    def _worker_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        if start:
+            self._warn_of_reading(start, "its state lives in worker processes; num_workers=0")
+        iterator = self._open(epoch)
+        return islice(iterator, start, None) if start else iterator
+
+    def _drawn_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        first, continues = self._restore(epoch, start)
+        if start > first and self._is_torch:
+            self._warn_of_reading(start - first, "there is no state to start from;")
+        return self._draw(self._open(epoch), epoch, first, start, continues)
+
+    def _draw(self, iterator: Iterator[Any], epoch: int, first: int, start: int, continues: bool) -> Iterator[Any]:
+        for batch in count(first):
+            with isolated_rng(derive_seed(self.seed, epoch, batch)):
+                item = next(iterator, _END)
+                if item is _END and continues and batch == first:
+                    iterator = self._open(epoch)  # the state was that of an ended epoch: this one starts over
+                    item = next(iterator, _END)
+            if item is _END:
+                return
+            if self._stateful is not None:
+                state = copy.deepcopy(self._stateful.state_dict())
+                self._snapshots.append({"epoch": epoch, "batch": batch + 1, "state": state})
+            if batch >= start:
+                yield item
+
+    def _restore(self, epoch: int, start: int) -> tuple[int, bool]:
+        """Load the pending state where it fits: the batch the source then stands at, and whether it ended an epoch."""
+        pending, self._pending = self._pending, None
+        if self._stateful is None or pending is None:
+            return 0, False
+        if pending["epoch"] == epoch and pending["batch"] <= start:
+            self._stateful.load_state_dict(pending["state"])
+            return pending["batch"], False
+        if pending["epoch"] == epoch - 1 and start == 0:
+            self._stateful.load_state_dict(pending["state"])
+            return 0, True
+        return 0, False
+
+    def _find_stateful(self) -> Any:
+        """The object whose state tells the position, where there is one in this process."""
+        if self._map_style or (self._is_torch and self.loader.num_workers > 0):
+            return None
+        source = self.loader.dataset if self._is_torch else self.loader
+        return source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
+
+    def _warn_of_reading(self, batches: int, why: str) -> None:
+        warnings.warn(
+            f"reaching the position in {type(self.loader.dataset).__name__} by reading and discarding {batches} "
+            f"batches: {why} with state_dict and load_state_dict on the dataset it resumes at once",
+            stacklevel=4,
+        )
+
+    def _warn_unless_sharded(self) -> None:
+        source = self.loader.dataset if self._is_torch else self.loader
+        code = getattr(getattr(source if callable(source) else type(source).__iter__, "__code__", None), "co_names", ())
+        if _SHARDING_NAMES.isdisjoint(code) and _SHARDING_NAMES.isdisjoint(getattr(source, "__dict__", ())):
+            warnings.warn(
+                f"all {self.world_size} ranks will read the same samples: nothing in {type(source).__name__} keeps to "
+                "its rank's share; skip the others' samples (torch.distributed.get_rank() and get_world_size()) or use "
+                "a map-style dataset, which is shared out for you",
+                stacklevel=3,
+            )
+
+
+class _Plan:
+    """The sampler of the inner DataLoader: what to load in the epoch that begins now."""
+
+    fetches: Iterator[Fetch]
+
+    def __iter__(self) -> Iterator[Fetch]:
+        return self.fetches
+
+
+def _set_epoch(epoch: int, *objects: Any) -> None:
+    for item in objects:
+        if hasattr(item, "set_epoch"):
+            item.set_epoch(epoch)

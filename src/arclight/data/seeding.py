@@ -1,0 +1,94 @@
+"""Random numbers that depend on named integers only, and leave everybody else's random state alone."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+
+OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from any integers, such as (seed, epoch, batch, rank); the same on every machine and Python."""
+    text = " ".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
+    """Seed the global CPU generators of python, numpy and torch (and the generators in `own`); put all back afterwards.
+
+    numpy's bit generator is swapped rather than copied, which is 30 times faster. The one thing this does not keep is
+    the second value of a normal pair that the legacy ``np.random.randn`` may hold back for its next call.
+    """
+    python_state = random.getstate()
+    torch_state = torch.default_generator.get_state()
+    numpy_generator = get_bit_generator()
+    own_states = [(generator, _get_state(generator)) for generator in own]
+    try:
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        set_bit_generator(np.random.MT19937(0))
+        np.random.seed(seed % 2**32)
+        for number, (generator, _) in enumerate(own_states):
+            _seed(generator, derive_seed(seed, number))
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.default_generator.set_state(torch_state)
+        set_bit_generator(numpy_generator)
+        for generator, state in own_states:
+            _set_state(generator, state)
+
+
+def own_generators(*objects: object) -> list[OwnGenerator]:
+    """Random generators that the objects keep as attributes, in the order of their names, each once."""
+    found: dict[int, OwnGenerator] = {}
+    for item in objects:
+        for _, value in sorted(getattr(item, "__dict__", {}).items()):
+            if isinstance(value, OwnGenerator):
+                found.setdefault(id(value), value)
+    return list(found.values())
+
+
+def _get_state(generator: OwnGenerator) -> Any:
+    match generator:
+        case torch.Generator():
+            return generator.get_state()
+        case random.Random():
+            return generator.getstate()
+        case np.random.Generator():
+            return generator.bit_generator.state
+        case _:
+            return generator.get_state(legacy=False)
+
+
+def _set_state(generator: OwnGenerator, state: Any) -> None:
+    match generator:
+        case torch.Generator():
+            generator.set_state(state)
+        case random.Random():
+            generator.setstate(state)
+        case np.random.Generator():
+            generator.bit_generator.state = state
+        case _:
+            generator.set_state(state)
+
+
+def _seed(generator: OwnGenerator, seed: int) -> None:
+    match generator:
+        case torch.Generator():
+            generator.manual_seed(seed)
+        case random.Random():
+            generator.seed(seed)
+        case np.random.Generator():
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        case _:
+            generator.seed(seed % 2**32)
