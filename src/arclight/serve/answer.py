@@ -1,0 +1,109 @@
+"""From the bytes of a photo to the answer of ``/detect``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.serve.refusals import Refusal
+
+if TYPE_CHECKING:
+    from arclight.vision.detections import Detections
+
+Image: TypeAlias = npt.NDArray[np.uint8]
+Detect: TypeAlias = "Callable[[Image], Detections]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    xyxy_px: tuple[float, float, float, float]
+    """Left, top, right, bottom in pixels of the photo as it is shown (after its EXIF rotation)."""
+    confidence: float
+    """In [0, 1]."""
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Milliseconds:
+    decode: float
+    detect: float
+    scan: float
+    total: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the detector found in a photo and what the codes in it say."""
+
+    image: Size
+    boxes: list[Box]
+    codes: list[dict[str, Any]]
+    """One object per code: corners_px, box_xyxy_px, confidence, text, kind, payload, problems."""
+    milliseconds: Milliseconds
+
+
+def answer(photo: bytes, detector: Detect, *, max_pixels: int) -> Answer:
+    """Decode, detect and read the codes; raises Refusal 422 where ``photo`` is not an image that can be read."""
+    from arclight.vision.images import ImageError, decode_image
+    from arclight.vision.qris import scan
+
+    started = time.perf_counter()
+    try:
+        image = decode_image(photo, max_pixels=max_pixels)
+    except ImageError as error:
+        raise Refusal(422, one_sentence(error)) from None
+    decoded = time.perf_counter()
+    detections = detector(image)
+    detected = time.perf_counter()
+
+    def detector_of_scan(view: Image) -> Detections:
+        return detections if view is image else detector(view)
+
+    codes = scan(image, detector_of_scan)
+    scanned = time.perf_counter()
+    return Answer(
+        image=Size(width=image.shape[1], height=image.shape[0]),
+        boxes=boxes(detections),
+        codes=[code.to_json() for code in codes],
+        milliseconds=Milliseconds(
+            decode=milliseconds(started, decoded),
+            detect=milliseconds(decoded, detected),
+            scan=milliseconds(detected, scanned),
+            total=milliseconds(started, scanned),
+        ),
+    )
+
+
+def boxes(detections: Detections) -> list[Box]:
+    found = detections.boxes
+    return [
+        Box(
+            xyxy_px=(round(left, 1), round(top, 1), round(right, 1), round(bottom, 1)),
+            confidence=round(confidence, 4),
+            label=detections.names[int(category)],
+        )
+        for (left, top, right, bottom), confidence, category in zip(
+            found.xyxy.tolist(), found.conf.tolist(), found.cls.tolist(), strict=True
+        )
+    ]
+
+
+def milliseconds(start: float, end: float) -> float:
+    return round((end - start) * 1000, 2)
+
+
+def one_sentence(error: Exception) -> str:
+    """The message of an error for a client: one line, beginning with a capital and ending with a full stop."""
+    text = " ".join(str(error).split())
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."

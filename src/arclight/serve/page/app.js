@@ -1,0 +1,151 @@
+// The page: a photo comes in by any door, goes to /detect, and the answer is shown.
+
+import { offerCamera } from "./camera.js";
+import { card, verdict } from "./cards.js";
+import { Stage } from "./stage.js";
+import { count, element, milliseconds } from "./words.js";
+
+const part = (id) => document.getElementById(id);
+const stage = new Stage({
+  frame: part("frame"), photo: part("photo"), overlay: part("overlay"), unseen: part("unseen"),
+  onSeen: (visible) => { seen = visible; leaveBlank(); },
+});
+let seen = true; // whether this browser can show the photo
+let request = null; // the AbortController of the photo being read
+let latest = null; // the latest photo, for another try
+
+// States: start, busy, done, error.
+function enter(state, summary, advice = "", { retry = false } = {}) {
+  document.body.dataset.state = state;
+  part("work").hidden = state === "start";
+  part("work").setAttribute("aria-busy", String(state === "busy"));
+  part("summary").textContent = summary;
+  part("advice").textContent = advice;
+  part("again").hidden = !retry;
+  part("cards").replaceChildren(...(state === "busy" ? [element("li", { class: "ghost", "aria-hidden": "true" })] : []));
+  part("timing").textContent = "";
+  leaveBlank();
+}
+
+// A file that is no photo leaves nothing to look at: its error stands alone.
+function leaveBlank() {
+  part("work").dataset.blank = String(document.body.dataset.state === "error" && !seen);
+}
+
+async function read(photo) {
+  request?.abort();
+  const mine = (request = new AbortController());
+  latest = photo;
+  stage.show(photo);
+  enter("busy", "Reading the photo", "Looking for codes.");
+  try {
+    const headers = { "Content-Type": photo.type.startsWith("image/") ? photo.type : "application/octet-stream" };
+    const response = await fetch("/detect", { method: "POST", body: photo, headers, signal: mine.signal });
+    const answer = await response.json();
+    if (response.ok) show(answer);
+    else enter("error", "This photo was not read", answer.error, { retry: response.status === 429 || response.status >= 500 });
+  } catch (error) {
+    if (mine.signal.aborted) return;
+    console.warn(error);
+    enter("error", "The server did not answer", "Check that it is still running, then try again.", { retry: true });
+  }
+  part("summary").focus({ preventScroll: true });
+}
+
+function show({ image, boxes, codes, milliseconds: spent }) {
+  const advice = codes.some((code) => code.payload)
+    ? "Compare the name with the shop in front of you before you pay."
+    : "";
+  if (codes.length === 0) enter("done", "No code found", "Go closer so that the code fills more of the picture, and avoid blur and reflections.");
+  else enter("done", `${count(codes.length, "code")} found`, advice);
+  part("cards").replaceChildren(...codes.map((code, index) => card(code, index + 1)));
+  stage.mark(codes.map((code, index) => ({ corners: corners(code), tone: verdict(code).tone, number: index + 1 })), image);
+  part("timing").textContent =
+    `${image.width} × ${image.height} px · ${milliseconds(spent.total)} ` +
+    `(open ${milliseconds(spent.decode)}, find ${milliseconds(spent.detect)}, read ${milliseconds(spent.scan)})`;
+}
+
+function corners(code) {
+  if (code.corners_px) return code.corners_px;
+  const [left, top, right, bottom] = code.box_xyxy_px;
+  return [[left, top], [right, top], [right, bottom], [left, bottom]];
+}
+
+function light(number) {
+  stage.light(number);
+  for (const item of part("cards").children) item.dataset.lit = String(Number(item.dataset.number) === number);
+}
+
+function numberOf(target) {
+  return Number(target.closest?.(".card")?.dataset.number) || null;
+}
+
+// Doors
+
+function take(files) {
+  if (!files?.length) return;
+  markSample(null);
+  read(files[0]);
+}
+
+function markSample(button) {
+  for (const other of document.querySelectorAll("[data-sample]")) other.setAttribute("aria-current", String(other === button));
+}
+
+part("choose").addEventListener("click", () => part("file").click());
+for (const input of [part("file"), part("capture")]) {
+  input.addEventListener("change", () => {
+    take(input.files);
+    input.value = ""; // so that the same file can be chosen again
+  });
+}
+for (const button of document.querySelectorAll("[data-sample]")) {
+  button.addEventListener("click", async () => {
+    markSample(button);
+    read(await (await fetch(button.dataset.sample)).blob());
+  });
+}
+part("retry").addEventListener("click", () => read(latest));
+document.addEventListener("paste", (event) => take(event.clipboardData?.files));
+
+let depth = 0; // dragenter and dragleave come for every element on the way
+document.addEventListener("dragenter", () => { part("drop").hidden = ++depth === 0; });
+document.addEventListener("dragleave", () => { part("drop").hidden = --depth <= 0; });
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  depth = 0;
+  part("drop").hidden = true;
+  take(event.dataTransfer?.files);
+});
+
+offerCamera(
+  {
+    button: part("camera"), dialog: part("camera-dialog"), viewfinder: part("viewfinder"), shutter: part("shutter"),
+    close: part("camera-close"), trouble: part("camera-trouble"), capture: part("capture"),
+  },
+  (photo) => take([photo]),
+);
+
+// A card and its mark on the photo light up together.
+
+part("cards").addEventListener("pointerover", (event) => light(numberOf(event.target)));
+part("cards").addEventListener("pointerleave", () => light(null));
+part("cards").addEventListener("focusin", (event) => light(numberOf(event.target)));
+part("overlay").addEventListener("pointermove", (event) => light(stage.at(event)));
+part("overlay").addEventListener("pointerleave", () => light(null));
+part("overlay").addEventListener("click", (event) => {
+  const number = stage.at(event);
+  if (number) part("cards").querySelector(`[data-number="${number}"]`).focus();
+});
+
+// Which program answers
+
+try {
+  const health = await (await fetch("/health")).json();
+  part("health").dataset.ready = String(health.ready);
+  part("health-text").textContent = `${health.program}, ${health.precision}`;
+} catch {
+  part("health").dataset.ready = "false";
+  part("health-text").textContent = "No connection";
+}

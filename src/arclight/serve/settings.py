@@ -1,0 +1,42 @@
+"""What one server accepts before it says no."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on a request and on what all requests together may hold; beyond them a client gets a 4xx at once."""
+
+    body_bytes: int = 25_000_000
+    """Largest request body, bytes."""
+    pixels: int = 50_000_000
+    """Largest image, pixels; read from the file's header before anything is decoded."""
+    buffered_bytes: int = 200_000_000
+    """Bodies held in memory at one time, bytes, over all clients."""
+    workers: int = 2
+    """Photos worked on at the same time, each in a thread."""
+    queue: int = 16
+    """Photos that may wait for a worker; the next one is answered 429."""
+    body_idle_s: float = 10.0
+    """Longest pause within an upload, seconds."""
+    body_total_s: float = 60.0
+    """Longest upload, seconds."""
+    linger_s: float = 20.0
+    """How long the rest of a refused upload is read and dropped, seconds, so that its sender gets to see the answer."""
+    connections: int = 512
+    """Open connections; beyond them a client is answered 503."""
+    shutdown_s: float = 10.0
+    """How long requests in progress may take to finish after a stop signal, seconds."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value < 0 or (value == 0 and field.name != "queue"):
+                raise ValueError(f"limits.{field.name} must be above 0, not {value}")
+        if self.body_bytes > self.buffered_bytes:
+            raise ValueError(
+                f"limits.buffered_bytes ({self.buffered_bytes}) must hold at least one body of "
+                f"limits.body_bytes ({self.body_bytes})"
+            )

@@ -1,0 +1,114 @@
+"""Request bodies, read within bounds: never more than the limit and one chunk of the network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from arclight.fabric.extras import require
+from arclight.serve.refusals import Refusal, busy
+from arclight.serve.settings import Limits
+
+MOST_FORM_PARTS = 16
+
+
+class Buffered:
+    """Bytes of all uploads held at one time; a client that would go above the limit is told to come back later."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+
+    @contextmanager
+    def upload(self) -> Iterator[bytearray]:
+        """An empty body to ``append`` to; its bytes count until the block ends."""
+        body = bytearray()
+        try:
+            yield body
+        finally:
+            self.held -= len(body)
+
+    def append(self, body: bytearray, chunk: bytes) -> None:
+        if self.held + len(chunk) > self.limit:
+            raise busy("Other uploads fill the server's memory; send the photo again in a moment.")
+        self.held += len(chunk)
+        body += chunk
+
+
+async def read_body(request: Request, body: bytearray, buffered: Buffered, limits: Limits) -> None:
+    """Fill ``body`` from the network; raises Refusal 400, 408, 413, 415 or 429."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise Refusal(415, "The body is compressed; send the image file itself, without Content-Encoding.")
+    too_large = Refusal(413, f"The upload is larger than {in_words(limits.body_bytes)}; send a smaller photo.")
+    if int(request.headers.get("content-length", 0)) > limits.body_bytes:
+        raise too_large
+    try:
+        async with asyncio.timeout(limits.body_total_s):
+            async for chunk in chunks(request, limits.body_idle_s):
+                if len(body) + len(chunk) > limits.body_bytes:
+                    raise too_large
+                buffered.append(body, chunk)
+    except TimeoutError:
+        raise Refusal(
+            408, "The upload stalled or took too long; send the photo again over a faster connection."
+        ) from None
+    except ClientDisconnect:
+        raise Refusal(400, "The connection closed before the whole photo had arrived.") from None
+
+
+async def chunks(request: Request, idle_s: float) -> AsyncIterator[bytes]:
+    """Pieces of the body as they arrive; raises TimeoutError when none comes for ``idle_s``."""
+    stream = request.stream()
+    while True:
+        try:
+            yield await asyncio.wait_for(anext(stream), idle_s)
+        except StopAsyncIteration:
+            return
+
+
+def image_bytes(body: bytes, content_type: str) -> bytes:
+    """The image in a request body: the body itself, or the field ``file`` of a multipart form; raises Refusal 400."""
+    if content_type.partition(";")[0].strip().lower() == "multipart/form-data":
+        body = file_field(body, content_type)
+    if not body:
+        raise Refusal(400, "The request has no image; send the file's bytes as the body or as the form field 'file'.")
+    return body
+
+
+def file_field(body: bytes, content_type: str) -> bytes:
+    """Contents of the first field named ``file``; raises Refusal 400 where the form is malformed or lacks it."""
+    multipart = require("python_multipart.multipart", extra="serve")
+    _, options = multipart.parse_options_header(content_type)
+    found: list[bytes] = []
+
+    def keep_file(part: Any) -> None:
+        if part.field_name == b"file":
+            part.file_object.seek(0)
+            found.append(part.file_object.read())
+
+    config = {"MAX_FIELDS": MOST_FORM_PARTS, "MAX_FIELD_SIZE": 1_000_000, "MAX_MEMORY_FILE_SIZE": len(body) + 1}
+    try:
+        parser = multipart.FormParser(
+            "multipart/form-data", lambda _: None, keep_file, boundary=options.get(b"boundary"), config=config
+        )
+        parser.write(body)
+        parser.finalize()
+    except multipart.FormParserError:
+        raise Refusal(400, "The multipart form is malformed; send one file in the form field 'file'.") from None
+    if not found:
+        raise Refusal(400, "The form has no file in the field 'file'; put the photo there.")
+    return found[0]
+
+
+def in_words(count: int) -> str:
+    """A size for people: ``25 MB``."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
