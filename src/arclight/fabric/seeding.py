@@ -1,0 +1,86 @@
+"""Random number generators: seed them, save and restore them, derive one stream from another."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_SEED = 2**32 - 1
+"""Largest seed that NumPy's legacy generator takes."""
+
+
+def derive_seed(seed: int, *words: int | str) -> int:
+    """A 32-bit seed that is a pure function of ``seed`` and ``words``, and unrelated for any two different inputs."""
+    text = "\x1f".join(map(str, (seed, *words)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
+    """Seed Python, NumPy and torch (all devices); returns the seed.
+
+    ``None`` takes the seed from the environment variable ``PL_GLOBAL_SEED``, else 0. The seed is left in
+    ``PL_GLOBAL_SEED`` so that processes started from here take the same one; ``workers`` is left in
+    ``PL_SEED_WORKERS`` for code that reads it (our loader seeds its workers either way).
+    Raises ValueError for a seed outside 0 to 2**32 - 1.
+    """
+    if seed is None:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    if not 0 <= int(seed) <= MAX_SEED:
+        raise ValueError(f"seed must be between 0 and {MAX_SEED}, got {seed}")
+    seed = int(seed)
+    os.environ["PL_GLOBAL_SEED"] = str(seed)
+    os.environ["PL_SEED_WORKERS"] = str(int(workers))
+    seed_generators(seed)
+    if verbose:
+        import logging
+
+        logging.getLogger("arclight").info("Seed set to %d", seed)
+    return seed
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """State of every global generator of this process, as plain data and tensors."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put every generator back to a state from :func:`rng_state`."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def isolate_rng() -> Iterator[None]:
+    """Run a block whose random draws leave the surrounding streams untouched."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)

@@ -1,0 +1,29 @@
+"""The training loop: modules, data modules, callbacks, loggers, and the Trainer that runs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.trainer.callback import Callback
+    from arclight.trainer.datamodule import DataModule
+    from arclight.trainer.module import Module
+    from arclight.trainer.reporting import NonFiniteLossError
+    from arclight.trainer.run import RunFolder
+    from arclight.trainer.settings import EMA, Checkpointing, Stopping, TrainerSettings
+    from arclight.trainer.trainer import Trainer
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Callback": "arclight.trainer.callback",
+        "DataModule": "arclight.trainer.datamodule",
+        "Module": "arclight.trainer.module",
+        "NonFiniteLossError": "arclight.trainer.reporting",
+        "RunFolder": "arclight.trainer.run",
+        "Trainer": "arclight.trainer.trainer",
+    }
+    | {name: "arclight.trainer.settings" for name in ("EMA", "Checkpointing", "Stopping", "TrainerSettings")},
+)

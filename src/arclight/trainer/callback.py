@@ -1,0 +1,137 @@
+"""Callbacks: code that is told what a trainer does, without being part of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+
+class Callback:
+    """Override any of these; a hook that is not overridden costs nothing.
+
+    Every hook gets the trainer and the module first. State that must survive a resume goes into
+    :meth:`state_dict` as plain data and tensors.
+    """
+
+    runs_last: bool = False
+    """Whether the trainer calls this one after all others, because it judges or saves what they changed."""
+    unused_hooks: frozenset[str] = frozenset()
+    """Overridden hooks that this instance's settings turn off; the trainer does not call them."""
+
+    @property
+    def state_key(self) -> str:
+        """Name under which this callback's state is saved; must differ between instances that keep different state."""
+        return type(self).__qualname__
+
+    def _generate_state_key(self, **settings: Any) -> str:
+        return f"{type(self).__qualname__}{settings!r}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """Before fit, validate, test or predict begins."""
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        """After it ended."""
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        """When anything raised, before it reaches the caller."""
+
+    def on_progress(self, trainer: Trainer, pl_module: Module) -> None:
+        """At most ten times a second while batches run: the place for displays."""
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Change what is about to be saved."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        """Look at what was loaded, before it is restored."""
+
+    # -- fit -------------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None: ...
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: torch.Tensor) -> None: ...
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None: ...
+
+    # -- validate, test, predict -----------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_test_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_test_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_predict_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None: ...
+
+    def on_predict_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+
+class Checkpoint(Callback):
+    """A callback that saves the state that others have changed; the trainer calls it after all others."""
+
+    runs_last = True

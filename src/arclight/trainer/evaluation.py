@@ -1,0 +1,125 @@
+"""Evaluation and prediction: the same batches-and-hooks loop for validate, test and predict."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from arclight.trainer import reporting
+from arclight.trainer.hooks import callback_hooks, overridden
+from arclight.trainer.logged import LoggedValues
+from arclight.trainer.module import Module
+from arclight.trainer.transfer import batch_transfer
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+_HOOK = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
+
+
+def validate_during_fit(trainer: Trainer, module: Module) -> None:
+    """The validation of a fit: training values are put aside and taken up again."""
+    training_values, trainer.progress.validated_at = trainer.logged, trainer.progress.batch
+    before, trainer.stage = trainer.stage, "validate"
+    try:
+        run_evaluation(trainer, module, trainer.val_loaders)
+    finally:
+        trainer.logged, trainer.stage = training_values, before
+
+
+@contextmanager
+def evaluating(trainer: Trainer, module: Module, hook: str) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in."""
+    modes = {name: m.training for name, m in module.named_modules()}
+    own_eval = getattr(module, f"on_{hook}_model_eval", None)
+    if own_eval is not None and overridden(module, f"on_{hook}_model_eval", Module):
+        own_eval()
+    else:
+        module.eval()
+    try:
+        with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
+            yield
+    finally:
+        _restore_modes(module, modes)
+
+
+def _restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
+    for name, submodule in module.named_modules():
+        if name in modes:
+            submodule.training = modes[name]
+
+
+def run_evaluation(trainer: Trainer, module: Module, loaders: list[Any]) -> list[dict[str, float]]:
+    """One pass over ``loaders``; the epoch's values for each of them."""
+    hook = _HOOK[trainer.stage]
+    trainer.logged = values = LoggedValues(trainer.stage)
+    with evaluating(trainer, module, hook):
+        trainer.call(f"on_{hook}_start", monitors=False)
+        trainer.call(f"on_{hook}_epoch_start", monitors=False)
+        step = trainer.precision_plugin.wrap(getattr(module, f"{hook}_step"))
+        for number, loader in enumerate(loaders):
+            values.loader_suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
+            _run_loader(trainer, module, loader, number, len(loaders), step, hook)
+        values.loader_suffix = ""
+        trainer.call(f"on_{hook}_epoch_end", monitors=False)
+        results = reporting.publish_epoch(trainer, values) if trainer.stage != "sanity_check" else {}
+        trainer.call(f"on_{hook}_end", monitors=False)
+    trainer.call_monitors(f"on_{hook}_start", f"on_{hook}_epoch_start", f"on_{hook}_epoch_end", f"on_{hook}_end")
+    return _per_loader(results, len(loaders))
+
+
+def _per_loader(results: dict[str, float], count: int) -> list[dict[str, float]]:
+    """Results split by the loader that their names end with; names without one belong to the first."""
+    if count <= 1:
+        return [results]
+    split: list[dict[str, float]] = [{} for _ in range(count)]
+    for name, value in results.items():
+        _, mark, number = name.rpartition("/dataloader_idx_")
+        split[int(number) if mark else 0][name] = value
+    return split
+
+
+def _run_loader(trainer: Trainer, module: Module, loader: Any, number: int, count: int, step: Any, hook: str) -> None:
+    values, limit = trainer.logged, trainer.eval_limit(trainer.stage, loader)
+    move = batch_transfer(trainer, module, number)
+    start, end = trainer.resolve(f"on_{hook}_batch_start"), trainer.resolve(f"on_{hook}_batch_end")
+    on_progress = callback_hooks(trainer, module, trainer.callbacks, "on_progress")
+    arguments = _step_arguments(getattr(module, f"{hook}_step"), count)
+    suffix, show_at = f"/{number}" if count > 1 else "", 0.0
+    for index, batch in enumerate(islice(loader.batches(0), limit)):
+        if move is not None:
+            batch = move(batch)
+        values.batch.set(batch)
+        extra = (number,) if arguments > 2 else ()
+        if start:
+            trainer.enter(f"on_{hook}_batch_start", suffix)
+            for function in start:
+                function(batch, index, number)
+        trainer.enter(f"{hook}_step", suffix)
+        output = step(batch, *((index, *extra) if arguments > 1 else ()))
+        trainer.eval_batch = index + 1
+        if trainer.stage == "predict":
+            trainer.collect_prediction(output, number)
+        if end:
+            trainer.enter(f"on_{hook}_batch_end", suffix)
+            for function in end:
+                function(output, batch, index, number)
+        if on_progress and (now := time.monotonic()) >= show_at:
+            show_at = now + 0.1
+            for function in on_progress:
+                function()
+
+
+def _step_arguments(step: Any, loaders: int) -> int:
+    """How many of ``(batch, batch_idx, dataloader_idx)`` the step takes."""
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 3 if loaders > 1 or any(p.name == "dataloader_idx" for p in parameters) else 2
+    return min(3, len(parameters))

@@ -1,0 +1,352 @@
+"""The model class: an nn.Module whose steps have names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from arclight.trainer.hparams import Hyperparameters, collect_arguments
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from arclight.trainer.callback import Callback
+    from arclight.trainer.logged import Entry
+    from arclight.trainer.trainer import Trainer
+
+
+class Module(nn.Module):
+    """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
+
+    It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
+    """
+
+    automatic_optimization: bool = True
+    """Whether the trainer runs backward and the optimizer; False hands both to ``training_step``."""
+    example_input_array: Any = None
+    strict_loading: bool = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Plain attributes, kept out of nn.Module's bookkeeping: they are read in every step.
+        self.__dict__["_trainer"] = None
+        self.__dict__["_entries"] = None
+
+    # -- what a user writes ----------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of one batch: a tensor, a dict with ``loss``, or None to skip the batch."""
+        raise NotImplementedError(f"{type(self).__name__} has no training_step(batch, batch_idx); fit needs one")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch; log what should be averaged over the data."""
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch of the test data."""
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output for one batch; by default ``self(batch)``."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """An optimizer, ``(optimizers, schedulers)``, or a dict with ``optimizer`` and ``lr_scheduler``."""
+        raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers(); fit needs one")
+
+    def configure_callbacks(self) -> Callback | list[Callback]:
+        """Callbacks this module brings along; they replace the trainer's of the same type."""
+        return []
+
+    def configure_model(self) -> None:
+        """Create layers on their device, just before they are needed."""
+
+    def averages_loaded(self) -> None:
+        """Called when averaged weights have been put in place of the trained ones."""
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None: ...
+
+    def setup(self, stage: str) -> None: ...
+
+    def teardown(self, stage: str) -> None: ...
+
+    def on_fit_start(self) -> None: ...
+
+    def on_fit_end(self) -> None: ...
+
+    def on_train_start(self) -> None: ...
+
+    def on_train_end(self) -> None: ...
+
+    def on_train_epoch_start(self) -> None: ...
+
+    def on_train_epoch_end(self) -> None: ...
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Return -1 to skip the rest of this epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_validation_start(self) -> None: ...
+
+    def on_validation_end(self) -> None: ...
+
+    def on_validation_epoch_start(self) -> None: ...
+
+    def on_validation_epoch_end(self) -> None: ...
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_validation_model_eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Put the model back into the mode it was in; the trainer does so where this is not overridden."""
+
+    def on_test_start(self) -> None: ...
+
+    def on_test_end(self) -> None: ...
+
+    def on_test_epoch_start(self) -> None: ...
+
+    def on_test_epoch_end(self) -> None: ...
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_predict_start(self) -> None: ...
+
+    def on_predict_end(self) -> None: ...
+
+    def on_predict_epoch_start(self) -> None: ...
+
+    def on_predict_epoch_end(self) -> None: ...
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
+
+    def on_before_backward(self, loss: torch.Tensor) -> None: ...
+
+    def on_after_backward(self) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        from arclight.fabric.batches import move_batch
+
+        return move_batch(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    # -- optimization ----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward in a ``training_step`` that runs its optimizers itself; scales the loss where precision asks for it."""
+        scaler = self.trainer.precision_plugin.scaler
+        (scaler.scale(loss) if scaler is not None else loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None) -> None:
+        """Run the optimizer. The closure, which every override must pass on or call, runs forward and backward."""
+        optimizer.step(closure=optimizer_closure)  # type: ignore[arg-type]
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        scheduler.step() if metric is None else scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
+        """Clip the gradients of ``optimizer``'s parameters by their global ``norm`` or element ``value``."""
+        from arclight.trainer.optimization import clip
+
+        if gradient_clip_val is not None:
+            clip(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them."""
+        optimizers = self.trainer.optimizers
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Let only ``optimizer``'s parameters require gradients, until :meth:`untoggle_optimizer`."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]
+        self.__dict__["_toggled"] = [(p, p.requires_grad) for p in others]
+        for parameter in others:
+            parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+        for parameter, required in self.__dict__.pop("_toggled", []):
+            parameter.requires_grad = required
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def freeze(self) -> None:
+        """Stop training every parameter and go into evaluation mode."""
+        self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> None:
+        self.requires_grad_(True).train()
+
+    # -- logging ---------------------------------------------------------------------------------------------------
+
+    def log(
+        self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None, on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean", enable_graph: bool = False, sync_dist: bool = False, sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True, batch_size: int | None = None, metric_attribute: str | None = None, rank_zero_only: bool = False,
+    ) -> None:  # fmt: skip
+        """Record a scalar under ``name``; costs no device synchronisation.
+
+        ``on_step`` shows each value, ``on_epoch`` the epoch's reduction (default ``mean``, weighted by ``batch_size``
+        or by the batch's own); with both, ``_step`` and ``_epoch`` are appended. Epoch values are reduced over all
+        ranks in one exchange whether or not ``sync_dist`` is set, so it is accepted and has no effect.
+        Raises ValueError for a value that is not a single number and for hooks in which nothing can be logged.
+        """
+        entries: dict[str, Entry] | None = self._entries
+        if entries is None:
+            self._log_without_trainer(name)
+            return
+        entry = entries.get(name)
+        if entry is None:
+            values = self.trainer.logged
+            entry = entries[name] = values.new_entry(
+                values.hook, name, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
+                add_dataloader_idx=add_dataloader_idx, rank_zero_only=rank_zero_only,
+            )  # fmt: skip
+        entry.add(value, batch_size)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """:meth:`log` for each item."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
+
+    def _log_without_trainer(self, name: str) -> None:
+        import warnings
+
+        warnings.warn(f"log({name!r}, ...) does nothing: {type(self).__name__} is not being run by a Trainer", stacklevel=3)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self._trainer is None or self._trainer.is_global_zero:
+            print(*args, **kwargs)  # noqa: T201
+
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        """``data`` of every rank, stacked along a new first dimension."""
+        return self.trainer.strategy.all_gather(data)
+
+    # -- where am I ------------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; pass it to trainer.fit (or validate, test, predict) first")
+        trainer: Trainer = self._trainer
+        return trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self.__dict__["_trainer"] = trainer
+
+    @property
+    def current_epoch(self) -> int:
+        return self._trainer.current_epoch if self._trainer is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        return self._trainer.global_step if self._trainer is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._trainer.global_rank if self._trainer is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._trainer.local_rank if self._trainer is not None else 0
+
+    @property
+    def logger(self) -> Any:
+        return self._trainer.logger if self._trainer is not None else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        return self._trainer.loggers if self._trainer is not None else []
+
+    @property
+    def device(self) -> torch.device:
+        tensor = next(self.parameters(), next(self.buffers(), None))
+        return tensor.device if tensor is not None else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    # -- hyper-parameters ------------------------------------------------------------------------------------------
+
+    def save_hyperparameters(self, *args: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True) -> None:
+        """Keep the constructor's arguments in ``self.hparams`` and in every checkpoint.
+
+        Without ``args`` all of them; else the named ones, or a dict or dataclass given as the one argument.
+        """
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is None:
+            raise RuntimeError("save_hyperparameters() must be called from __init__")
+        self.__dict__["_hparams"] = collect_arguments(type(self), caller, args, ignore)
+        self.__dict__["_log_hyperparams"] = logger
+
+    @property
+    def hparams(self) -> Hyperparameters:
+        return self.__dict__.setdefault("_hparams", Hyperparameters())
+
+    @property
+    def hparams_initial(self) -> Hyperparameters:
+        return Hyperparameters(self.hparams)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, map_location: Any = "cpu", strict: bool = True, **kwargs: Any) -> Any:
+        """A new instance with the weights and constructor arguments of a checkpoint; ``kwargs`` override the latter."""
+        from arclight.trainer.state import module_from_checkpoint
+
+        return module_from_checkpoint(cls, checkpoint_path, map_location=map_location, strict=strict, overrides=kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_trainer": None, "_entries": None}

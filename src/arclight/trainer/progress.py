@@ -1,0 +1,38 @@
+"""How far training has come: a handful of integers, advanced before anything is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """Position of a fit. A checkpoint holds these numbers as they are; a resume starts from them."""
+
+    epoch: int = 0
+    """Epochs completed, which is the number of the one under way."""
+    batch: int = 0
+    """Batches of this epoch that are done."""
+    global_step: int = 0
+    """Optimizer updates completed."""
+    batches: int = 0
+    """Batches seen in all."""
+    samples: int = 0
+    """Samples seen by this rank in all."""
+    validated_at: int = -1
+    """Batches of this epoch that were done at its last validation, -1 before the first."""
+    ended: bool = False
+    """Whether this epoch's last batch, validation and schedules are done; only its end hooks remain."""
+
+    def state_dict(self) -> dict[str, int | bool]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        if self.ended:
+            self.next_epoch()
+
+    def next_epoch(self) -> None:
+        self.epoch, self.batch, self.validated_at, self.ended = self.epoch + 1, 0, -1, False

@@ -1,0 +1,294 @@
+"""One run from beginning to end: processes, set-up, the loop, and a clean end whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.data import ResumableLoader
+from arclight.fabric.seeding import MAX_SEED
+from arclight.trainer import limits, state
+from arclight.trainer.callback import Callback
+from arclight.trainer.datamodule import DataModule
+from arclight.trainer.evaluation import run_evaluation
+from arclight.trainer.hooks import overridden
+from arclight.trainer.loop import run_fit
+from arclight.trainer.module import Module
+from arclight.trainer.optimization import parse_optimizers
+from arclight.trainer.run import RunFolder
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+
+def launch(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(trainer, *arguments)`` in every process of the strategy; the result of rank 0."""
+    launcher = trainer.strategy.launcher()
+    if launcher.runs_in_this_process:
+        return launcher.launch(_guarded, trainer, function, *arguments)
+    module = next((a for a in arguments if isinstance(a, Module)), trainer._module)
+    outcome = launcher.launch(_in_new_process, trainer, function, *arguments)
+    return _take_over(trainer, module, outcome)
+
+
+def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:
+    try:
+        result = _guarded(trainer, function, *arguments)
+        if not trainer.is_global_zero:
+            return None
+        weights = {name: tensor.cpu().numpy() for name, tensor in trainer.lightning_module.state_dict().items()}
+        return {
+            "result": result, "weights": weights, "progress": trainer.progress, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+            "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
+            "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
+        }  # fmt: skip
+    finally:
+        trainer.strategy.teardown()
+
+
+def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any]) -> Any:
+    """What rank 0 of other processes ended with becomes this trainer's own state."""
+    if module is not None:
+        module.load_state_dict({name: torch.from_numpy(array) for name, array in outcome["weights"].items()})
+        trainer._module = module
+    trainer.progress = outcome["progress"]
+    trainer.epoch_metrics = {name: torch.tensor(value) for name, value in outcome["metrics"].items()}
+    for callback in trainer.callbacks:
+        if callback.state_key in outcome["callbacks"]:
+            callback.load_state_dict(outcome["callbacks"][callback.state_key])
+    if outcome["folder"] is not None:
+        trainer.run_folder = RunFolder.open(outcome["folder"])
+    return outcome["result"]
+
+
+def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run, and tell callbacks, data and loggers when it fails."""
+    trainer.strategy.setup_environment()
+    try:
+        return function(trainer, *arguments)
+    except BaseException as error:
+        if trainer._module is not None:
+            trainer.call_all("on_exception", error)
+        if isinstance(trainer.datamodule, DataModule):
+            trainer.datamodule.on_exception(error)
+        for logger in trainer._loggers or []:
+            logger.finalize("failed")
+        raise
+    finally:
+        if trainer._module is not None:
+            trainer._module.__dict__["_entries"] = None
+        trainer.stage = ""
+
+
+# -- set-up --------------------------------------------------------------------------------------------------------
+
+
+def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str) -> Module:
+    """Bind module and data to the trainer and let everyone set up. The order is Lightning's."""
+    module = model if model is not None else trainer.lightning_module
+    if not isinstance(module, Module):
+        raise TypeError(f"need an arclight.Module, got {type(module).__name__}; subclass Module and give it a training_step")
+    trainer._module, trainer.stage = module, stage
+    module.trainer = trainer
+    if datamodule is not None:
+        trainer.datamodule = datamodule
+        datamodule.trainer = trainer
+    _add_callbacks(trainer, module)
+    trainer.enter("setup")
+    data = trainer.datamodule
+    if trainer.local_rank == 0:
+        for owner in (data, module):
+            if owner is not None and hasattr(owner, "prepare_data"):
+                owner.prepare_data()
+    trainer.strategy.barrier("data prepared")
+    name = "fit" if stage == "train" else stage
+    trainer.call_all("setup", name)
+    if data is not None and hasattr(data, "setup"):
+        data.setup(name)
+    module.setup(name)
+    module.configure_model()
+    return module
+
+
+def _add_callbacks(trainer: Trainer, module: Module) -> None:
+    """The module's own callbacks replace those of the same type."""
+    if not overridden(module, "configure_callbacks", Module):
+        return
+    given = module.configure_callbacks()
+    own = [given] if isinstance(given, Callback) else list(given)
+    trainer.callbacks = [c for c in trainer.callbacks if type(c) not in {type(o) for o in own}] + own
+
+
+def _place(trainer: Trainer, module: Module) -> None:
+    """Parameters to their type and device."""
+    trainer.precision_plugin.convert_module(module).to(trainer.strategy.device)
+
+
+def _finish(trainer: Trainer, module: Module, stage: str) -> None:
+    trainer.call_all("teardown", stage)
+    if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
+        trainer.datamodule.teardown(stage)
+    module.teardown(stage)
+
+
+def _source(trainer: Trainer, module: Module, given: Any, datamodule: Any, name: str) -> Any:
+    """The loader (or loaders) for a stage: given, from the data module, or from the module itself; None if nowhere."""
+    if given is not None:
+        return given
+    owner = datamodule if datamodule is not None else module
+    make = getattr(owner, name, None)
+    if make is None or getattr(type(owner), name, None) is getattr(DataModule, name):
+        return None
+    return make()
+
+
+def _wrap_all(trainer: Trainer, source: Any) -> list[ResumableLoader]:
+    """One resumable loader for each of a stage's loaders; a list or tuple holds several, anything else is one."""
+    several = isinstance(source, (list, tuple)) and bool(source) and all(hasattr(part, "__iter__") and not isinstance(part, (list, tuple, torch.Tensor, dict, str)) for part in source)
+    parts = list(source) if several else [] if source is None else [source]
+    return [_wrap(trainer, part, train=False) for part in parts]
+
+
+def _wrap(trainer: Trainer, loader: Any, train: bool) -> ResumableLoader:
+    return ResumableLoader(loader, seed=trainer.data_seed, rank=trainer.global_rank, world_size=trainer.world_size, train=train)
+
+
+def prepare_loaders(trainer: Trainer) -> None:
+    """Make the loaders of a fit, once: when the trainer is about to begin or when a schedule asks how long it will be."""
+    if trainer.train_loader is not None:
+        return
+    module, (train, val) = trainer.lightning_module, trainer.given_loaders
+    source = _source(trainer, module, train, trainer.datamodule, "train_dataloader")
+    if source is None:
+        raise ValueError("fit needs training data: pass train_dataloaders or a datamodule, or give the module a train_dataloader()")
+    trainer.train_loader = _wrap(trainer, source, train=True)
+    limit = limits.batch_limit(trainer.settings.limit_train_batches, trainer.train_loader)
+    trainer.num_training_batches = limits.count_batches(limit, trainer.train_loader)
+    if trainer.num_training_batches == 0:
+        raise ValueError("there are no training batches: the data set is empty, smaller than one batch with drop_last, or limit_train_batches is 0")
+    if trainer.limits["validate"] != 0:
+        trainer.val_loaders = _wrap_all(trainer, _source(trainer, module, val, trainer.datamodule, "val_dataloader"))
+
+
+# -- entry points --------------------------------------------------------------------------------------------------
+
+
+def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, ckpt_path: str | Path | None) -> None:
+    """Set up, resume if asked, check, train, finish."""
+    trainer.should_stop, trainer.last_loss = False, None
+    trainer.train_loader, trainer.val_loaders, trainer.given_loaders = None, [], (train, val)
+    trainer.logged = trainer.training_values
+    trainer.data_seed = trainer.strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1))
+    module = _attach(trainer, model, datamodule, "train")
+    tree = None
+    if (path := checkpoint_path(trainer, ckpt_path)) is not None:
+        tree = state.load(trainer, path)
+        trainer.data_seed = tree.get("data", {}).get("seed", trainer.data_seed)
+        state.restore_model(trainer, tree)
+    _place(trainer, module)
+    optimizers = module.configure_optimizers()
+    trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(optimizers)
+    trainer.call("on_fit_start")
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(dict(module.hparams))
+    prepare_loaders(trainer)
+    if tree is not None:
+        state.restore(trainer, tree)
+        if trainer.train_loader is not None:
+            trainer.train_loader.load_state_dict(trainer.loader_state)
+        for logger in trainer.loggers:
+            logger.resume(trainer.progress.global_step)
+    _sanity_check(trainer, module)
+    run_fit(trainer, module)
+    trainer.call("on_fit_end")
+    for logger in trainer.loggers:
+        logger.finalize("success")
+    _finish(trainer, module, "fit")
+
+
+def _sanity_check(trainer: Trainer, module: Module) -> None:
+    """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
+    if not trainer.num_sanity_val_steps or not trainer.val_loaders or trainer.progress.batches:
+        return
+    trainer.stage = "sanity_check"
+    trainer.call("on_sanity_check_start")
+    training_values = trainer.logged
+    try:
+        run_evaluation(trainer, module, trainer.val_loaders)
+    finally:
+        trainer.logged, trainer.stage = training_values, "train"
+    trainer.call("on_sanity_check_end")
+
+
+def evaluate(trainer: Trainer, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None) -> list[dict[str, float]]:
+    """Validate or test."""
+    module = _attach(trainer, model, datamodule, stage)
+    _load_for_evaluation(trainer, module, ckpt_path)
+    name = {"validate": "val_dataloader", "test": "test_dataloader"}[stage]
+    source = _source(trainer, module, loaders, trainer.datamodule, name)
+    if source is None:
+        raise ValueError(f"{stage} needs data: pass dataloaders or a datamodule, or give the module a {name}()")
+    trainer.eval_loaders = _wrap_all(trainer, source)
+    results = run_evaluation(trainer, module, trainer.eval_loaders)
+    _finish(trainer, module, stage)
+    return results
+
+
+def predict(trainer: Trainer, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None, keep: bool | None) -> Any:
+    """Collect ``predict_step``'s outputs."""
+    module = _attach(trainer, model, datamodule, "predict")
+    _load_for_evaluation(trainer, module, ckpt_path)
+    source = _source(trainer, module, loaders, trainer.datamodule, "predict_dataloader")
+    if source is None:
+        raise ValueError("predict needs data: pass dataloaders or a datamodule, or give the module a predict_dataloader()")
+    trainer.eval_loaders = _wrap_all(trainer, source)
+    trainer.predictions = None if keep is False else [[] for _ in trainer.eval_loaders]
+    run_evaluation(trainer, module, trainer.eval_loaders)
+    predictions, trainer.predictions = trainer.predictions, None
+    _finish(trainer, module, "predict")
+    return predictions[0] if predictions is not None and len(predictions) == 1 else predictions
+
+
+def _load_for_evaluation(trainer: Trainer, module: Module, ckpt_path: str | Path | None) -> None:
+    """Weights of a checkpoint, the averaged ones where it has them: those are what a fit evaluated."""
+    if (path := checkpoint_path(trainer, ckpt_path)) is not None:
+        tree = state.load(trainer, path)
+        state.load_weights(module, {**tree["model"], **tree.get("ema", {})}, strict=module.strict_loading)
+    _place(trainer, module)
+
+
+def checkpoint_path(trainer: Trainer, choice: str | Path | None) -> Path | None:
+    """The checkpoint that ``ckpt_path`` means; None for a fresh start.
+
+    ``"last"`` continues the newest run of this name in its own folder. Raises FileNotFoundError for what is not there.
+    """
+    if choice is None:
+        return None
+    if choice == "best":
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if not best:
+            raise FileNotFoundError('ckpt_path="best": no best checkpoint is known; fit with a ModelCheckpoint first')
+        return Path(best)
+    if choice == "last":
+        return _last_checkpoint(trainer)
+    path = Path(choice)
+    if not path.exists():
+        raise FileNotFoundError(f"ckpt_path: {path} does not exist")
+    return path
+
+
+def _last_checkpoint(trainer: Trainer) -> Path | None:
+    from arclight.checkpoint import find_last
+
+    folder = trainer._run_folder or RunFolder.newest(trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower())
+    found = find_last(folder.checkpoints) if folder is not None else None
+    found = trainer.strategy.broadcast(str(found) if found is not None else None)
+    if found is None or folder is None:
+        trainer.notice('ckpt_path="last": there is no checkpoint yet; training starts from the beginning')
+        return None
+    trainer.run_folder = folder
+    return Path(found)

@@ -1,0 +1,337 @@
+"""The Trainer: settings, the objects that carry them out, and the entry points fit, validate, test and predict."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from arclight.data import ResumableLoader
+from arclight.fabric.accelerators import resolve_accelerator
+from arclight.fabric.environments import detect_environment
+from arclight.fabric.precision import resolve_precision
+from arclight.fabric.strategies import resolve_strategy
+from arclight.trainer import defaults, limits, session, state
+from arclight.trainer.callback import Callback
+from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
+from arclight.trainer.logged import LoggedValues
+from arclight.trainer.module import Module
+from arclight.trainer.optimization import LRSchedulerConfig
+from arclight.trainer.progress import Progress
+from arclight.trainer.run import RunFolder
+from arclight.trainer.settings import TrainerSettings
+
+_LOG = logging.getLogger("arclight")
+
+
+class Trainer:
+    """Runs a :class:`Module`. Keyword arguments are the fields of :class:`TrainerSettings`, and beside them
+
+    * ``logger``: True for a CSV file in the run folder, a Logger, a list of them, or False;
+    * ``callbacks``: a Callback or a list of them; ``enable_checkpointing=False`` leaves out the default ModelCheckpoint;
+    * ``default_root_dir``, ``run_name``: files go to ``<default_root_dir>/<run_name>/<n>/`` (default ``runs/<module>/<n>/``).
+
+    Nothing is written before there is something to write.
+    """
+
+    def __init__(
+        self, *, logger: Any = None, callbacks: Callback | list[Callback] | None = None, enable_checkpointing: bool | None = None,
+        enable_model_summary: bool | None = None, default_root_dir: str | Path | None = None, run_name: str | None = None,
+        run_folder: RunFolder | None = None, fast_dev_run: int | bool = False, min_epochs: int | None = None, min_steps: int | None = None,
+        limit_test_batches: int | float | None = None, limit_predict_batches: int | float | None = None, strategy: Any = "auto",
+        accelerator: Any = "auto", devices: Any = "auto", precision: Any = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        self.settings = defaults.make_settings(settings, fast_dev_run)
+        self.fast_dev_run = fast_dev_run
+        self.accelerator = resolve_accelerator(accelerator)
+        self.strategy = resolve_strategy(strategy, self.accelerator, devices, self.settings.num_nodes, detect_environment())
+        self.precision_plugin = resolve_precision(precision, self.accelerator.name)
+        self._adopt(self.settings)
+        self.max_epochs = limits.resolve_max_epochs(self.settings.max_epochs, self.settings.max_steps)
+        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
+        self.limits = {
+            "validate": self.settings.limit_val_batches, "sanity_check": self.settings.num_sanity_val_steps,
+            "test": limit_test_batches, "predict": limit_predict_batches,
+        }  # fmt: skip
+        self.default_root_dir, self.run_name, self._run_folder = Path(default_root_dir or "runs"), run_name, run_folder
+        self.callbacks = defaults.default_callbacks(self, callbacks, enable_checkpointing, enable_model_summary)
+        self._logger_choice = False if fast_dev_run else logger
+        self._loggers: list[Any] | None = None
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
+        self.datamodule: Any = None
+        self._module: Module | None = None
+        self._reset()
+
+    @classmethod
+    def from_settings(cls, settings: TrainerSettings, **objects: Any) -> Trainer:
+        """A trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``: callbacks, logger, run folder."""
+        return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}, **objects)
+
+    def _adopt(self, settings: TrainerSettings) -> None:
+        """Settings that the loop reads, as plain attributes that callbacks may change."""
+        self.max_steps, self.log_every_n_steps = settings.max_steps, settings.log_every_n_steps
+        self.accumulate_grad_batches = settings.accumulate_grad_batches
+        self.gradient_clip_val, self.gradient_clip_algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
+        self.check_val_every_n_epoch, self.val_check_interval = settings.check_val_every_n_epoch, settings.val_check_interval
+        self.inference_mode, self.num_sanity_val_steps = settings.inference_mode, settings.num_sanity_val_steps
+
+    def _reset(self) -> None:
+        """The state before any run."""
+        self.progress = Progress()
+        self.stage = ""
+        self.should_stop = self.is_last_batch = False
+        self.logged = self.training_values = LoggedValues("train")
+        self.epoch_metrics: dict[str, torch.Tensor] = {}
+        self.logged_metrics: dict[str, torch.Tensor] = {}
+        self.bar_metrics: dict[str, float] = {}
+        self.last_loss: torch.Tensor | None = None
+        self.pending_rng: dict[str, Any] | None = None
+        self.loader_state: dict[str, Any] = {}
+        self.train_loader: ResumableLoader | None = None
+        self.val_loaders: list[ResumableLoader] = []
+        self.eval_loaders: list[ResumableLoader] = []
+        self.num_training_batches: int | float = math.inf
+        self.given_loaders: tuple[Any, Any] = (None, None)
+        self.data_seed, self.eval_batch = 0, 0
+        self.step_module: torch.nn.Module | None = None
+        self.predictions: list[list[Any]] | None = None
+
+    # -- entry points ----------------------------------------------------------------------------------------------
+
+    def fit(self, model: Module, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None, ckpt_path: str | Path | None = None) -> None:
+        """Train ``model``.
+
+        ``ckpt_path`` resumes exactly from a checkpoint: a path, ``"last"`` for the newest of this run's name (from the
+        start where there is none yet), or ``"best"``.
+        Raises NonFiniteLossError when the loss is no number, CheckpointError for a checkpoint that cannot be used.
+        """
+        session.launch(self, session.fit, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
+
+    def validate(
+        self, model: Module | None = None, dataloaders: Any = None, ckpt_path: str | Path | None = None, verbose: bool = True, datamodule: Any = None
+    ) -> list[dict[str, float]]:
+        """Run the validation data once; the logged values of each loader."""
+        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def test(
+        self, model: Module | None = None, dataloaders: Any = None, ckpt_path: str | Path | None = None, verbose: bool = True, datamodule: Any = None
+    ) -> list[dict[str, float]]:
+        """Run the test data once; the logged values of each loader."""
+        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def _evaluate(self, stage: str, model: Module | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any) -> list[dict[str, float]]:
+        results: list[dict[str, float]] = session.launch(self, session.evaluate, stage, model, loaders, datamodule, ckpt_path)
+        if verbose and self.is_global_zero and results and any(results):
+            defaults.show_results(stage, results)
+        return results
+
+    def predict(
+        self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> Any:  # fmt: skip
+        """``predict_step`` of every batch: a list, or a list for each of several loaders; None with ``return_predictions=False``."""
+        return session.launch(self, session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+        """Write a checkpoint folder; every rank must call this."""
+        state.save(self, filepath, weights_only)
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def resolve(self, name: str) -> tuple[Hook, ...]:
+        """Everything that runs at hook ``name``."""
+        return resolve(self, self.lightning_module, name)
+
+    def enter(self, hook: str, suffix: str = "") -> None:
+        """From here on ``log`` belongs to ``hook``."""
+        self.logged.hook = hook
+        if self._module is not None:
+            self._module.__dict__["_entries"] = self.logged.table(hook + suffix)
+
+    def call(self, name: str, *arguments: Any, monitors: bool = True) -> None:
+        """Run hook ``name``: callbacks, then the module, then (unless ``monitors`` is False) the callbacks that run last."""
+        module = self.lightning_module
+        self.enter(name)
+        callbacks = [c for c in self.callbacks if not c.runs_last]
+        for hook in callback_hooks(self, module, callbacks, name) + module_hooks(module, name):
+            hook(*arguments)
+        if monitors:
+            self.call_monitors(name)
+
+    def call_monitors(self, *names: str) -> None:
+        """Run hooks of the callbacks that judge or save what the others did."""
+        last = [c for c in self.callbacks if c.runs_last]
+        for name in names:
+            for hook in callback_hooks(self, self.lightning_module, last, name):
+                hook()
+
+    def call_all(self, name: str, *arguments: Any) -> None:
+        """Run a hook of every callback, whatever their order of judging."""
+        for hook in callback_hooks(self, self.lightning_module, self.callbacks, name):
+            hook(*arguments)
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Batches ``start`` onwards of an epoch."""
+        if self.train_loader is None:
+            raise RuntimeError("no training data: fit has not begun")
+        batches = self.train_loader.batches(epoch, start)
+        return batches if self.num_training_batches == math.inf else islice(batches, int(self.num_training_batches) - start)
+
+    def eval_limit(self, stage: str, loader: ResumableLoader) -> int | None:
+        """Batches of ``loader`` that an evaluation runs; None for all."""
+        return limits.batch_limit(self.limits[stage], loader)
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        return [limits.count_batches(self.eval_limit("validate", loader), loader) for loader in self.val_loaders]
+
+    @property
+    def num_eval_batches(self) -> list[int | float]:
+        """Batches of each loader in the evaluation under way."""
+        loaders = self.eval_loaders or self.val_loaders
+        return [limits.count_batches(self.eval_limit(self.stage, loader), loader) for loader in loaders]
+
+    def next_validation(self) -> int | float:
+        """Number of batches of this epoch after which validation is due next; infinity where none is."""
+        return limits.next_validation(self)
+
+    def validates_when_epoch_is_over(self) -> bool:
+        """Whether the epoch's validation is still due after its last batch."""
+        return limits.validates_after_last_batch(self)
+
+    def collect_prediction(self, output: Any, loader: int) -> None:
+        if self.predictions is not None:
+            self.predictions[loader].append(output)
+
+    # -- what callbacks and modules ask ----------------------------------------------------------------------------
+
+    @property
+    def lightning_module(self) -> Module:
+        if self._module is None:
+            raise RuntimeError("this trainer has no module yet; call fit, validate, test or predict with one")
+        return self._module
+
+    model = lightning_module
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """Where this run writes; made when first asked for, the same on every rank."""
+        if self._run_folder is None:
+            name = self.run_name or (type(self._module).__name__.lower() if self._module is not None else "run")
+            made = str(RunFolder(self.default_root_dir, name).path) if self.is_global_zero else ""
+            self._run_folder = RunFolder.open(self.strategy.broadcast(made))
+        return self._run_folder
+
+    @run_folder.setter
+    def run_folder(self, folder: RunFolder) -> None:
+        self._run_folder = folder
+
+    @property
+    def loggers(self) -> list[Any]:
+        if self._loggers is None:
+            self._loggers = defaults.make_loggers(self, self._logger_choice)
+        return self._loggers
+
+    @property
+    def logger(self) -> Any:
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str:
+        return str(self.run_folder.path)
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Newest value of every logged name: epoch values, and step values of the running stage."""
+        steps = self.logged.last(lambda entry: entry.on_step)
+        return {**self.epoch_metrics, **{name: torch.tensor(value) for name, value in steps.items()}}
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        return {**self.bar_metrics, **self.training_values.last(lambda entry: entry.prog_bar and entry.on_step)}
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        from arclight.trainer.callback import Checkpoint
+
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
+        session.prepare_loaders(self)
+        return limits.estimated_steps(self)
+
+    @property
+    def current_epoch(self) -> int:
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        return self.progress.global_step
+
+    @property
+    def training(self) -> bool:
+        return self.train_loader is not None
+
+    @property
+    def sanity_checking(self) -> bool:
+        return self.stage == "sanity_check"
+
+    @property
+    def validating(self) -> bool:
+        return self.stage == "validate"
+
+    @property
+    def world_size(self) -> int:
+        return self.strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.strategy.local_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.strategy.is_global_zero
+
+    @property
+    def num_devices(self) -> int:
+        return self.strategy.num_devices
+
+    @property
+    def num_nodes(self) -> int:
+        return self.strategy.num_nodes
+
+    @property
+    def precision(self) -> str:
+        return self.precision_plugin.name
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)  # noqa: T201
+
+    def notice(self, message: str) -> None:
+        """Tell the user something once, on rank 0."""
+        if self.is_global_zero:
+            _LOG.warning(message)
+
+
