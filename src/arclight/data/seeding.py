@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+_spare: list[np.random.MT19937] = []  # building one takes longer than all the rest of `isolated_rng`
+
 OwnGenerator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
@@ -31,11 +33,12 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
     python_state = random.getstate()
     torch_state = torch.default_generator.get_state()
     numpy_generator = get_bit_generator()
+    numpy_isolated = _spare.pop() if _spare else np.random.MT19937(0)
     own_states = [(generator, _get_state(generator)) for generator in own]
     try:
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
-        set_bit_generator(np.random.MT19937(0))
+        set_bit_generator(numpy_isolated)
         np.random.seed(seed % 2**32)
         for number, (generator, _) in enumerate(own_states):
             _seed(generator, derive_seed(seed, number))
@@ -44,6 +47,7 @@ def isolated_rng(seed: int, own: Iterable[OwnGenerator] = ()) -> Iterator[None]:
         random.setstate(python_state)
         torch.default_generator.set_state(torch_state)
         set_bit_generator(numpy_generator)
+        _spare.append(numpy_isolated)
         for generator, state in own_states:
             _set_state(generator, state)
 
