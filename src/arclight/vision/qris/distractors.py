@@ -1,0 +1,195 @@
+"""Things that look a little like QR codes and are not: they appear in scenes without a label."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from arclight.vision.qris.contents import choose, digits, words
+from arclight.vision.qris.drawing import (
+    FONTS,
+    Item,
+    any_colour,
+    blank,
+    contrasting,
+    cv2,
+    muted,
+    pale,
+    paragraph,
+    rounded,
+    solid,
+    vivid,
+    write,
+    write_centred,
+)
+from arclight.vision.qris.symbols import Image
+
+
+def _cells(cells: np.ndarray, side: float) -> Image:  # type: ignore[type-arg]
+    """A grid of 0 and 1 (1 is dark) as an RGB picture ``side`` pixels wide, square cells, a small light border."""
+    grid = np.pad(np.where(cells, 25, 240).astype(np.uint8), 1, constant_values=240)
+    width, height = max(4, round(side)), max(4, round(side * grid.shape[0] / grid.shape[1]))
+    large = np.kron(grid, np.ones((4, 4), np.uint8))
+    method = cv2.INTER_AREA if width < large.shape[1] else cv2.INTER_NEAREST
+    return np.repeat(cv2.resize(large, (width, height), interpolation=method)[..., None], 3, axis=2)
+
+
+def barcode(rng: np.random.Generator, side: float) -> Item:
+    """Bars of one to four units with digits below."""
+    widths = rng.integers(1, 5, int(rng.integers(24, 60)))
+    bars = np.repeat(np.arange(len(widths)) % 2 == 0, widths)
+    picture = _cells(np.tile(bars, (max(2, len(bars) // int(rng.integers(2, 5))), 1)), side)
+    height, width = picture.shape[:2]
+    cv2.rectangle(picture, (0, round(height * 0.86)), (width, height), (240, 240, 240), -1)
+    write(picture, digits(rng, 13), (width * 0.05, height * 0.98), height * 0.1, (20, 20, 20))
+    return Item(picture, solid(picture))
+
+
+def checkerboard(rng: np.random.Generator, side: float) -> Item:
+    rows, columns = (int(v) for v in rng.integers(3, 14, 2))
+    board = np.add.outer(np.arange(rows), np.arange(columns)) % 2
+    picture = _cells(board, side)
+    if rng.random() < 0.4:
+        picture = cv2.addWeighted(picture, 0.7, blank(picture.shape[1], picture.shape[0], vivid(rng)), 0.3, 0)
+    return Item(picture, solid(picture))
+
+
+def data_matrix(rng: np.random.Generator, side: float) -> Item:
+    """Random cells inside a solid L and a dashed L, as Data Matrix codes have; no finder patterns."""
+    count = int(rng.integers(5, 13)) * 2
+    cells = rng.random((count, count)) < 0.5
+    cells[:, 0] = cells[-1] = True
+    cells[0] = np.arange(count) % 2 == 0
+    cells[:, -1] = np.arange(count) % 2 == 1
+    picture = _cells(cells, side)
+    return Item(picture, solid(picture))
+
+
+def aztec(rng: np.random.Generator, side: float) -> Item:
+    """Random cells around concentric squares in the middle, as Aztec codes have."""
+    count = int(rng.integers(8, 15)) * 2 + 1
+    cells = rng.random((count, count)) < 0.5
+    ring = np.abs(np.arange(count) - count // 2)
+    distance = np.maximum.outer(ring, ring)
+    cells = np.where(distance <= 5, distance % 2 == 0, cells)
+    picture = _cells(cells, side)
+    return Item(picture, solid(picture))
+
+
+def marker(rng: np.random.Generator, side: float) -> Item:
+    """A square fiducial: a few large random cells inside a thick black frame."""
+    count = int(rng.integers(4, 8))
+    cells = np.pad(rng.random((count, count)) < 0.5, 1, constant_values=True)
+    picture = _cells(cells, side)
+    return Item(picture, solid(picture))
+
+
+def random_cells(rng: np.random.Generator, side: float) -> Item:
+    """Black and white cells without any structure."""
+    rows, columns = (int(v) for v in rng.integers(6, 40, 2))
+    picture = _cells(rng.random((rows, columns)) < rng.uniform(0.3, 0.6), side)
+    return Item(picture, solid(picture))
+
+
+def crossword(rng: np.random.Generator, side: float) -> Item:
+    count = int(rng.integers(7, 16))
+    picture = _cells(rng.random((count, count)) < 0.25, side)
+    step = picture.shape[0] / (count + 2)
+    for line in range(1, count + 2):
+        at = round(line * step)
+        cv2.line(picture, (round(step), at), (picture.shape[1] - round(step), at), (30, 30, 30), 1)
+        cv2.line(picture, (at, round(step)), (at, picture.shape[0] - round(step)), (30, 30, 30), 1)
+    for _ in range(count * 2):
+        x, y = rng.integers(1, count + 1, 2)
+        write(
+            picture, choose(rng, "ABCDEFGHIKLMNOPRSTU"), ((x + 0.25) * step, (y + 0.8) * step), step * 0.5, (30, 30, 30)
+        )
+    return Item(picture, solid(picture))
+
+
+def lattice(rng: np.random.Generator, side: float) -> Item:
+    """Windows, grilles, tiles: equal rectangles in rows."""
+    ground, pane = any_colour(rng), any_colour(rng)
+    canvas = blank(side, side * rng.uniform(0.5, 1.5), ground)
+    height, width = canvas.shape[:2]
+    columns, rows = int(rng.integers(2, 14)), int(rng.integers(2, 14))
+    gap = rng.uniform(0.05, 0.45)
+    for row in range(rows):
+        for column in range(columns):
+            x0, y0 = (column + gap / 2) * width / columns, (row + gap / 2) * height / rows
+            x1, y1 = (column + 1 - gap / 2) * width / columns, (row + 1 - gap / 2) * height / rows
+            shade = rng.uniform(0.7, 1.1)
+            colour = tuple(min(255, round(v * shade)) for v in pane)
+            cv2.rectangle(canvas, (round(x0), round(y0)), (round(x1), round(y1)), colour, -1)
+    return Item(canvas, solid(canvas))
+
+
+def keyboard(rng: np.random.Generator, side: float) -> Item:
+    dark = rng.random() < 0.5
+    base, key = ((25, 25, 28), (55, 55, 60)) if dark else ((190, 190, 188), (228, 228, 224))
+    canvas = blank(side, side * 0.36, base)
+    height, width = canvas.shape[:2]
+    for row in range(5):
+        for column in range(15):
+            x, y = (column + 0.12 + 0.15 * row % 1) * width / 15.6, (row + 0.12) * height / 5
+            cv2.rectangle(canvas, (round(x), round(y)), (round(x + width / 19), round(y + height / 6.4)), key, -1)
+            write(
+                canvas,
+                choose(rng, "QWERTYUIOPASDFGH"),
+                (x + width / 90, y + height / 11),
+                height / 25,
+                contrasting(key),
+            )
+    return Item(canvas, rounded(canvas, width * 0.01))
+
+
+def text_block(rng: np.random.Generator, side: float) -> Item:
+    paper = any_colour(rng)
+    canvas = blank(side, side * rng.uniform(0.3, 1.6), paper)
+    height, width = canvas.shape[:2]
+    size = width * rng.uniform(0.015, 0.06)
+    paragraph(rng, canvas, (width * 0.04, height * 0.03, width * 0.96, height), max(3.0, size), contrasting(paper))
+    return Item(canvas, solid(canvas))
+
+
+def sign(rng: np.random.Generator, side: float) -> Item:
+    """A few large words on a coloured board, or a symbol made of nested squares or rings."""
+    ground = vivid(rng) if rng.random() < 0.6 else pale(rng)
+    canvas = blank(side, side * rng.uniform(0.3, 1.1), ground)
+    height, width = canvas.shape[:2]
+    ink = contrasting(ground)
+    if rng.random() < 0.35:
+        colours = (ink, ground, ink, vivid(rng))
+        for ring, colour in enumerate(colours):
+            half = round(min(width, height) * (0.42 - 0.1 * ring))
+            centre = (width // 2, height // 2)
+            if rng.random() < 0.5:
+                cv2.circle(canvas, centre, max(1, half), colour, -1, cv2.LINE_AA)
+            else:
+                cv2.rectangle(
+                    canvas, (centre[0] - half, centre[1] - half), (centre[0] + half, centre[1] + half), colour, -1
+                )
+    else:
+        for row in range(int(rng.integers(1, 4))):
+            text = words(rng, int(rng.integers(1, 3))).upper()
+            write_centred(
+                canvas, text, height * (0.3 + 0.3 * row), height * 0.18, ink, font=choose(rng, FONTS), bold=True
+            )
+    return Item(canvas, rounded(canvas, width * rng.uniform(0, 0.1)))
+
+
+def plain_box(rng: np.random.Generator, side: float) -> Item:
+    """Furniture, cartons, walls, books: one colour with an edge and perhaps a band."""
+    colour = muted(rng)
+    canvas = blank(side, side * rng.uniform(0.2, 1.8), colour)
+    height, width = canvas.shape[:2]
+    for _ in range(int(rng.integers(0, 4))):
+        x0, x1 = sorted(int(v) for v in rng.integers(0, width + 1, 2))
+        y0, y1 = sorted(int(v) for v in rng.integers(0, height + 1, 2))
+        cv2.rectangle(canvas, (x0, y0), (x1, y1), any_colour(rng), -1 if rng.random() < 0.6 else max(1, width // 60))
+    return Item(canvas, rounded(canvas, width * rng.uniform(0, 0.2)))
+
+
+DISTRACTORS = (
+    barcode, checkerboard, data_matrix, aztec, marker, random_cells, crossword, lattice, keyboard,
+    text_block, text_block, sign, sign, plain_box, plain_box,
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""Write a data set of drawn scenes: YOLO images and labels, and every code's corners and payload.
+
+Scene i is drawn from (seed, i) alone, so any number of processes writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arclight.fabric.extras import require
+
+cv2 = require("cv2", extra="vision")
+
+CLASS_NAME = "qr_code"
+Progress = Callable[[int, int], None]
+
+
+class GenerateError(ValueError):
+    """The data set asked for cannot be written."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    folder: Path
+    seed: int
+    size: int
+    count: int
+    validation: int
+
+    def split_of(self, index: int) -> str:
+        return "val" if index >= self.count - self.validation else "train"
+
+
+def generate(
+    out: Path | str,
+    count: int,
+    seed: int = 0,
+    *,
+    size: int = 640,
+    val_share: float = 0.2,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write ``count`` scenes of ``size`` x ``size`` pixels into the folder ``out`` and return its ``data.yaml``.
+
+    The last ``val_share`` of them is for validation. ``codes.json`` maps every image to its codes: corners_px
+    (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind and merchant. ``progress`` is called with
+    (done, count). The folder appears complete or not at all; GenerateError where it holds something already.
+    """
+    out = Path(out)
+    if count < 1 or size < 64 or not 0 <= val_share < 1:
+        raise GenerateError(f"need count >= 1, size >= 64 and 0 <= val_share < 1; got {count}, {size} and {val_share}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise GenerateError(f"{out} holds something already; name a folder that is empty or does not exist")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as unfinished:
+        folder = Path(unfinished) / "set"
+        job = _Job(folder, seed, size, count, round(count * val_share))
+        for part in ("images", "labels"):
+            for split in ("train", "val"):
+                (folder / part / split).mkdir(parents=True)
+        codes: dict[str, Any] = {}
+        for done, (name, found) in enumerate(_drawn(job, os.cpu_count() or 1 if workers is None else workers), 1):
+            codes[name] = found
+            if progress:
+                progress(done, count)
+        (folder / "codes.json").write_text(json.dumps(dict(sorted(codes.items())), indent=1) + "\n")
+        (folder / "data.yaml").write_text(f"path: .\ntrain: images/train\nval: images/val\nnames: [{CLASS_NAME}]\n")
+        os.replace(folder, out)
+    return out / "data.yaml"
+
+
+def _drawn(job: _Job, workers: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Every image's name and codes, as they get done; the files are written on the way."""
+    draw = partial(draw_files, job)
+    if workers <= 1 or job.count < 8:
+        yield from map(draw, range(job.count))
+        return
+    spawn = multiprocessing.get_context("spawn")  # a forked copy of a process with threads can hang
+    with ProcessPoolExecutor(min(workers, job.count), mp_context=spawn, initializer=_one_thread) as pool:
+        yield from pool.map(draw, range(job.count), chunksize=min(16, max(1, job.count // (4 * workers))))
+
+
+def _one_thread() -> None:
+    cv2.setNumThreads(1)
+
+
+def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
+    """Draw scene ``index``, write its image and label, and return its name and codes."""
+    from arclight.vision.qris.scenes import draw_scene
+
+    rng = np.random.default_rng([job.seed, index])
+    scene = draw_scene(rng, job.size)
+    quality = int(rng.integers(45, 96))
+    encoded = cv2.imencode(".jpg", cv2.cvtColor(scene.image, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+    split = job.split_of(index)
+    (job.folder / "images" / split / f"{index:06d}.jpg").write_bytes(encoded.tobytes())
+    rows = []
+    for code in scene.codes:
+        x0, y0, x1, y1 = (v / job.size for v in code.box)
+        rows.append(f"0 {(x0 + x1) / 2:.6f} {(y0 + y1) / 2:.6f} {x1 - x0:.6f} {y1 - y0:.6f}\n")
+    (job.folder / "labels" / split / f"{index:06d}.txt").write_text("".join(rows))
+    found = [
+        {
+            "corners_px": code.corners.round(2).tolist(),
+            "box_xyxy_px": [round(v, 2) for v in code.box],
+            "payload": code.content.text,
+            "kind": code.content.kind,
+            "merchant": code.content.merchant,
+            "nmid": code.content.nmid,
+            "modules": code.modules,
+        }
+        for code in scene.codes
+    ]
+    return f"images/{split}/{index:06d}.jpg", found

@@ -1,0 +1,260 @@
+"""A whole scene: surroundings, things with codes, things without, hands in the way, and the camera."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.vision.qris import posters, prints
+from arclight.vision.qris.backgrounds import background, plain, soften, studio
+from arclight.vision.qris.camera import photograph, surface_light
+from arclight.vision.qris.contents import Content, choose
+from arclight.vision.qris.distractors import DISTRACTORS
+from arclight.vision.qris.drawing import Item, cv2
+from arclight.vision.qris.geometry import Bend, Matrix, Placed, bend_item, outline, project, scaled_to, view
+from arclight.vision.qris.occluders import fingers, hand, strap
+from arclight.vision.qris.symbols import Image
+
+COARSE = 160
+"""Side of the map on which overlaps are judged, cells."""
+MOST_HIDDEN = 0.4
+"""Largest share of a code that something may cover; a code hidden more is not drawn at all."""
+
+_CARRIERS: tuple[tuple[posters.Draw, float], ...] = (
+    (posters.official_poster, 3), (posters.own_poster, 2), (posters.table_stand, 2), (posters.sticker, 3),
+    (posters.phone_screen, 2), (posters.receipt, 1), (posters.wallet_card, 2), (posters.bare_code, 3),
+    (prints.document, 3), (prints.product_box, 3), (prints.code_sheet, 0.7), (prints.screen, 1),
+)  # fmt: skip
+_PACKS: tuple[posters.Draw, ...] = (prints.blister_pack, prints.small_pack, prints.small_label, posters.sticker)
+
+
+@dataclass(frozen=True)
+class SceneCode:
+    """A code in a finished scene: ``corners`` (4, 2) from its own top left clockwise, ``box`` xyxy inside the image, pixels."""
+
+    corners: npt.NDArray[np.float64]
+    box: tuple[float, float, float, float]
+    content: Content
+    modules: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A drawn photograph, (size, size, 3) RGB, and every code in it."""
+
+    image: Image
+    codes: list[SceneCode]
+
+
+@dataclass
+class _Stage:
+    """A scene in the making: the picture, the codes so far, and where they are on the coarse map."""
+
+    canvas: Image
+    codes: list[SceneCode] = field(default_factory=list)
+    taken: list[Image] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.canvas.shape[0]
+
+    def cells(self, polygon: npt.NDArray[np.float64]) -> Image:
+        """The coarse map of a polygon in scene pixels: 1 where it covers."""
+        area = np.zeros((COARSE, COARSE), np.uint8)
+        points = np.clip(polygon * (COARSE / self.size), -4 * COARSE, 5 * COARSE)
+        cv2.fillPoly(area, [points.round().astype(np.int32)], 1)
+        return area
+
+    def hides(self, area: Image) -> float:
+        """The largest share of any code so far that ``area`` covers."""
+        shares = [float((code & area).sum() / max(1, int(code.sum()))) for code in self.taken]
+        return max(shares, default=0.0)
+
+
+def draw_scene(rng: np.random.Generator, size: int) -> Scene:
+    """One scene of ``size`` x ``size`` pixels; everything about it comes from ``rng``."""
+    story = float(rng.random())
+    packs = story < 0.2
+    surroundings = choose(rng, (plain, studio, plain, background)) if packs else background
+    stage = _Stage(np.ascontiguousarray(surroundings(rng, size)))
+    _add_distractors(rng, stage, int(rng.integers(0, 4)))
+    if rng.random() < 0.15:
+        stage.canvas = soften(stage.canvas, float(rng.uniform(1, 6)))
+    if packs:
+        _add_packs(rng, stage)
+    elif story < 0.62:
+        _add_carrier(rng, stage, float(np.exp(rng.uniform(np.log(0.13), np.log(0.85)))) * size)
+    elif story < 0.94:
+        share = float(np.exp(rng.uniform(np.log(0.07), np.log(0.33))))
+        for _ in range(int(rng.integers(2, 5))):
+            _add_carrier(rng, stage, share * float(rng.uniform(0.7, 1.4)) * size)
+    else:
+        _add_distractors(rng, stage, int(rng.integers(3, 9)))  # a scene without codes
+    _add_distractors(rng, stage, int(rng.integers(0, 3)))
+    if rng.random() < 0.3:
+        _add_occluder(rng, stage)
+    return Scene(photograph(rng, stage.canvas, _finest(stage.codes)), stage.codes)
+
+
+def _finest(codes: Sequence[SceneCode]) -> float | None:
+    """Pixels per module of the code drawn smallest."""
+    return min((_side(code.corners) / code.modules for code in codes), default=None)
+
+
+def _side(corners: npt.NDArray[np.float64]) -> float:
+    """Side of the square as large as a quadrilateral."""
+    x, y = corners.T
+    return float(np.sqrt(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2))
+
+
+def _add_carrier(rng: np.random.Generator, stage: _Stage, side: float) -> None:
+    draws, weights = zip(*_CARRIERS, strict=True)
+    draw = draws[int(rng.choice(len(draws), p=np.array(weights) / sum(weights)))]
+    steep = 1.0 if rng.random() < 0.7 else 1.8
+    placed = _add(rng, stage, draw, side, steep=steep, bent=rng.random() < 0.1)
+    if placed and draw in (posters.phone_screen, posters.wallet_card) and rng.random() < 0.5:
+        _add_holding_hand(rng, stage, placed)
+
+
+def _add_packs(rng: np.random.Generator, stage: _Stage) -> None:
+    """A group of small packs on a table, each with a small label."""
+    share = float(np.exp(rng.uniform(np.log(0.04), np.log(0.11))))
+    kinds = [choose(rng, _PACKS) for _ in range(2)]
+    for _ in range(int(rng.integers(2, 12))):
+        side = share * float(rng.uniform(0.8, 1.25)) * stage.size
+        _add(rng, stage, choose(rng, kinds), side, steep=0.6, bent=rng.random() < 0.12)
+
+
+def _add(
+    rng: np.random.Generator, stage: _Stage, draw: posters.Draw, side: float, *, steep: float, bent: bool
+) -> Placed | None:
+    """Draw a thing whose code spans about ``side`` pixels where it hides no other code; None where no place was free."""
+    item = draw(rng, max(side * 1.15, 48.0))
+    if not item.codes:
+        return None
+    bend: Bend | None = None
+    if bent:
+        item, bend = bend_item(rng, item)
+    height, width = item.image.shape[:2]
+    for _ in range(5):
+        matrix = view(rng, width, height, steep=steep)
+        placed = _moved_inside(rng, stage.size, Placed(item, matrix, bend), side)
+        quad = project([[0, 0], [width, 0], [width, height], [0, height]], placed.matrix)
+        hulls = [placed.to_scene(outline(code.corners)) for code in item.codes]
+        areas = [stage.cells(hull) for hull in hulls]
+        if stage.hides(stage.cells(quad)) > 0.03 or any((a.sum() == 0) for a in areas):
+            continue
+        _lay(rng, stage, placed)
+        for code, hull, area in zip(item.codes, hulls, areas, strict=True):
+            stage.taken.append(area)
+            stage.codes.append(_seen(stage.size, placed.to_scene(code.corners), hull, code.content, code.modules))
+        return placed
+    return None
+
+
+def _seen(
+    size: int, corners: npt.NDArray[np.float64], hull: npt.NDArray[np.float64], content: Content, modules: int
+) -> SceneCode:
+    low, high = hull.min(0).clip(0, size), hull.max(0).clip(0, size)
+    return SceneCode(corners, (float(low[0]), float(low[1]), float(high[0]), float(high[1])), content, modules)
+
+
+def _moved_inside(rng: np.random.Generator, size: int, placed: Placed, side: float) -> Placed:
+    """The placement scaled so that its first code spans ``side`` and shifted so that all its codes are in the picture."""
+    codes = placed.item.codes
+    factor = side / _side(placed.to_scene(codes[0].corners))
+    points = np.concatenate([placed.to_scene(outline(code.corners)) for code in codes]) * factor
+    extent = points.max(0) - points.min(0)
+    room = size * 0.97
+    if extent.max() > room:
+        shrink = room / float(extent.max())
+        factor, points, extent = factor * shrink, points * shrink, extent * shrink
+    corner = rng.uniform(0.015 * size, np.maximum(size * 0.985 - extent, 0.015 * size + 1e-6))
+    if rng.random() < 0.04:  # a code cut by the edge of the picture
+        corner = corner + rng.choice([-1, 1], 2) * (rng.random(2) < 0.5) * extent * 0.2
+    return replace(placed, matrix=scaled_to(placed.matrix, factor, corner - points.min(0)))
+
+
+def _lay(rng: np.random.Generator, stage: _Stage, placed: Placed, *, shadow: float = 0.6) -> None:
+    """Blend an item into the picture, with the light on it and, with probability ``shadow``, its shadow below."""
+    image, mask, matrix = _shrunk(placed.item, placed.matrix)
+    height, width = image.shape[:2]
+    quad = project([[0, 0], [width, 0], [width, height], [0, height]], matrix)
+    size = stage.size
+    margin = 12
+    x0, y0 = (int(v) for v in np.floor(quad.min(0) - margin).clip(0, size))
+    x1, y1 = (int(v) for v in np.ceil(quad.max(0) + margin).clip(0, size))
+    if x1 - x0 < 2 or y1 - y0 < 2:
+        return
+    local = scaled_to(matrix, 1.0, (-x0, -y0))
+    window = (x1 - x0, y1 - y0)
+    front = cv2.warpPerspective(surface_light(rng, image), local, window, borderMode=cv2.BORDER_REPLICATE)
+    alpha = cv2.warpPerspective(mask, local, window).astype(np.float32) / 255
+    region = stage.canvas[y0:y1, x0:x1]
+    if rng.random() < shadow:
+        shift = np.float32([[1, 0, rng.uniform(-6, 6)], [0, 1, rng.uniform(0, 8)]])
+        dark = cv2.warpAffine(alpha, shift, window)
+        dark = 1 - cv2.blur(dark, (int(rng.integers(2, 12)),) * 2) * float(rng.uniform(0.15, 0.6))
+        region = cv2.multiply(region, cv2.merge([dark, dark, dark]), dtype=cv2.CV_8U)
+    stage.canvas[y0:y1, x0:x1] = cv2.blendLinear(front, np.ascontiguousarray(region), alpha, 1 - alpha)
+
+
+def _shrunk(item: Item, matrix: Matrix) -> tuple[Image, Image, Matrix]:
+    """The item reduced by area averaging where the view would skip its pixels, as a camera averages them."""
+    height, width = item.image.shape[:2]
+    quad = project([[0, 0], [width, 0], [width, height], [0, height]], matrix)
+    scale = _side(quad) / float(np.sqrt(width * height))
+    if scale > 0.75:
+        return item.image, item.mask, matrix
+    reduced = (max(2, round(width * scale * 1.1)), max(2, round(height * scale * 1.1)))
+    image = cv2.resize(item.image, reduced, interpolation=cv2.INTER_AREA)
+    mask = cv2.resize(item.mask, reduced, interpolation=cv2.INTER_AREA)
+    return image, mask, matrix @ np.diag([width / reduced[0], height / reduced[1], 1.0])
+
+
+def _add_distractors(rng: np.random.Generator, stage: _Stage, count: int) -> None:
+    for _ in range(count):
+        side = float(np.exp(rng.uniform(np.log(0.06), np.log(0.7)))) * stage.size
+        item = choose(rng, DISTRACTORS)(rng, max(24.0, side))
+        _add_loose(rng, stage, item, rng.uniform(0, stage.size, 2), most=0.02)
+
+
+def _add_loose(
+    rng: np.random.Generator, stage: _Stage, item: Item, centre: npt.NDArray[np.float64], *, most: float
+) -> bool:
+    """Lay a thing without codes around ``centre`` unless it hides more than ``most`` of a code."""
+    height, width = item.image.shape[:2]
+    matrix = view(rng, width, height, steep=1.0)
+    middle = project([[width / 2, height / 2]], matrix)[0]
+    placed = Placed(item, scaled_to(matrix, 1.0, centre - middle))
+    quad = project([[0, 0], [width, 0], [width, height], [0, height]], placed.matrix)
+    if stage.hides(stage.cells(quad)) > most:
+        return False
+    _lay(rng, stage, placed, shadow=0.4)
+    return True
+
+
+def _add_holding_hand(rng: np.random.Generator, stage: _Stage, placed: Placed) -> None:
+    """A hand at the lower edge of a phone or card."""
+    height, width = placed.item.image.shape[:2]
+    grip = project([[width * float(rng.uniform(0, 1)), height]], placed.matrix)[0]
+    reach = _side(project([[0, 0], [width, 0], [width, height], [0, height]], placed.matrix))
+    item = choose(rng, (hand, fingers))(rng, max(24.0, reach * float(rng.uniform(0.5, 0.9))))
+    _add_loose(rng, stage, item, grip, most=0.05)
+
+
+def _add_occluder(rng: np.random.Generator, stage: _Stage) -> None:
+    """A finger, cable or strap over part of a code, or anywhere where there is none."""
+    if not stage.codes:
+        item = choose(rng, (hand, fingers, strap))(rng, stage.size * float(rng.uniform(0.15, 0.6)))
+        _add_loose(rng, stage, item, rng.uniform(0, stage.size, 2), most=0.0)
+        return
+    code = stage.codes[int(rng.integers(len(stage.codes)))]
+    side = _side(code.corners)
+    item = choose(rng, (fingers, strap))(rng, max(12.0, side * float(rng.uniform(0.4, 1.2))))
+    corner = code.corners[int(rng.integers(4))]
+    away = (corner - code.corners.mean(0)) * float(rng.uniform(0.0, 0.6))
+    _add_loose(rng, stage, item, corner + away, most=MOST_HIDDEN)
