@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+EXTRAS := vision,deploy,serve,dev
+
+.PHONY: setup demo test test-all check format bench bench-peers clean
+
+setup: $(READY)
+
+# torch goes first and alone, so that no other package decides which build of it is taken.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch==2.13.0" "numpy>=1.26"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	@touch $@
+
+demo: setup
+	$(BIN)/arclight demo
+
+test: setup
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-all: setup
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix src tests benchmarks
+
+bench: setup
+	$(BIN)/python benchmarks/trainer_overhead.py
+	$(BIN)/python benchmarks/qr_photos.py
+
+# Peers live in an environment of their own. Lightning 2.6.2 and 2.6.3 were compromised releases: the pin avoids them.
+bench-peers:
+	$(PYTHON) -m venv .bench-venv
+	.bench-venv/bin/python -m pip install --quiet "torch==2.13.0" "numpy>=1.26"
+	.bench-venv/bin/python -m pip install --quiet "lightning==2.6.6" --editable .
+
+clean:
+	rm -rf $(VENV) .bench-venv .mypy_cache .ruff_cache .pytest_cache
