@@ -271,7 +271,7 @@ def background(rng: np.random.Generator, size: int) -> Image:
     draws, shares = zip(*BACKGROUNDS, strict=True)
     picture = draws[int(rng.choice(len(draws), p=shares))](rng, size)
     if rng.random() < 0.5:
-        corners = np.float32([[0, 0], [size, 0], [size, size], [0, size]])
+        corners = np.array([[0, 0], [size, 0], [size, size], [0, size]], np.float32)
         turned = cv2.getRotationMatrix2D(
             (size / 2, size / 2), float(rng.uniform(-180, 180)), float(rng.uniform(1.4, 2.2))
         )

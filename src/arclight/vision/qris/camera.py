@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from arclight.vision.qris.backgrounds import clouds, soften, white_noise
+from arclight.vision.qris.backgrounds import Field, clouds, soften, white_noise
 from arclight.vision.qris.drawing import cv2
 from arclight.vision.qris.symbols import Image
 
@@ -42,21 +42,22 @@ def _light(rng: np.random.Generator, scene: Image) -> Image:
     if rng.random() < 0.25:
         field *= _shadow(rng, size)[..., None]
     picture = cv2.multiply(scene, field, dtype=cv2.CV_8U)
-    gamma, low, high = rng.uniform(0.7, 1.35), rng.uniform(0, 35), rng.uniform(215, 255)
-    if rng.random() < 0.12:  # a dim place
+    gamma, low, high = rng.uniform(0.65, 1.3), rng.uniform(0, 35), rng.uniform(225, 275)
+    if rng.random() < 0.08:  # a dim place
         high *= rng.uniform(0.35, 0.7)
         low *= 0.5
     curve = low + (high - low) * (np.arange(256) / 255) ** gamma
-    return np.asarray(cv2.LUT(picture, curve.round().astype(np.uint8)), np.uint8)
+    return np.asarray(cv2.LUT(picture, curve.clip(0, 255).round().astype(np.uint8)), np.uint8)
 
 
-def _cast(rng: np.random.Generator) -> np.ndarray:  # type: ignore[type-arg]
+def _cast(rng: np.random.Generator) -> Field:
     """Gains of red, green and blue: daylight to a warm lamp."""
     warmth = rng.normal(0.03, 0.07) + (rng.uniform(0.1, 0.3) if rng.random() < 0.1 else 0)
-    return np.float32([1 + warmth, 1 + rng.normal(0, 0.02), 1 - 1.3 * warmth]).clip(0.3, 1.6)
+    gains = np.array([1 + warmth, 1 + rng.normal(0, 0.02), 1 - 1.3 * warmth], np.float32)
+    return gains.clip(0.3, 1.6)
 
 
-def _shadow(rng: np.random.Generator, size: int) -> np.ndarray:  # type: ignore[type-arg]
+def _shadow(rng: np.random.Generator, size: int) -> Field:
     """A darker region with a soft edge, or blinds' stripes: (size, size) factors."""
     small = 80
     mask = np.zeros((small, small), np.float32)

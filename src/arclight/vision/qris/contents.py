@@ -29,10 +29,12 @@ _CITIES = (
 _CATEGORIES = ("5411", "5812", "5814", "5499", "5912", "7230", "7538", "8661", "5999", "7523")
 _ACQUIRERS = ("ID.CO.EXAMPLEBANK.WWW", "COM.CONTOHPAY.WWW", "ID.CONTOHDOMPET.WWW", "ID.CO.BANKCONTOH.WWW")
 WORDS = (
-    "harga toko pasar kopi susu gula teh roti nasi ayam sapi ikan buah sayur jalan rumah meja kursi pintu scan here "
-    "menu open free the and your with from price sale new best quality product made in for more information please "
-    "keep dry store cool place tablets mg ml batch exp date lot net weight ingredients water salt sugar natural"
-).split()
+    "harga", "toko", "pasar", "kopi", "susu", "gula", "teh", "roti", "nasi", "ayam", "sapi", "ikan", "buah",
+    "sayur", "jalan", "rumah", "meja", "kursi", "pintu", "scan", "here", "menu", "open", "free", "the", "and",
+    "your", "with", "from", "price", "sale", "new", "best", "quality", "product", "made", "in", "for", "more",
+    "information", "please", "keep", "dry", "store", "cool", "place", "tablets", "mg", "ml", "batch", "exp",
+    "date", "lot", "net", "weight", "ingredients", "water", "salt", "sugar", "natural",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def other_content(rng: np.random.Generator) -> Content:
     if kind <= 1:
         text = f"https://{choose(rng, WORDS)}.example/{token}"
     elif kind == 2:
-        text = f"BEGIN:VCARD\nVERSION:3.0\nFN:{words(rng, 2)}\nTEL:+62{digits(rng, 10)}\nEMAIL:{token[:12]}@example.org\nEND:VCARD"
+        name, phone = words(rng, 2), digits(rng, 10)
+        text = f"BEGIN:VCARD\nVERSION:3.0\nFN:{name}\nTEL:+62{phone}\nEMAIL:{token[:12]}@example.org\nEND:VCARD"
     elif kind == 3:
         text = f"WIFI:T:WPA;S:{choose(rng, WORDS)};P:{token[:16]};;"
     elif kind == 4:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 
 from arclight.vision.qris.contents import choose, digits, words
 from arclight.vision.qris.drawing import (
@@ -24,7 +27,7 @@ from arclight.vision.qris.drawing import (
 from arclight.vision.qris.symbols import Image
 
 
-def _cells(cells: np.ndarray, side: float) -> Image:  # type: ignore[type-arg]
+def _cells(cells: npt.NDArray[np.generic], side: float) -> Image:
     """A grid of 0 and 1 (1 is dark) as an RGB picture ``side`` pixels wide, square cells, a small light border."""
     grid = np.pad(np.where(cells, 25, 240).astype(np.uint8), 1, constant_values=240)
     width, height = max(4, round(side)), max(4, round(side * grid.shape[0] / grid.shape[1]))
@@ -189,7 +192,17 @@ def plain_box(rng: np.random.Generator, side: float) -> Item:
     return Item(canvas, rounded(canvas, width * rng.uniform(0, 0.2)))
 
 
-DISTRACTORS = (
-    barcode, checkerboard, data_matrix, aztec, marker, random_cells, crossword, lattice, keyboard,
-    text_block, text_block, sign, sign, plain_box, plain_box,
+DISTRACTORS: tuple[tuple[Callable[[np.random.Generator, float], Item], float, float], ...] = (
+    (barcode, 2, 0.05), (checkerboard, 1, 0.1), (data_matrix, 0.5, 0.14), (aztec, 0.4, 0.18), (marker, 0.6, 0.06),
+    (random_cells, 0.5, 0.14), (crossword, 0.8, 0.14), (lattice, 2, 0.05), (keyboard, 1, 0.2),
+    (text_block, 3, 0.05), (sign, 3, 0.05), (plain_box, 4, 0.05),
 )  # fmt: skip
+"""Each with its weight and its least size, a share of the picture: smaller ones could be taken for a QR code."""
+
+
+def distractor(rng: np.random.Generator, size: int) -> Item:
+    """Something without a QR code, for a picture of ``size`` pixels."""
+    weights = np.array([weight for _, weight, _ in DISTRACTORS])
+    draw, _, least = DISTRACTORS[int(rng.choice(len(weights), p=weights / weights.sum()))]
+    share = float(np.exp(rng.uniform(np.log(least), np.log(0.7))))
+    return draw(rng, max(24.0, share * size))

@@ -28,9 +28,8 @@ class Item:
 
 def blank(width: float, height: float, colour: Colour) -> Image:
     """An RGB canvas of one colour."""
-    canvas = np.empty((max(2, round(height)), max(2, round(width)), 3), np.uint8)
-    canvas[:] = colour
-    return canvas
+    row = np.tile(np.array(colour, np.uint8), max(2, round(width)))
+    return np.tile(row, (max(2, round(height)), 1)).reshape(max(2, round(height)), -1, 3)
 
 
 def solid(canvas: Image) -> Image:
@@ -58,7 +57,9 @@ def vivid(rng: np.random.Generator) -> Colour:
 
 def muted(rng: np.random.Generator) -> Colour:
     """A quiet colour, as walls, tables and cloth have."""
-    return _from_hsv(int(rng.integers(180)), int(rng.integers(5, 90)), int(rng.integers(40, 245)))
+    warm = rng.random() < 0.5
+    hue = int(rng.integers(5, 30)) if warm else int(rng.integers(180))
+    return _from_hsv(hue, min(90, int(rng.exponential(35.0))), int(rng.integers(40, 245)))
 
 
 def pale(rng: np.random.Generator) -> Colour:
@@ -70,7 +71,7 @@ def any_colour(rng: np.random.Generator) -> Colour:
 
 
 def _from_hsv(hue: int, saturation: int, value: int) -> Colour:
-    red, green, blue = cv2.cvtColor(np.uint8([[[hue, saturation, value]]]), cv2.COLOR_HSV2RGB)[0, 0]
+    red, green, blue = cv2.cvtColor(np.array([[[hue, saturation, value]]], np.uint8), cv2.COLOR_HSV2RGB)[0, 0]
     return int(red), int(green), int(blue)
 
 

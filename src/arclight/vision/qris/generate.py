@@ -55,8 +55,9 @@ def generate(
     """Write ``count`` scenes of ``size`` x ``size`` pixels into the folder ``out`` and return its ``data.yaml``.
 
     The last ``val_share`` of them is for validation. ``codes.json`` maps every image to its codes: corners_px
-    (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind and merchant. ``progress`` is called with
-    (done, count). The folder appears complete or not at all; GenerateError where it holds something already.
+    (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind, merchant, nmid and
+    modules (along a side). ``progress`` is called with (done, count). ``workers`` processes draw, as many as there are
+    processors unless given. The folder appears complete or not at all; GenerateError where it holds something already.
     """
     out = Path(out)
     if count < 1 or size < 64 or not 0 <= val_share < 1:

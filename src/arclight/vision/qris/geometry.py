@@ -29,7 +29,7 @@ def outline(corners: Points, steps: int = 6) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Bend:
-    """A sheet wrapped around an upright cylinder: ``angle`` is half of what it covers, radians; ``bow`` lifts the middle."""
+    """A sheet around an upright cylinder: ``angle`` is half of what it covers, radians; ``bow`` lifts its middle."""
 
     width: float
     angle: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from arclight.vision.qris.drawing import Item, any_colour, cv2
-from arclight.vision.qris.symbols import Colour
+from arclight.vision.qris.symbols import Colour, Image
 
 _SKIN: tuple[Colour, ...] = (
     (244, 208, 177),
@@ -17,11 +17,11 @@ _SKIN: tuple[Colour, ...] = (
 )
 
 
-def _shaded(rng: np.random.Generator, mask: np.ndarray, colour: Colour) -> Item:  # type: ignore[type-arg]
+def _shaded(rng: np.random.Generator, mask: Image, colour: Colour) -> Item:
     """A rounded thing of one colour: bright in the middle, dark towards its edge."""
     depth = cv2.GaussianBlur(mask, (0, 0), max(1.0, mask.shape[0] / 22))
     shade = (0.45 + 0.55 * depth.astype(np.float32) / 255) * np.float32(rng.uniform(0.75, 1.05))
-    image = shade[..., None] * np.float32(colour)
+    image = shade[..., None] * np.array(colour, np.float32)
     return Item(np.clip(image, 0, 255).astype(np.uint8), mask)
 
 

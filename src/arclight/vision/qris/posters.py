@@ -1,4 +1,4 @@
-"""Things that ask for a payment: the portrait QRIS poster, own designs, table stands, stickers, phone screens, receipts.
+"""Things that ask for a payment: QRIS posters, own designs, table stands, stickers, phone screens, receipts.
 
 Every ``draw`` takes the random generator and ``side``, the pixels that the code's modules should span, and
 returns an Item. The poster follows the proportions of the official print (portrait 1.3 to 1.7, code about
@@ -8,7 +8,6 @@ returns an Item. The poster follows the proportions of the official print (portr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -61,7 +60,7 @@ def official_poster(rng: np.random.Generator, side: float) -> Item:
     write_centred(canvas, f"NMID : {content.nmid}", high * 0.205, wide * 0.03, ink)
     write_centred(canvas, "A01", high * 0.235, wide * 0.03, ink)
     look = Look(quiet=float(rng.uniform(0.5, 2.5)), logo=bool(rng.random() < 0.15))
-    code = stamp(rng, canvas, (wide / 2, high * 0.5), side, content, look)
+    code = stamp(rng, canvas, (wide / 2, high * 0.5), side, content, look=look)
     write_centred(canvas, "SATU QRIS UNTUK SEMUA", high * 0.79, wide * 0.04, ink, bold=True)
     write_centred(canvas, "Cek aplikasi penyelenggara", high * 0.825, wide * 0.026, ink)
     write(canvas, f"Dicetak oleh: 9360{digits(rng, 4)}", (wide * 0.05, high * 0.93), wide * 0.022, ink)
@@ -106,7 +105,7 @@ def own_poster(rng: np.random.Generator, side: float) -> Item:
         write_centred(
             canvas, words(rng, int(rng.integers(1, 4))).upper(), above * 0.75, size, ink, font=font, bold=True
         )
-    code = stamp(rng, canvas, place, side, any_content(rng, 0.6), random_look(rng))
+    code = stamp(rng, canvas, place, side, any_content(rng, 0.6), look=random_look(rng))
     below = place[1] + side * 0.7
     if below < height:
         box = (width * 0.1, below, width * 0.9, height * 0.97)
@@ -123,7 +122,7 @@ def table_stand(rng: np.random.Generator, side: float) -> Item:
     canvas = blank(wide + 2 * rim, high + 2 * rim + foot, frame)
     canvas[rim : rim + high, rim : rim + wide] = inner.image
     cv2.line(canvas, (0, high + 2 * rim), (canvas.shape[1], high + 2 * rim), contrasting(frame), max(1, rim // 4))
-    codes = [replace(code, corners=code.corners + np.float32(rim)) for code in inner.codes]
+    codes = [code.moved(rim, rim) for code in inner.codes]
     return Item(canvas, rounded(canvas, rim * rng.uniform(0, 3)), codes)
 
 
@@ -137,7 +136,7 @@ def sticker(rng: np.random.Generator, side: float) -> Item:
     height, width = canvas.shape[:2]
     on_top = rng.random() < 0.5
     centre = height - width / 2 if on_top else width / 2
-    code = stamp(rng, canvas, (width / 2, centre), side, any_content(rng), look)
+    code = stamp(rng, canvas, (width / 2, centre), side, any_content(rng), look=look)
     size = width * extra * rng.uniform(0.25, 0.45)
     text = choose(rng, ("SCAN ME", "SCAN HERE", "BAYAR DI SINI", "MENU", "INFO", "PAY"))
     baseline = height * extra * 0.6 if on_top else height - (height - width) * 0.35
@@ -150,7 +149,7 @@ def sticker(rng: np.random.Generator, side: float) -> Item:
 def phone_screen(rng: np.random.Generator, side: float) -> Item:
     """A phone that shows a code: light or dark theme, bars, a button."""
     dark = rng.random() < 0.4
-    ground: Colour = (int(rng.integers(8, 40)),) * 3 if dark else pale(rng)  # type: ignore[assignment]
+    ground: Colour = (int(rng.integers(8, 40)),) * 3 if dark else pale(rng)
     if rng.random() < 0.3:
         ground = vivid(rng)
     screen = side / rng.uniform(0.45, 0.85)
@@ -180,7 +179,7 @@ def phone_screen(rng: np.random.Generator, side: float) -> Item:
     look = random_look(rng, plain=0.75)
     if dark and not card and rng.random() < 0.25:
         look = Look((235, 235, 235), ground, 1.0)
-    code = stamp(rng, canvas, (wide / 2, y), side, any_content(rng), look)
+    code = stamp(rng, canvas, (wide / 2, y), side, any_content(rng), look=look)
     paragraph(rng, canvas, (wide * 0.15, y + side * 0.75, wide * 0.85, high * 0.85), wide * 0.03, ink)
     cv2.rectangle(canvas, (round(wide * 0.2), round(high * 0.87)), (round(wide * 0.8), round(high * 0.93)), bar, -1)
     return Item(canvas, rounded(canvas, wide * 0.09), [code])
@@ -191,7 +190,7 @@ def receipt(rng: np.random.Generator, side: float) -> Item:
     wide = side / rng.uniform(0.4, 0.75)
     canvas = blank(wide, wide * rng.uniform(1.5, 2.6), pale(rng))
     height, width = canvas.shape[:2]
-    ink: Colour = (int(rng.integers(20, 110)),) * 3  # type: ignore[assignment]
+    ink: Colour = (int(rng.integers(20, 110)),) * 3
     size = width * rng.uniform(0.028, 0.04)
     y = height - side * rng.uniform(0.65, 0.9)
     row = size * 2
@@ -201,7 +200,7 @@ def receipt(rng: np.random.Generator, side: float) -> Item:
         write(canvas, f"{digits(rng, 2)}.000", (width * 0.72, line), size, ink)
     grey = int(rng.integers(20, 80))
     look = Look((grey, grey, grey), tuple(int(v) for v in canvas[0, 0]), 1.0)  # type: ignore[arg-type]
-    code = stamp(rng, canvas, (width / 2, y), side, any_content(rng, 0.7), look)
+    code = stamp(rng, canvas, (width / 2, y), side, any_content(rng, 0.7), look=look)
     return Item(canvas, solid(canvas), [code])
 
 
@@ -214,7 +213,7 @@ def wallet_card(rng: np.random.Generator, side: float) -> Item:
     right = rng.random() < 0.5
     reach = side * rng.uniform(0.58, 0.7)
     x = width - reach if right else reach
-    code = stamp(rng, canvas, (x, height / 2), side, other_content(rng), random_look(rng, plain=0.5))
+    code = stamp(rng, canvas, (x, height / 2), side, other_content(rng), look=random_look(rng, plain=0.5))
     left = width * 0.05 if right else reach + side * 0.62
     box = (left, height * 0.15, left + width - reach - side * 0.7, height * 0.95)
     paragraph(rng, canvas, box, height * rng.uniform(0.04, 0.09), contrasting(ground))
@@ -226,5 +225,5 @@ def bare_code(rng: np.random.Generator, side: float, content: Content | None = N
     look = random_look(rng)
     canvas = blank(side * rng.uniform(1.03, 1.35), side * rng.uniform(1.03, 1.35), look.paper)
     height, width = canvas.shape[:2]
-    code = stamp(rng, canvas, (width / 2, height / 2), side, content or any_content(rng), look)
+    code = stamp(rng, canvas, (width / 2, height / 2), side, content or any_content(rng), look=look)
     return Item(canvas, solid(canvas), [code])

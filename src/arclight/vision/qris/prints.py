@@ -1,4 +1,4 @@
-"""Other printed things that carry codes: pages of text, product boxes, packs with small labels, sheets of many codes."""
+"""Other printed things that carry codes: pages of text, product boxes, packs with small labels, sheets, screens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def document(rng: np.random.Generator, side: float) -> Item:
         if any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
             continue
         taken.append(box)
-        codes.append(stamp(rng, canvas, (x, y), side, any_content(rng, 0.3), look))
+        codes.append(stamp(rng, canvas, (x, y), side, any_content(rng, 0.3), look=look))
     margin = width * rng.uniform(0.02, 0.1)
     size = max(3.0, width * rng.uniform(0.011, 0.03))
     ink = contrasting(paper)
@@ -80,7 +80,7 @@ def product_box(rng: np.random.Generator, side: float) -> Item:
         canvas[top:, left : left + bars.shape[1]] = bars
     reach = side * 0.6
     place = (rng.uniform(reach, max(reach, width - reach)), rng.uniform(reach, max(reach, height - reach)))
-    code = stamp(rng, canvas, place, side, other_content(rng), random_look(rng, plain=0.75))
+    code = stamp(rng, canvas, place, side, other_content(rng), look=random_look(rng, plain=0.75))
     return Item(canvas, solid(canvas), [code])
 
 
@@ -95,9 +95,9 @@ def small_label(rng: np.random.Generator, side: float) -> Item:
     )
     canvas = blank(*size, (paper, paper, paper))
     height, width = canvas.shape[:2]
-    look = Look((int(rng.integers(60)),) * 3, (paper, paper, paper), 1.0)  # type: ignore[arg-type]
+    look = Look((int(rng.integers(60)),) * 3, (paper, paper, paper), 1.0)
     reach = side * 0.58
-    code = stamp(rng, canvas, (reach, reach if not beside else height / 2), side, other_content(rng), look)
+    code = stamp(rng, canvas, (reach, reach if not beside else height / 2), side, other_content(rng), look=look)
     box = (
         (side * 1.25, side * 0.1, width * 0.97, height) if beside else (width * 0.05, side * 1.22, width * 0.95, height)
     )
@@ -111,7 +111,7 @@ def _paste(canvas: Image, item: Item, left: float, top: float) -> list[PrintedCo
     x = round(min(max(left, 0), canvas.shape[1] - wide))
     y = round(min(max(top, 0), canvas.shape[0] - high))
     canvas[y : y + high, x : x + wide] = item.image
-    return [replace(code, corners=code.corners + np.float32([x, y])) for code in item.codes]
+    return [code.moved(x, y) for code in item.codes]
 
 
 def _quarter_turn(item: Item, turns: int) -> Item:
@@ -195,7 +195,7 @@ def code_sheet(rng: np.random.Generator, side: float) -> Item:
     for row in range(rows):
         for column in range(columns):
             place = ((column + 0.5) * pitch, (row + 0.5) * pitch)
-            codes.append(stamp(rng, canvas, place, side, any_content(rng), look))
+            codes.append(stamp(rng, canvas, place, side, any_content(rng), look=look))
     return Item(canvas, solid(canvas), codes)
 
 
@@ -210,5 +210,5 @@ def screen(rng: np.random.Generator, side: float) -> Item:
     box = (width * 0.05, height * 0.2, width * 0.95, height * 0.95)
     paragraph(rng, canvas, box, height * rng.uniform(0.02, 0.04), contrasting(ground))
     place = (rng.uniform(side * 0.6, width - side * 0.6), height * 0.55)
-    code = stamp(rng, canvas, place, side, any_content(rng), random_look(rng, plain=0.7))
+    code = stamp(rng, canvas, place, side, any_content(rng), look=random_look(rng, plain=0.7))
     return Item(canvas, solid(canvas), [code])

@@ -12,7 +12,7 @@ from arclight.vision.qris import posters, prints
 from arclight.vision.qris.backgrounds import background, plain, soften, studio
 from arclight.vision.qris.camera import photograph, surface_light
 from arclight.vision.qris.contents import Content, choose
-from arclight.vision.qris.distractors import DISTRACTORS
+from arclight.vision.qris.distractors import distractor
 from arclight.vision.qris.drawing import Item, cv2
 from arclight.vision.qris.geometry import Bend, Matrix, Placed, bend_item, outline, project, scaled_to, view
 from arclight.vision.qris.occluders import fingers, hand, strap
@@ -33,7 +33,7 @@ _PACKS: tuple[posters.Draw, ...] = (prints.blister_pack, prints.small_pack, prin
 
 @dataclass(frozen=True)
 class SceneCode:
-    """A code in a finished scene: ``corners`` (4, 2) from its own top left clockwise, ``box`` xyxy inside the image, pixels."""
+    """A code in a scene, pixels: ``corners`` (4, 2) from its own top left clockwise, ``box`` xyxy inside the image."""
 
     corners: npt.NDArray[np.float64]
     box: tuple[float, float, float, float]
@@ -59,7 +59,7 @@ class _Stage:
 
     @property
     def size(self) -> int:
-        return self.canvas.shape[0]
+        return int(self.canvas.shape[0])
 
     def cells(self, polygon: npt.NDArray[np.float64]) -> Image:
         """The coarse map of a polygon in scene pixels: 1 where it covers."""
@@ -77,7 +77,7 @@ class _Stage:
 def draw_scene(rng: np.random.Generator, size: int) -> Scene:
     """One scene of ``size`` x ``size`` pixels; everything about it comes from ``rng``."""
     story = float(rng.random())
-    packs = story < 0.2
+    packs = story < 0.17
     surroundings = choose(rng, (plain, studio, plain, background)) if packs else background
     stage = _Stage(np.ascontiguousarray(surroundings(rng, size)))
     _add_distractors(rng, stage, int(rng.integers(0, 4)))
@@ -131,7 +131,7 @@ def _add_packs(rng: np.random.Generator, stage: _Stage) -> None:
 def _add(
     rng: np.random.Generator, stage: _Stage, draw: posters.Draw, side: float, *, steep: float, bent: bool
 ) -> Placed | None:
-    """Draw a thing whose code spans about ``side`` pixels where it hides no other code; None where no place was free."""
+    """Draw a thing whose code spans about ``side`` pixels where it hides no other; None where no place was free."""
     item = draw(rng, max(side * 1.15, 48.0))
     if not item.codes:
         return None
@@ -163,7 +163,7 @@ def _seen(
 
 
 def _moved_inside(rng: np.random.Generator, size: int, placed: Placed, side: float) -> Placed:
-    """The placement scaled so that its first code spans ``side`` and shifted so that all its codes are in the picture."""
+    """The placement scaled so that its first code spans ``side`` and shifted so that all codes are in the picture."""
     codes = placed.item.codes
     factor = side / _side(placed.to_scene(codes[0].corners))
     points = np.concatenate([placed.to_scene(outline(code.corners)) for code in codes]) * factor
@@ -195,7 +195,7 @@ def _lay(rng: np.random.Generator, stage: _Stage, placed: Placed, *, shadow: flo
     alpha = cv2.warpPerspective(mask, local, window).astype(np.float32) / 255
     region = stage.canvas[y0:y1, x0:x1]
     if rng.random() < shadow:
-        shift = np.float32([[1, 0, rng.uniform(-6, 6)], [0, 1, rng.uniform(0, 8)]])
+        shift = np.array([[1, 0, rng.uniform(-6, 6)], [0, 1, rng.uniform(0, 8)]])
         dark = cv2.warpAffine(alpha, shift, window)
         dark = 1 - cv2.blur(dark, (int(rng.integers(2, 12)),) * 2) * float(rng.uniform(0.15, 0.6))
         region = cv2.multiply(region, cv2.merge([dark, dark, dark]), dtype=cv2.CV_8U)
@@ -217,9 +217,7 @@ def _shrunk(item: Item, matrix: Matrix) -> tuple[Image, Image, Matrix]:
 
 def _add_distractors(rng: np.random.Generator, stage: _Stage, count: int) -> None:
     for _ in range(count):
-        side = float(np.exp(rng.uniform(np.log(0.06), np.log(0.7)))) * stage.size
-        item = choose(rng, DISTRACTORS)(rng, max(24.0, side))
-        _add_loose(rng, stage, item, rng.uniform(0, stage.size, 2), most=0.02)
+        _add_loose(rng, stage, distractor(rng, stage.size), rng.uniform(0, stage.size, 2), most=0.02)
 
 
 def _add_loose(

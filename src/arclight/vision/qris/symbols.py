@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,9 @@ segno = require("segno", extra="vision")
 Image = npt.NDArray[np.uint8]
 Points = npt.NDArray[np.float32]
 Colour = tuple[int, int, int]
+Modules = Literal["squares", "dots", "rounded"]
 
+_MODULES: tuple[Modules, ...] = ("squares", "squares", "dots", "rounded")
 CELL = 8
 """Pixels per module of the master drawing that every size is reduced from."""
 
@@ -29,18 +31,22 @@ class Look:
     ink: Colour = (0, 0, 0)
     paper: Colour = (255, 255, 255)
     quiet: float = 4.0
-    modules: Literal["squares", "dots", "rounded"] = "squares"
+    modules: Modules = "squares"
     logo: bool = False
 
 
 @dataclass(frozen=True)
 class PrintedCode:
-    """A code on something: ``corners`` (4, 2) are its own, clockwise from its top left, without the quiet zone, pixels."""
+    """A code on something: ``corners`` (4, 2), pixels, are its own, clockwise from its top left, without quiet zone."""
 
     corners: Points
     content: Content
     modules: int
     """Modules along one side."""
+
+    def moved(self, x: float, y: float) -> PrintedCode:
+        """The same code after the thing it is on was drawn at (x, y) of something larger."""
+        return replace(self, corners=self.corners + np.array([x, y], np.float32))
 
 
 def random_look(rng: np.random.Generator, *, plain: float = 0.6) -> Look:
@@ -54,7 +60,7 @@ def random_look(rng: np.random.Generator, *, plain: float = 0.6) -> Look:
     light = tuple(int(v) for v in rng.integers(175, 256, 3))
     if rng.random() < 0.12:
         dark, light = light, dark
-    modules = choose(rng, ("squares", "squares", "dots", "rounded"))
+    modules: Modules = choose(rng, _MODULES)
     return Look((dark[0], dark[1], dark[2]), (light[0], light[1], light[2]), quiet, modules, bool(rng.random() < 0.3))
 
 
@@ -84,7 +90,7 @@ def _shaped(modules: npt.NDArray[np.uint8], shape: str) -> Image:
 
 
 def draw_symbol(rng: np.random.Generator, content: Content, look: Look, side: float) -> tuple[Image, float, int]:
-    """A symbol and its quiet zone as an RGB square whose modules span about ``side`` pixels; the zone's width; modules."""
+    """A symbol in its quiet zone as an RGB square, its modules about ``side`` pixels; the zone's width; its modules."""
     modules = modules_of(rng, content, logo=look.logo)
     cover = _shaped(modules, look.modules)
     size = cover.shape[0]
@@ -117,7 +123,7 @@ def _draw_logo(rng: np.random.Generator, picture: Image, look: Look) -> None:
 
 
 def stamp(
-    rng: np.random.Generator, canvas: Image, centre: tuple[float, float], side: float, content: Content, look: Look
+    rng: np.random.Generator, canvas: Image, centre: tuple[float, float], side: float, content: Content, *, look: Look
 ) -> PrintedCode:
     """Draw a symbol of ``side`` pixels around ``centre`` (x, y) of ``canvas``; what lies outside it is cut off."""
     picture, zone, modules = draw_symbol(rng, content, look, side)
@@ -128,5 +134,5 @@ def stamp(
     if x0 < x1 and y0 < y1:
         canvas[y0:y1, x0:x1] = picture[y0 - top : y1 - top, x0 - left : x1 - left]
     low, high = zone, size - zone
-    corners = np.array([[low, low], [high, low], [high, high], [low, high]], np.float32) + np.float32([left, top])
-    return PrintedCode(corners.astype(np.float32), content, modules)
+    corners = np.array([[low, low], [high, low], [high, high], [low, high]], np.float32)
+    return PrintedCode(corners, content, modules).moved(left, top)
