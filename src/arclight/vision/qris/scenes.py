@@ -77,7 +77,7 @@ class _Stage:
 def draw_scene(rng: np.random.Generator, size: int) -> Scene:
     """One scene of ``size`` x ``size`` pixels; everything about it comes from ``rng``."""
     story = float(rng.random())
-    packs = story < 0.17
+    packs = story < 0.13
     surroundings = choose(rng, (plain, studio, plain, background)) if packs else background
     stage = _Stage(np.ascontiguousarray(surroundings(rng, size)))
     _add_distractors(rng, stage, int(rng.integers(0, 4)))
@@ -121,9 +121,9 @@ def _add_carrier(rng: np.random.Generator, stage: _Stage, side: float) -> None:
 
 def _add_packs(rng: np.random.Generator, stage: _Stage) -> None:
     """A group of small packs on a table, each with a small label."""
-    share = float(np.exp(rng.uniform(np.log(0.04), np.log(0.11))))
+    share = float(np.exp(rng.uniform(np.log(0.045), np.log(0.12))))
     kinds = [choose(rng, _PACKS) for _ in range(2)]
-    for _ in range(int(rng.integers(2, 12))):
+    for _ in range(int(rng.integers(2, 10))):
         side = share * float(rng.uniform(0.8, 1.25)) * stage.size
         _add(rng, stage, choose(rng, kinds), side, steep=0.6, bent=rng.random() < 0.12)
 
