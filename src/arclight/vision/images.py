@@ -17,8 +17,13 @@ Image = NDArray[np.uint8]
 
 MAX_PIXELS = 50_000_000
 
+_READ = (".jpg", ".jpeg", ".jfif", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+SUFFIXES = (*_READ, ".heic", ".avif", ".jp2")
+"""Files that a folder of images is taken to hold; those that cannot be read are reported, not passed over."""
+
 __all__ = [
     "MAX_PIXELS",
+    "SUFFIXES",
     "Image",
     "ImageError",
     "ImageHeader",
