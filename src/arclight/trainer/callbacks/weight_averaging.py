@@ -1,0 +1,204 @@
+"""Averages of the weights, kept beside the model and used for evaluation."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+Averages = dict[str, torch.Tensor]
+
+
+class WeightAveraging(Callback):
+    """Keep an average of the weights; here the plain mean of all updates (stochastic weight averaging).
+
+    * Subclasses say when to update (:meth:`should_update`) and how much of the new weights to take (:meth:`share`).
+    * The first update copies the weights; before it there is no average, and evaluation uses the model itself.
+    * Validation during fit uses the average. It is put in place when evaluation starts and taken out when it ends
+      or fails, so the model that trains and the model that is saved are never the average.
+    * In a checkpoint the average is an entry of its own, ``ema``, under the model's own parameter names.
+    * After the last checkpoint of a fit the average becomes the model's weights.
+
+    Averages are at least float32, whatever the model's type: in bfloat16 a share of 0.001 would be rounded away.
+    With ``use_buffers`` floating-point buffers (running statistics) are averaged and others copied; without it
+    the average keeps to parameters and evaluation uses the model's own buffers. ``device``: where the average lives
+    (default: with the model).
+    """
+
+    entry = "ema"
+
+    def __init__(self, device: torch.device | str | None = None, use_buffers: bool = True) -> None:
+        self.device, self.use_buffers = device, use_buffers
+        self.updates = 0
+        self._last_step = -1
+        self._averages: Averages = {}
+        self._owners: dict[str, dict[str, Any]] = {}
+        self._backup: list[torch.Tensor] | None = None
+        self._training = False
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Whether to update after step ``step_idx``, or at the end of epoch ``epoch_idx`` (both from 0)."""
+        return step_idx is not None
+
+    def share(self, update: int) -> float:
+        """Weight of the model in update number ``update`` (from 1), in [0, 1]."""
+        return 1 / update
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def averages(self) -> dict[str, Averages]:
+        """The averages for a checkpoint: tensors under the model's parameter names; nothing before the first update."""
+        return {self.entry: dict(self._averages)} if self._averages else {}
+
+    def load_averages(self, entries: dict[str, Any]) -> None:
+        """Take back what :meth:`averages` gave, from a checkpoint's entries."""
+        saved = entries.get(self.entry) or {}
+        self._averages = {name: tensor.detach().clone().to(self.device) for name, tensor in saved.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "last_step": self._last_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.updates, self._last_step = state_dict["updates"], state_dict["last_step"]
+
+    # -- updates ---------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Every fit has an average of its own; a resume loads the saved one after this."""
+        self._averages, self.updates, self._last_step = {}, 0, -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._owners = tensor_owners(pl_module, self.use_buffers)
+        self._training = True
+        if not self._averages:
+            return
+        if unknown := self._averages.keys() ^ self._owners.keys():
+            raise ValueError(f"the saved average and {type(pl_module).__name__} differ: {', '.join(sorted(unknown)[:5])} is in only one of them")
+        self._averages = {name: self._averages[name].to(self.device or tensor.device) for name, tensor in self._named_tensors()}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.progress.global_step
+        if step > self._last_step and self.should_update(step_idx=step - 1):
+            self._last_step = step
+            self._update()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if trainer.global_step > self._last_step and self.should_update(epoch_idx=trainer.current_epoch):
+            self._last_step = trainer.global_step
+            self._update()
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        self.updates += 1
+        if not self._averages:
+            self._averages = {name: averaged_copy(tensor, self.device) for name, tensor in self._named_tensors()}
+            return
+        floats, copies = [], []
+        for (_, tensor), average in zip(self._named_tensors(), self._averages.values(), strict=True):
+            (floats if average.is_floating_point() or average.is_complex() else copies).append((average, tensor))
+        if floats:
+            averages, tensors = zip(*floats)
+            tensors = tuple(t if t.dtype == a.dtype and t.device == a.device else t.to(a) for a, t in floats)
+            torch._foreach_lerp_(averages, tensors, self.share(self.updates))
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies)))
+
+    def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        # Looked up each time: a module may replace its buffers' tensors, and .to() replaces them all.
+        return [(name, owner[name.rpartition(".")[2]]) for name, owner in self._owners.items()]
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._put_in()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._take_out()
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        self._take_out()
+        self._training = False
+
+    def _put_in(self) -> None:
+        if self._training and self._averages and self._backup is None:
+            tensors = [tensor for _, tensor in self._named_tensors()]
+            with torch.inference_mode(False), torch.no_grad():
+                self._backup = [tensor.clone() for tensor in tensors]
+                torch._foreach_copy_(tensors, list(self._averages.values()))
+
+    def _take_out(self) -> None:
+        if self._backup is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                torch._foreach_copy_([tensor for _, tensor in self._named_tensors()], self._backup)
+            self._backup = None
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Module) -> None:
+        """All checkpoints are written: from here on the model is the average."""
+        self._put_in()
+        self._backup, self._training = None, False
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Exponential moving average: after each update, average = decay_k * average + (1 - decay_k) * weights.
+
+    decay_k = decay * (1 - exp(-k / ramp_steps)) at update k, so that early averages follow the weights quickly
+    (``ramp_steps=0``: decay from the start). Updates come every ``update_every_n_steps`` optimizer steps (0: none),
+    and every ``update_every_n_epochs`` epochs where that is given, from ``update_starting_at_step`` or
+    ``update_starting_at_epoch`` on.
+    """
+
+    def __init__(
+        self, device: torch.device | str | None = None, use_buffers: bool = True, decay: float = 0.999, update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None, update_starting_at_epoch: int | None = None, update_every_n_epochs: int | None = None,
+        ramp_steps: float = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(device, use_buffers)
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMAWeightAveraging(decay={decay}): must lie in [0, 1)")
+        if ramp_steps < 0 or update_every_n_steps < 0:
+            raise ValueError(f"EMAWeightAveraging: ramp_steps={ramp_steps} and update_every_n_steps={update_every_n_steps} must not be negative")
+        self.decay, self.ramp_steps = decay, ramp_steps
+        self.update_every_n_steps, self.update_every_n_epochs = update_every_n_steps, update_every_n_epochs
+        self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None:
+            started = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
+            return started and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
+        if epoch_idx is not None:
+            if self.update_starting_at_epoch is None and self.update_every_n_epochs is None:
+                return False
+            return epoch_idx >= (self.update_starting_at_epoch or 0) and epoch_idx % (self.update_every_n_epochs or 1) == 0
+        return False
+
+    def share(self, update: int) -> float:
+        ramp = 1 - math.exp(-update / self.ramp_steps) if self.ramp_steps else 1.0
+        return 1 - self.decay * ramp
+
+
+def tensor_owners(module: nn.Module, buffers: bool) -> dict[str, dict[str, Any]]:
+    """For each tensor of ``module.state_dict()``, the dict that holds it in its submodule."""
+    saved = module.state_dict().keys()
+    owners: dict[str, dict[str, Any]] = {}
+    for prefix, submodule in module.named_modules(remove_duplicate=False):  # tied modules are saved under each name
+        for holder in (submodule._parameters, submodule._buffers)[: 2 if buffers else 1]:
+            for name, tensor in holder.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and full in saved:
+                    owners[full] = holder
+    return owners
+
+
+def averaged_copy(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
+    """A copy that an average can grow in: at least float32 where it is a floating-point tensor."""
+    half = tensor.is_floating_point() and tensor.element_size() < 4
+    return tensor.detach().to(device=device, dtype=torch.float32 if half else tensor.dtype, copy=True)

@@ -1,0 +1,181 @@
+"""The folder of one run: `<root>/<name>/<n>/` with everything the run leaves behind."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+
+class RunFolder:
+    """A folder of its own for a run: number ``n`` counts up, and no two processes ever get the same.
+
+    ``RunFolder(root, name)`` makes a new one, with ``number`` exactly that one (FileExistsError where
+    it is taken); :meth:`open` goes on in one that exists.
+    """
+
+    def __init__(self, root: str | Path = "runs", name: str = "run", number: int | None = None) -> None:
+        parent = Path(root) / name
+        parent.mkdir(parents=True, exist_ok=True)
+        self.path = next_folder(parent) if number is None else parent / str(number)
+        if number is not None:
+            self.path.mkdir()
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The run in ``path``, to go on with; FileNotFoundError where there is none."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a run folder; runs are folders like runs/<name>/<number>")
+        run = cls.__new__(cls)
+        run.path = folder
+        return run
+
+    @classmethod
+    def newest(cls, root: str | Path = "runs", name: str = "run") -> RunFolder | None:
+        """The run of that name with the highest number, or None."""
+        numbers = run_numbers(Path(root) / name)
+        return cls.open(Path(root) / name / str(max(numbers))) if numbers else None
+
+    @property
+    def name(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def number(self) -> int | None:
+        return int(self.path.name) if self.path.name.isdigit() else None
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def environment(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.csv"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self._folder("checkpoints")
+
+    @property
+    def plots(self) -> Path:
+        return self._folder("plots")
+
+    def write_environment(self, **facts: Any) -> Path:
+        """Write what the run ran on, and ``facts`` beside it; a resumed run keeps the time it first started."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        started = json.loads(self.environment.read_text())["started"] if self.environment.exists() else now
+        resumed = {"resumed": now} if self.environment.exists() else {}
+        write_atomically(self.environment, json.dumps({"started": started, **resumed, **facts, **environment()}, indent=2) + "\n")
+        return self.environment
+
+    def log_handler(self, level: int = logging.INFO) -> logging.Handler:
+        """A handler that appends to log.txt: ``logging.getLogger("arclight").addHandler(run.log_handler())``."""
+        handler = logging.FileHandler(self.log, encoding="utf-8", delay=True)
+        handler.setLevel(level)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+        return handler
+
+    def _folder(self, name: str) -> Path:
+        folder = self.path / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+
+def run_numbers(parent: Path) -> list[int]:
+    if not parent.is_dir():
+        return []
+    return [int(entry.name) for entry in parent.iterdir() if entry.name.isdigit() and entry.is_dir()]
+
+
+def next_folder(parent: Path) -> Path:
+    """Make the folder with the next free number: mkdir decides who gets it."""
+    number = max(run_numbers(parent), default=0)
+    while True:
+        number += 1
+        folder = parent / str(number)
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware that results depend on; nothing that could be a secret."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "arclight": package_version("arclight"),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "git_commit": git_commit(),
+        "packages": {d.name: d.version for d in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower())},
+    }
+
+
+def package_version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed (run from source)"
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def git_commit() -> str | None:
+    """Commit of the working folder, with "+changes" where files differ from it; None outside a repository."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}+changes" if changed.strip() else commit
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` in one step: a reader, or a crash, sees the old text or the new, never half."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,197 @@
+"""Line charts as inline SVG: axes, ticks and curves; colours are left to the page's style sheet."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+Point = tuple[float, float]
+
+WIDTH, HEIGHT = 560, 250
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
+COLOURS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve. ``points`` are (x, y) with x ascending; a y that is not finite leaves a gap."""
+
+    name: str
+    points: Sequence[Point]
+    colour: int = 0
+    """Index into the page's palette: the classes ``c0`` to ``c7``, then again from ``c0``."""
+    faint: bool = False
+    """Drawn thin behind the others; neither sets the range of the axes nor appears in the read-out."""
+    dots: bool = False
+    """Mark each point."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values in [low, high] to pixels in [start, end], on a linear or logarithmic scale."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        if self.log:
+            share = math.log(max(value, self.low * 1e-3) / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + min(max(share, -3.0), 4.0) * (self.end - self.start)
+
+    def ticks(self, count: int) -> list[float]:
+        if not self.log:
+            return nice_ticks(self.low, self.high, count)
+        powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
+        stride = max(1, math.ceil(len(powers) / count))
+        return [10.0**power for power in powers[::stride]]
+
+
+def line_chart(series: Sequence[Series], *, label: str, x_name: str = "step", log_y: bool = False) -> str:
+    """An ``<svg>`` element with axes and the given curves; an empty string where no point is finite.
+
+    ``label`` is the description that a screen reader speaks. The numbers of the read-out lie in the
+    attribute ``data-chart`` as JSON, for the page's script.
+    """
+    leading = [s for s in series if not s.faint and any(finite_runs(s.points))] or [s for s in series if any(finite_runs(s.points))]
+    finite = [point for s in leading for run in finite_runs(s.points) for point in run if not log_y or point[1] > 0]
+    if not finite:
+        return ""
+    x_axis = Axis(*widen(min(x for x, _ in finite), max(x for x, _ in finite)), LEFT, WIDTH - RIGHT)
+    y_axis = Axis(*padded(min(y for _, y in finite), max(y for _, y in finite), log_y), HEIGHT - BOTTOM, TOP, log_y)
+    curves = "".join(curve(s, x_axis, y_axis) for s in sorted(series, key=lambda s: not s.faint))
+    data = escape(readout(leading, x_axis, y_axis))
+    clip = f"clip-{zlib.crc32((label + data).encode()):08x}"
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}" data-chart="{data}">'
+        f'<clipPath id="{clip}"><rect x="{LEFT - 4}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 8}" '
+        f'height="{HEIGHT - TOP - BOTTOM + 8}"/></clipPath>{grid(x_axis, y_axis, x_name)}'
+        f'<g clip-path="url(#{clip})">{curves}</g><line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
+    )
+
+
+def sparkline(points: Sequence[Point], *, width: int = 120, height: int = 28) -> str:
+    """A curve without axes, the last point marked; an empty string for fewer than two finite points."""
+    finite = [point for run in finite_runs(points) for point in run]
+    if len(finite) < 2:
+        return ""
+    x_axis = Axis(*widen(finite[0][0], finite[-1][0]), 3, width - 3)
+    y_axis = Axis(*widen(min(y for _, y in finite), max(y for _, y in finite)), height - 4, 4)
+    x, y = x_axis(finite[-1][0]), y_axis(finite[-1][1])
+    return (
+        f'<svg class="spark" viewBox="0 0 {width} {height}" aria-hidden="true"><path d="{path(finite, x_axis, y_axis)}"/>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/></svg>'
+    )
+
+
+def curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
+    runs = list(finite_runs(series.points))
+    css = f"c{series.colour % COLOURS}"
+    lines = " ".join(path(run, x_axis, y_axis) for run in runs)
+    line = f'<path class="curve {css}{" faint" if series.faint else ""}" d="{lines}"/>'
+    lonely = not series.faint and sum(map(len, runs)) == 1
+    marked = (point for run in runs for point in run) if series.dots or lonely else ()
+    return line + "".join(f'<circle class="dot {css}" cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="2.6"/>' for x, y in marked)
+
+
+def path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
+    return "M" + "L".join(f"{x_axis(x):.1f} {y_axis(y):.1f}" for x, y in points)
+
+
+def finite_runs(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """The stretches of ``points`` between gaps."""
+    run: list[Point] = []
+    for x, y in points:
+        if math.isfinite(y):
+            run.append((x, y))
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def grid(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
+    parts = []
+    y_ticks, x_ticks = y_axis.ticks(5), x_axis.ticks(6)
+    for value, text in zip(y_ticks, tick_texts(y_ticks), strict=True):
+        y = y_axis(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
+    base = HEIGHT - BOTTOM
+    for value, text in zip(x_ticks, tick_texts(x_ticks), strict=True):
+        x = x_axis(value)
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
+        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 17}" text-anchor="middle">{text}</text>')
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
+    parts.append(f'<text class="tick name" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_name)}</text>')
+    return "".join(parts)
+
+
+def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
+    """Numbers for the page's script: names, colours, points and the pixels of the axes."""
+    return json.dumps(
+        {
+            "x": [x_axis.low, x_axis.high, x_axis.start, x_axis.end],
+            "y": [y_axis.low, y_axis.high, y_axis.start, y_axis.end, int(y_axis.log)],
+            "s": [
+                {"n": s.name, "c": s.colour % COLOURS, "p": [[short(x), short(y)] for run in finite_runs(s.points) for x, y in run]}
+                for s in series
+            ],
+        },
+        separators=(",", ":"),
+    )
+
+
+def short(value: float) -> float | int:
+    """``value`` to five significant digits (whole numbers stay whole), which is more than a screen shows."""
+    return int(value) if value == int(value) else float(f"{value:.5g}")
+
+
+def nice_ticks(low: float, high: float, count: int) -> list[float]:
+    """About ``count`` multiples of 1, 2 or 5 times a power of ten within [low, high]."""
+    raw = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """``values`` as people write them, all with the same number of decimals."""
+    largest = max(map(abs, values), default=0.0)
+    if largest >= 1e4:
+        unit, letter = (1e9, "G") if largest >= 1e9 else (1e6, "M") if largest >= 1e6 else (1e3, "k")
+        return [f"{value / unit:g}{letter}" if value else "0" for value in values]
+    steps = [abs(b - a) for a, b in zip(values, values[1:])]
+    finest = min(steps, default=largest)
+    if largest < 1e-3 or finest >= 1 or finest == 0 or max(steps, default=finest) > finest * 1.5:
+        return [f"{value:g}".replace("e-0", "e-").replace("e+0", "e") for value in (0.0 if abs(v) < finest / 2 else v for v in values)]
+    decimals = math.ceil(-math.log10(finest) - 1e-9)
+    return [f"{value:.{decimals}f}" for value in (0.0 if abs(v) < finest / 2 else v for v in values)]
+
+
+def widen(low: float, high: float) -> tuple[float, float]:
+    """[low, high], given some width where both are equal."""
+    if low < high:
+        return low, high
+    half = abs(low) / 2 or 0.5
+    return low - half, high + half
+
+
+def padded(low: float, high: float, log: bool) -> tuple[float, float]:
+    """[low, high] with room above and below; a range close to zero starts at zero."""
+    if log:
+        return (low / 1.15, high * 1.15) if low < high else (low / 10, high * 10)
+    low, high = widen(low, high)
+    room = (high - low) * 0.06
+    near_zero = 0 <= low < (high - low) * 0.25
+    return (0.0 if near_zero else low - room), high + room
