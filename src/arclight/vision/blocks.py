@@ -1,6 +1,6 @@
 """The convolutional blocks of the YOLOv5 family.
 
-Attribute names (``conv``, ``bn``, ``cv1``, ``m``) are those of published YOLOv5 checkpoints, so weights keep their names.
+Attribute names (``conv``, ``bn``, ``cv1``, ``m``) are those of published YOLOv5 checkpoints: weights keep their names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ConvBNAct(nn.Module):
         padding = (kernel - 1) // 2  # the 6x6 stem, too, then halves the image exactly
         self.conv = nn.Conv2d(c_in, c_out, kernel, stride, padding, bias=False)
         self.bn: nn.Module = nn.BatchNorm2d(c_out, eps=BN_EPS, momentum=BN_MOMENTUM)
-        self.act = nn.SiLU(inplace=True)
+        self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.bn(self.conv(x)))  # type: ignore[no-any-return]
@@ -40,7 +40,7 @@ class Bottleneck(nn.Module):
 
 
 class C3(nn.Module):
-    """Cross-stage partial block (Wang et al. 2019): half the channels pass ``repeats`` bottlenecks, half go past them."""
+    """Cross-stage partial block (Wang et al. 2019): half the channels pass bottlenecks, half go past them."""
 
     def __init__(self, c_in: int, c_out: int, repeats: int = 1, shortcut: bool = True) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class Yolo(nn.Module):
     """
 
     def __init__(self, layers: Sequence[nn.Module], sources: Sequence[tuple[int, ...]], *, names: list[str]) -> None:
-        """``layers`` end with a DetectHead; ``sources[i]`` are the numbers of the layers that layer i reads, -1 the image."""
+        """``layers`` end with a DetectHead; ``sources[i]``: numbers of the layers that layer i reads, -1 the image."""
         super().__init__()
         self.model = nn.Sequential(*layers)
         self.sources = list(sources)
@@ -95,15 +95,16 @@ class Yolo(nn.Module):
             raise ValueError(f"image sides must be multiples of {largest}, they are {height} x {width}: letterbox them")
         kept: dict[int, Tensor] = {}
         x = images
-        for i, (layer, source) in enumerate(zip(self.model[:-1], self.sources)):
-            inputs = [kept[s] if s in kept else x for s in source]
+        for i, (layer, source) in enumerate(zip(list(self.model)[:-1], self.sources)):
+            inputs = [kept.get(s, x) for s in source]
             x = layer(inputs) if isinstance(layer, Concat) else layer(inputs[0])
             if i in self._kept:
                 kept[i] = x
-        return self.head([kept[s] if s in kept else x for s in self.sources[-1]])
+        levels: list[Tensor] = self.head([kept.get(s, x) for s in self.sources[-1]])
+        return levels
 
     def decode(self, raw: list[Tensor]) -> Tensor:
-        """(N, A, 5 + C): x, y, w, h in input pixels, objectness, class scores in [0, 1]; float32 or wider at any precision.
+        """(N, A, 5 + C): x, y, w, h in input pixels, objectness, class scores in [0, 1]; at least float32.
 
         With s = sigmoid(logit): xy = (2 s - 0.5 + cell) * stride and wh = (2 s)^2 * anchor (YOLOv5), which bounds a
         box to 4 times its anchor and lets its centre leave its cell by half.

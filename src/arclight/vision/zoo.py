@@ -89,8 +89,8 @@ def build_model(
     """A freshly initialised detector of the YOLOv5 family.
 
     name: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x. names: one per class; numbers where not given.
-    anchors_px: (9, 2) or (3, 3, 2) widths and heights in pixels, small to large (see ``anchors.fit_anchors``); COCO's where not
-    given. Raises ValueError for a name that is not in the family, for fewer than one class, for names that do not match
+    anchors_px: (9, 2) or (3, 3, 2) widths and heights in pixels, small to large (``anchors.fit_anchors``), COCO's where
+    not given. Raises ValueError for a name outside the family, for fewer than one class, for names that do not match
     ``num_classes`` and for anchors of another shape.
     """
     if name not in SCALES:

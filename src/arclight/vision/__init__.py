@@ -1,0 +1,29 @@
+"""Images: detectors and their data, from labelled photos to boxes drawn on them, and the QRIS payment codes among them.
+
+The YOLOv5 family is described as data in ``zoo`` and runs in ``yolo``; ``loss``, ``boxes`` and ``metrics`` are pure
+functions on arrays. A finished prediction is a ``Detections``, whatever produced it.
+"""
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.vision import qris
+    from arclight.vision.detections import Detections
+    from arclight.vision.detector import Detector
+    from arclight.vision.letterbox import letterbox
+    from arclight.vision.yolo import fuse
+    from arclight.vision.zoo import build_model
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Detections": "arclight.vision.detections",
+        "Detector": "arclight.vision.detector",
+        "build_model": "arclight.vision.zoo",
+        "fuse": "arclight.vision.yolo",
+        "letterbox": "arclight.vision.letterbox",
+        "qris": "arclight.vision.qris",
+    },
+)

@@ -1,0 +1,197 @@
+"""The detection loss against a plain loop in float64, and the cases that batches really have."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from arclight.vision import build_model
+from arclight.vision.boxes import nms, xyxy_to_xywh
+from arclight.vision.loss import Gains, assign, detection_loss, scaled_gains, yolo_loss
+from arclight.vision.settings import Detection
+
+GAINS = Gains(box=0.05, obj=1.0, cls=0.5)
+ANCHORS = build_model("yolov5n").anchors
+
+
+def raw_levels(n=3, height=96, width=128, num_classes=3, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(n, 3, height // s, width // s, 5 + num_classes, generator=generator).to(dtype).requires_grad_()
+        for s in (8, 16, 32)
+    ]
+
+
+def random_targets(m=20, n=3, num_classes=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    image = torch.randint(n, (m, 1), generator=generator)
+    label = torch.randint(num_classes, (m, 1), generator=generator)
+    xy = torch.rand(m, 2, generator=generator)
+    wh = torch.rand(m, 2, generator=generator) ** 2 * 0.8 + 0.01
+    return torch.cat((image, label, xy, wh), dim=1)
+
+
+# -- an independent reference: one object, anchor and cell at a time, in float64 -----------------------------------
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def cross_entropy(logit, target):
+    return -(target * math.log(sigmoid(logit)) + (1 - target) * math.log(1 - sigmoid(logit)))
+
+
+def reference_ciou(a, b):
+    (ax, ay, aw, ah), (bx, by, bw, bh) = a, b
+    inter = max(min(ax + aw / 2, bx + bw / 2) - max(ax - aw / 2, bx - bw / 2), 0) * max(
+        min(ay + ah / 2, by + bh / 2) - max(ay - ah / 2, by - bh / 2), 0
+    )
+    iou = inter / (aw * ah + bw * bh - inter)
+    cw = max(ax + aw / 2, bx + bw / 2) - min(ax - aw / 2, bx - bw / 2)
+    ch = max(ay + ah / 2, by + bh / 2) - min(ay - ah / 2, by - bh / 2)
+    v = 4 / math.pi**2 * (math.atan(aw / ah) - math.atan(bw / bh)) ** 2
+    alpha = v / (1 - iou + v)
+    return iou - ((ax - bx) ** 2 + (ay - by) ** 2) / (cw**2 + ch**2) - alpha * v
+
+
+def reference_loss(raw, targets, anchors):
+    box = obj = cls = 0.0
+    for level, level_anchors, balance in zip(raw, anchors.double().numpy(), (4.0, 1.0, 0.4)):
+        p = level.detach().double().numpy()
+        n, a, height, width, outputs = p.shape
+        wanted = np.zeros((n, a, height, width))
+        ious, class_terms = [], []
+        for image, label, cx, cy, bw, bh in targets.double().tolist():
+            x, y, w, h = cx * width, cy * height, bw * width, bh * height
+            cells = [(math.floor(x), math.floor(y))]
+            fx, fy = x - cells[0][0], y - cells[0][1]
+            cells.append((cells[0][0] + (1 if fx > 0.5 else -1), cells[0][1]))
+            cells.append((cells[0][0], cells[0][1] + (1 if fy > 0.5 else -1)))
+            for k, (anchor_w, anchor_h) in enumerate(level_anchors):
+                if max(w / anchor_w, anchor_w / w, h / anchor_h, anchor_h / h) >= 4:
+                    continue
+                for gx, gy in cells:
+                    if not (0 <= gx < width and 0 <= gy < height):
+                        continue
+                    answer = p[int(image), k, gy, gx]
+                    sx, sy, sw, sh = (sigmoid(v) for v in answer[:4])
+                    predicted = (2 * sx - 0.5, 2 * sy - 0.5, (2 * sw) ** 2 * anchor_w, (2 * sh) ** 2 * anchor_h)
+                    iou = reference_ciou(predicted, (x - gx, y - gy, w, h))
+                    ious.append(iou)
+                    wanted[int(image), k, gy, gx] = max(wanted[int(image), k, gy, gx], iou, 0)
+                    class_terms += [cross_entropy(answer[5 + c], float(c == int(label))) for c in range(outputs - 5)]
+        box += np.mean([1 - iou for iou in ious]) if ious else 0
+        cls += np.mean(class_terms) if class_terms else 0
+        obj += balance * np.mean([cross_entropy(lo, t) for lo, t in zip(p[..., 4].ravel(), wanted.ravel())])
+    return GAINS.box * box, GAINS.obj * obj, GAINS.cls * cls
+
+
+def test_agrees_with_the_plain_loop():
+    raw, targets = raw_levels(), random_targets()
+    total, parts = yolo_loss(raw, targets, ANCHORS, GAINS)
+    expected = reference_loss(raw, targets, ANCHORS)
+    assert [float(parts[k]) for k in ("box", "obj", "cls")] == pytest.approx(expected, rel=2e-5)
+    assert float(total.detach()) == pytest.approx(3 * sum(expected), rel=2e-5)
+    assert not any(part.requires_grad for part in parts.values())
+
+
+def test_the_order_of_objects_does_not_matter():
+    raw, targets = raw_levels(), random_targets(m=60)
+    same_place = torch.cat((targets, targets + torch.tensor([0, 0, 0, 0, 0.01, 0.01])))  # two objects per position
+    shuffled = same_place[torch.randperm(len(same_place), generator=torch.Generator().manual_seed(2))]
+    total, other = (yolo_loss(raw, t, ANCHORS, GAINS)[0] for t in (same_place, shuffled))
+    torch.testing.assert_close(total, other)
+
+
+def test_a_batch_without_objects_teaches_only_objectness():
+    raw = raw_levels()
+    total, parts = yolo_loss(raw, torch.zeros(0, 6), ANCHORS, GAINS)
+    total.backward()
+    assert parts["box"] == 0
+    assert parts["cls"] == 0
+    assert total > 0
+    for level in raw:
+        assert (level.grad[..., 4] > 0).all()
+        assert (level.grad[..., :4] == 0).all()
+        assert (level.grad[..., 5:] == 0).all()
+
+
+def test_a_single_class_has_no_class_loss():
+    raw, targets = raw_levels(num_classes=1), random_targets(num_classes=1)
+    total, parts = yolo_loss(raw, targets, ANCHORS, GAINS)
+    total.backward()
+    assert parts["cls"] == 0
+    assert parts["box"] > 0
+    assert all((level.grad[..., 5] == 0).all() for level in raw)
+
+
+def test_is_float32_under_autocast():
+    raw, targets = raw_levels(dtype=torch.bfloat16), random_targets()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, _ = yolo_loss(raw, targets, ANCHORS, GAINS)
+    exact, _ = yolo_loss([level.float() for level in raw], targets, ANCHORS, GAINS)
+    assert mixed.dtype == torch.float32
+    assert mixed == exact
+
+
+@pytest.mark.parametrize("wh", [(0.0, 0.0), (1e-9, 0.5), (1.0, 1.0), (1e-6, 1e-6)])
+@pytest.mark.parametrize("xy", [(0.0, 0.0), (1.0, 1.0), (0.5, 0.5)])
+def test_extreme_boxes_give_finite_gradients(xy, wh):
+    raw = raw_levels()
+    total, _ = yolo_loss(raw, torch.tensor([[0, 1, *xy, *wh]]), ANCHORS, GAINS)
+    total.backward()
+    assert torch.isfinite(total)
+    assert all(torch.isfinite(level.grad).all() for level in raw)
+
+
+def chosen(targets, anchors, grid):
+    match = assign(torch.tensor(targets), torch.tensor(anchors), grid)
+    rows = zip(match.anchor, match.row, match.column, match.mask)
+    return sorted((int(a), int(r), int(c)) for a, r, c, counts in rows if counts)
+
+
+def test_an_object_is_given_to_its_cell_and_the_two_nearest():
+    # centre at column 2.2, row 1.9 of a 4 x 6 grid: left and lower neighbours; size 2 x 2 cells
+    target = [[0.0, 0, 2.2 / 6, 1.9 / 4, 2 / 6, 2 / 4]]
+    assert chosen(target, [[2.0, 2.0]], (4, 6)) == [(0, 1, 1), (0, 1, 2), (0, 2, 2)]
+
+
+def test_neighbours_outside_the_image_are_left_out():
+    assert chosen([[0.0, 0, 0.2 / 4, 3.9 / 4, 0.5, 0.5]], [[2.0, 2.0]], (4, 4)) == [(0, 3, 0)]
+
+
+def test_anchors_four_times_too_large_are_left_out():
+    target = [[0.0, 0, 2.5 / 5, 2.5 / 5, 0.2, 0.2]]  # 1 x 1 cell, in the very middle of a cell
+    anchors = [[3.9, 1.0], [4.1, 1.0], [1.0, 0.26], [1.0, 0.24]]
+    assert chosen(target, anchors, (5, 5)) == [(0, 2, 2), (2, 2, 2)]
+
+
+def test_gains_scale_with_classes_and_image_size():
+    settings = Detection(data=Path("data.yaml"), image_size=320, box_gain=0.05, obj_gain=1.0, cls_gain=0.5)
+    assert scaled_gains(settings, num_classes=8) == pytest.approx((0.05, 0.25, 0.05))
+    assert scaled_gains(settings, num_classes=80, levels=4) == pytest.approx((0.0375, 0.1875, 0.375))
+
+
+def test_descending_the_loss_finds_the_boxes():
+    targets = torch.tensor([[0, 0, 0.3, 0.4, 0.3, 0.2], [0, 1, 0.7, 0.6, 0.15, 0.4], [1, 1, 0.5, 0.5, 0.8, 0.9]])
+    model = build_model("yolov5n", 2)
+    settings = Detection(data=Path("data.yaml"), image_size=128)
+    raw = [level.detach().requires_grad_() for level in raw_levels(n=2, height=128, width=128, num_classes=2)]
+    optimizer = torch.optim.Adam(raw, lr=0.2)
+    for _ in range(250):
+        optimizer.zero_grad()
+        total, _ = detection_loss(raw, targets, model, settings)
+        total.backward()
+        optimizer.step()
+    first, second = nms(model.decode(raw).detach(), conf_threshold=0.5)
+    found = {(0, int(row[5])): row for row in first} | {(1, int(row[5])): row for row in second}
+    assert len(first) == 2
+    assert len(second) == 1
+    for image, label, *box in targets.tolist():
+        box_px = xyxy_to_xywh(found[image, label][:4])
+        assert box_px.tolist() == pytest.approx([v * 128 for v in box], abs=4)
