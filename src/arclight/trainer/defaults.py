@@ -42,7 +42,12 @@ def default_callbacks(trainer: Trainer, given: Callback | list[Callback] | None,
         callbacks.append(RichProgressBar())
     if summary is not False and trainer.settings.enable_progress_bar and not any(isinstance(c, ModelSummary) for c in callbacks):
         callbacks.append(ModelSummary())
-    return callbacks
+    return checkpoints_last(callbacks)
+
+
+def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
+    """In the order given, but what saves comes after all whose state it saves."""
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
 
 
 def make_loggers(trainer: Trainer, choice: Any) -> list[Any]:
@@ -52,8 +57,12 @@ def make_loggers(trainer: Trainer, choice: Any) -> list[Any]:
     if choice is None or choice is True:
         from arclight.trainer.loggers import CSVLogger
 
-        return [CSVLogger(trainer.run_folder.path)]
-    return list(choice) if isinstance(choice, (list, tuple)) else [choice]
+        choice = CSVLogger()
+    loggers = list(choice) if isinstance(choice, (list, tuple)) else [choice]
+    for logger in loggers:
+        if getattr(logger, "needs_folder", False):
+            logger.use_folder(trainer.run_folder.path)
+    return loggers
 
 
 def show_results(stage: str, results: list[dict[str, float]]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.seeding import set_rng_state
 from arclight.trainer import reporting
 from arclight.trainer.evaluation import validate_during_fit
-from arclight.trainer.hooks import Hook, callback_hooks, resolve
+from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import Step, build_step, epoch_scheduler_steps
 from arclight.trainer.transfer import batch_transfer
@@ -34,6 +34,8 @@ class FitPlan:
     move: Callable[[Any], Any] | None
     batch_start: tuple[Hook, ...]
     batch_end: tuple[Hook, ...]
+    batch_save: tuple[Hook, ...]
+    """``on_train_batch_end`` of the callbacks that run last: after the step's row is written, so that a checkpoint has it behind it."""
     on_progress: tuple[Hook, ...]
     epoch_schedulers: list[Callable[[], Any]]
 
@@ -43,7 +45,9 @@ class FitPlan:
             step=build_step(trainer, module),
             move=batch_transfer(trainer, module),
             batch_start=resolve(trainer, module, "on_train_batch_start"),
-            batch_end=resolve(trainer, module, "on_train_batch_end"),
+            batch_end=callback_hooks(trainer, module, [c for c in trainer.callbacks if not c.runs_last], "on_train_batch_end")
+            + module_hooks(module, "on_train_batch_end"),
+            batch_save=callback_hooks(trainer, module, [c for c in trainer.callbacks if c.runs_last], "on_train_batch_end"),
             on_progress=callback_hooks(trainer, module, trainer.callbacks, "on_progress"),
             epoch_schedulers=epoch_scheduler_steps(trainer, module),
         )
@@ -103,7 +107,7 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
 def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     """The innermost loop; whether the epoch's batches came to their end."""
     progress, current, enter = trainer.progress, trainer.logged.batch, trainer.enter
-    step, move, batch_start, batch_end = plan.step, plan.move, plan.batch_start, plan.batch_end
+    step, move, batch_start, batch_end, batch_save = plan.step, plan.move, plan.batch_start, plan.batch_end, plan.batch_save
     total, validate_at, max_steps = trainer.num_training_batches, trainer.next_validation(), trainer.max_steps
     log_every = trainer.log_every_n_steps
     log_at = progress.global_step // log_every * log_every + log_every
@@ -130,6 +134,8 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         if progress.global_step >= log_at:
             log_at += log_every
             reporting.log_step(trainer)
+        for hook in batch_save:
+            hook(output, batch, index)
         if progress.batch == validate_at:
             validate_during_fit(trainer, module)
             validate_at = trainer.next_validation()

@@ -13,6 +13,7 @@ from arclight.fabric.seeding import MAX_SEED
 from arclight.trainer import limits, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.datamodule import DataModule
+from arclight.trainer.defaults import checkpoints_last
 from arclight.trainer.evaluation import run_evaluation
 from arclight.trainer.hooks import overridden
 from arclight.trainer.loop import run_fit
@@ -119,7 +120,7 @@ def _add_callbacks(trainer: Trainer, module: Module) -> None:
         return
     given = module.configure_callbacks()
     own = [given] if isinstance(given, Callback) else list(given)
-    trainer.callbacks = [c for c in trainer.callbacks if type(c) not in {type(o) for o in own}] + own
+    trainer.callbacks = checkpoints_last([c for c in trainer.callbacks if type(c) not in {type(o) for o in own}] + own)
 
 
 def _place(trainer: Trainer, module: Module) -> None:
@@ -192,20 +193,21 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     optimizers = module.configure_optimizers()
     trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(optimizers)
     trainer.call("on_fit_start")
-    if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.log_hyperparams(dict(module.hparams))
+    loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0
+    loggers = loggers if trainer.is_global_zero else []
+    for logger in loggers:
+        logger.log_hyperparams(dict(module.hparams))
     prepare_loaders(trainer)
     if tree is not None:
         state.restore(trainer, tree)
         if trainer.train_loader is not None:
             trainer.train_loader.load_state_dict(trainer.loader_state)
-        for logger in trainer.loggers:
+        for logger in loggers:
             logger.resume(trainer.progress.global_step)
     _sanity_check(trainer, module)
     run_fit(trainer, module)
     trainer.call("on_fit_end")
-    for logger in trainer.loggers:
+    for logger in loggers:
         logger.finalize("success")
     _finish(trainer, module, "fit")
 

@@ -253,7 +253,7 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Newest value of every logged name: epoch values, and step values of the running stage."""
-        steps = self.logged.last(lambda entry: entry.on_step)
+        steps = {**self.training_values.last(lambda entry: entry.on_step), **self.logged.last(lambda entry: entry.on_step)}
         return {**self.epoch_metrics, **{name: torch.tensor(value) for name, value in steps.items()}}
 
     @property

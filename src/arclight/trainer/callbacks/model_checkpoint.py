@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from arclight.checkpoint import remove
 from arclight.trainer.callback import Checkpoint
-from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, format_name, link_checkpoint, remove_checkpoint
+from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, format_name, link_checkpoint
 from arclight.trainer.callbacks.early_stopping import validates_once_per_epoch
 from arclight.trainer.callbacks.monitored import MissingMetricError, check_mode
 from arclight.trainer.loggers.logger import yaml_lines
@@ -212,10 +213,12 @@ class ModelCheckpoint(Checkpoint):
     def _due_by_time(self, trainer: Trainer) -> bool:
         if self.train_time_interval is None or not self._fitting:
             return False
-        due = time.monotonic() - self._last_time >= self.train_time_interval.total_seconds()
-        if due := trainer.strategy.broadcast(due):
+        if trainer.world_size > 1 and trainer.global_step % trainer.log_every_n_steps:
+            return False  # agreeing on the time costs an exchange: not in every step
+        due: bool = trainer.strategy.broadcast(time.monotonic() - self._last_time >= self.train_time_interval.total_seconds())
+        if due:
             self._last_time = time.monotonic()
-        return due
+        return due and trainer.global_step != self._record.step
 
     def _validation_follows(self, trainer: Trainer) -> bool:
         batch = trainer.progress.batch
@@ -279,8 +282,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _after_save(self, trainer: Trainer, plan: Plan) -> None:
         for path in plan.drop:
-            if Path(path).parent == Path(str(self.dirpath)):  # never reach into another run's folder
-                remove_checkpoint(Path(path))
+            if Path(path).parent == Path(str(self.dirpath)) and os.path.lexists(path):  # never reach into another run's folder
+                remove(path)
         if plan.path or plan.last:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)

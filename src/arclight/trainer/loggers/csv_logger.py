@@ -45,9 +45,12 @@ class CSVLogger(Logger):
         """Rows of the resumed step that are in the file and may be logged once more."""
         self._resumed_at = -1
 
+    @property
+    def needs_folder(self) -> bool:
+        return self._save_dir is None
+
     def use_folder(self, folder: Path) -> None:
-        if self._save_dir is None:
-            self._folder, self._columns = Path(folder), None
+        self._folder, self._columns = Path(folder), None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         row = {"step": str(step if step is not None else self._next_step()), **{k: number_text(v) for k, v in self._prefixed(metrics).items()}}
@@ -59,8 +62,8 @@ class CSVLogger(Logger):
             self.save()
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        file = self._made_folder() / self.NAME_HPARAMS_FILE
-        replace_text(file, yaml_lines(plain_hyperparams(params)))
+        if flat := plain_hyperparams(params):
+            replace_text(self._made_folder() / self.NAME_HPARAMS_FILE, yaml_lines(flat))
 
     def save(self) -> None:
         if not self._waiting:
@@ -81,14 +84,10 @@ class CSVLogger(Logger):
         """Forget rows later than ``step``, so that the steps to come write them as if nothing had happened.
 
         Rows at ``step`` stay; those among them that are logged again, because they were written after the
-        checkpoint, are not doubled. A fresh start (step 0) puts an older file aside instead.
+        checkpoint, are not doubled.
         """
         self._waiting.clear()
         if not self.file.exists():
-            return
-        if step == 0:
-            os.replace(self.file, unused(self.file))
-            self._columns = []
             return
         rows = [row for row in read_rows(self.file) if int(row["step"]) <= step]
         used = {name for row in rows for name in row}
@@ -197,11 +196,3 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def unused(path: Path) -> Path:
-    """``path`` with the first free number before its suffix."""
-    number = 1
-    while (candidate := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    return candidate

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Logger:
     """Override what your destination understands; the trainer calls these on rank 0 only.
 
-    A logger that was given no folder of its own writes into the run folder: the trainer calls
-    :meth:`use_folder` before anything is logged.
+    A logger that was given no folder of its own (:attr:`needs_folder`) writes into the run folder: the trainer
+    calls :meth:`use_folder` before anything is logged.
     """
 
     prefix: str = ""
@@ -47,8 +47,13 @@ class Logger:
     def resume(self, step: int) -> None:
         """Training goes on from ``step``: forget what was logged at later steps by a run that did not live to save it."""
 
+    @property
+    def needs_folder(self) -> bool:
+        """Whether this logger was not told where to write, and wants the run folder."""
+        return False
+
     def use_folder(self, folder: Path) -> None:
-        """Write into ``folder`` unless told otherwise when built."""
+        """Write into ``folder``, the run folder."""
 
     @property
     def name(self) -> str | None:

@@ -38,8 +38,12 @@ class TensorBoardLogger(Logger):
         self._writer: SummaryWriter | None = None
         self.hparams: dict[str, Any] = {}
 
+    @property
+    def needs_folder(self) -> bool:
+        return self._save_dir is None
+
     def use_folder(self, folder: Path) -> None:
-        if self._save_dir is None and self._folder != Path(folder):
+        if self._folder != Path(folder):
             self._close()
             self._folder = Path(folder)
 

@@ -1,0 +1,24 @@
+"""A callback from plain functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from arclight.trainer.callback import Callback
+
+HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+
+
+class LambdaCallback(Callback):
+    """``LambdaCallback(on_train_start=lambda trainer, module: print("go"))``: each keyword is a hook's name and function.
+
+    Raises TypeError for a name that is no hook.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                raise TypeError(f"LambdaCallback: {name!r} is no hook; hooks are {', '.join(sorted(HOOKS))}")
+            if function is not None:
+                setattr(self, name, function)

@@ -1,0 +1,46 @@
+"""Save a checkpoint when training fails."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arclight.trainer.callback import Checkpoint
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+
+class OnExceptionCheckpoint(Checkpoint):
+    """Save ``dirpath/filename.ckpt`` when fit is interrupted or fails, to look at or go on from.
+
+    Nothing is saved when the loss is no number, as that model is spoiled, and none with several processes, as those that
+    did not fail could not take part. ``dirpath`` defaults to ``checkpoints/`` in the run folder.
+    """
+
+    FILE_EXTENSION = ".ckpt"
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str = "on_exception") -> None:
+        if not filename:
+            raise ValueError("OnExceptionCheckpoint(filename=''): give the file a name")
+        self.dirpath = os.path.realpath(dirpath) if dirpath else None
+        self.filename = filename
+        self._fitting = False
+
+    @property
+    def ckpt_path(self) -> str:
+        return os.path.join(self.dirpath or "", self.filename + self.FILE_EXTENSION)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._fitting = not trainer.fast_dev_run
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._fitting = False
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        if self._fitting and trainer.world_size == 1 and not isinstance(exception, FloatingPointError):
+            self.dirpath = self.dirpath or os.path.realpath(trainer.run_folder.checkpoints)
+            trainer.save_checkpoint(self.ckpt_path)
+        self._fitting = False

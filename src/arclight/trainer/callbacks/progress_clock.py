@@ -1,0 +1,75 @@
+"""Speed and time left, from a counter that is looked at now and then."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+SMOOTHING = 3.0
+"""Seconds over which the speed is averaged."""
+
+
+class ProgressClock:
+    """Counts units of work per second, leaving out pauses, and extrapolates to the end, pauses included."""
+
+    def __init__(self, done: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first_done = self._done = done
+        self._start = self._time = clock()
+        self._paused = False
+        self.rate: float | None = None
+        """Units per second, lately; None before the first."""
+
+    def update(self, done: int) -> None:
+        now = self._clock()
+        if self._paused or done <= self._done or now <= self._time:
+            return
+        current, share = (done - self._done) / (now - self._time), 1 - math.exp(-(now - self._time) / SMOOTHING)
+        self.rate = current if self.rate is None else self.rate + share * (current - self.rate)
+        self._done, self._time = done, now
+
+    def pause(self) -> None:
+        """Other work begins (validation): it does not count against the speed."""
+        self._paused = True
+
+    def resume(self, done: int) -> None:
+        self._paused, self._done, self._time = False, done, self._clock()
+
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self._start
+
+    def left(self, total: float) -> float | None:
+        """Seconds until ``total`` units are done; None while that is a guess."""
+        done = self._done - self._first_done
+        if not done or not math.isfinite(total) or self.elapsed < 1:
+            return None
+        return max(0.0, (total - self._done) * self.elapsed / done)
+
+
+def clock_text(seconds: float | None) -> str:
+    """``seconds`` as 0:07, 12:34, 1:02:03 or 3d 04:05."""
+    if seconds is None:
+        return "-:--"
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600, whole // 60 % 60
+    if days:
+        return f"{days}d {hours % 24:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def rate_text(rate: float | None) -> str:
+    """``rate`` as 41.2 it/s, or 3.5 s/it for slow work."""
+    if rate is None:
+        return ""
+    if rate < 1:
+        return f"{1 / rate:.1f} s/it"
+    return f"{rate:.1f} it/s" if rate < 100 else f"{rate:,.0f} it/s"
+
+
+def value_text(value: object) -> str:
+    """A metric in a fixed width, so that a display does not twitch."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"
