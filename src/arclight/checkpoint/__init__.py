@@ -1,0 +1,30 @@
+"""One checkpoint format: a folder of safetensors and JSON with a manifest; whole or not there, never unpickled."""
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.checkpoint.conversion import convert
+    from arclight.checkpoint.errors import CheckpointError
+    from arclight.checkpoint.inspection import Inspection, inspect
+    from arclight.checkpoint.retention import find_last, prune, remove
+    from arclight.checkpoint.saver import AsyncSaver
+    from arclight.checkpoint.store import load, save, verify
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "AsyncSaver": "arclight.checkpoint.saver",
+        "CheckpointError": "arclight.checkpoint.errors",
+        "Inspection": "arclight.checkpoint.inspection",
+        "convert": "arclight.checkpoint.conversion",
+        "find_last": "arclight.checkpoint.retention",
+        "inspect": "arclight.checkpoint.inspection",
+        "load": "arclight.checkpoint.store",
+        "prune": "arclight.checkpoint.retention",
+        "remove": "arclight.checkpoint.retention",
+        "save": "arclight.checkpoint.store",
+        "verify": "arclight.checkpoint.store",
+    },
+)

@@ -1,0 +1,128 @@
+"""From and to other formats: .pt and .ckpt files of any project, and single safetensors files."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from arclight.checkpoint import files
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.store import load, save
+from arclight.checkpoint.tensorfile import NAMES, write_tensors
+
+_WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "weights", "net")
+_PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+
+
+def convert(src: str | Path, dst: str | Path) -> Path:
+    """Turn `src` into `dst`, told apart by their names.
+
+    * a ``.pt``, ``.pth``, ``.ckpt`` or ``.bin`` file -> a checkpoint folder: read without unpickling any class
+      (``weights_only``), the state dict found in the usual layouts becomes the entry `model`, all else keeps its name;
+    * a ``.safetensors`` file -> a checkpoint folder with the entry `model`;
+    * a checkpoint folder, or any of the files above -> a single ``.safetensors`` file of the entry `model`, in which
+      tied tensors are written under each of their names.
+
+    Raises CheckpointError where `src` would need unpickling, holds no weights, or is damaged; says what to do instead.
+    """
+    src, dst = Path(src), Path(dst)
+    state = read_foreign(src) if src.is_file() else load(src)
+    if dst.suffix != ".safetensors":
+        return save(dst, state)
+    if "model" not in state:
+        raise CheckpointError(f"{src} has no entry `model` to write to {dst}; it has {', '.join(state) or 'none'}")
+    return _write_single(dst, state["model"])
+
+
+def read_foreign(path: Path) -> dict[str, Any]:
+    """The state in a file of another project, with its weights as the entry `model`."""
+    if path.suffix == ".safetensors":
+        return {"model": _read_safetensors(path)}
+    if path.suffix not in _PICKLED:
+        raise CheckpointError(f"{path} is none of {', '.join((*_PICKLED, '.safetensors'))}: it cannot be converted")
+    return _with_model(path, _read_pickled(path))
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a sound safetensors file ({error}): fetch or write it again") from error
+
+
+def _read_pickled(path: Path) -> Any:
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"objects of class {found[1]}" if found else "objects"
+        raise CheckpointError(
+            f"{path} holds {what} that only unpickling could restore, and unpickling runs code from the file. In the "
+            "project that wrote it, run torch.save(model.state_dict(), 'weights.pt') and convert that"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is damaged or not a file of torch.save ({reason}): fetch or write it again"
+        ) from error
+
+
+def _with_model(path: Path, content: Any) -> dict[str, Any]:
+    """Name the weights `model` in whichever layout they come."""
+    if _is_state_dict(content):
+        return {"model": dict(content)}
+    if isinstance(content, Mapping):
+        for name in _WEIGHTS:
+            if _is_state_dict(content.get(name)):
+                rest = {str(key): value for key, value in content.items() if key != name}
+                if "model" in rest:
+                    raise CheckpointError(
+                        f"{path} has weights in {name!r} and something else in 'model': split it first"
+                    )
+                return {"model": dict(content[name]), **rest}
+        found = ", ".join(map(str, content)) or "nothing"
+    else:
+        found = f"a {type(content).__name__}"
+    raise CheckpointError(
+        f"{path} holds no state dict under any of the usual names ({', '.join(_WEIGHTS)}); it holds {found}: "
+        "save a dict of names to tensors"
+    )
+
+
+def _is_state_dict(value: Any) -> bool:
+    """Names to tensors; modules may add a few other values (``_extra_state``)."""
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) for key in value)
+        and any(isinstance(item, torch.Tensor) for item in value.values())
+        and all(isinstance(item, torch.Tensor) or key.endswith("_extra_state") for key, item in value.items())
+    )
+
+
+def _write_single(dst: Path, model: Any) -> Path:
+    if not isinstance(model, dict) or not all(isinstance(v, torch.Tensor) and v.dtype in NAMES for v in model.values()):
+        raise CheckpointError(f"the entry `model` is not a flat dict of tensors, so {dst} cannot hold it")
+    staging = files.temporary_file(dst)
+    try:
+        with files.create(staging) as file:
+            write_tensors(file, model)
+        files.replace_file(dst, staging)
+    except OSError as error:
+        raise CheckpointError(
+            f"{dst} could not be written: {error.strerror}; what was there before is intact"
+        ) from error
+    finally:
+        files.discard(staging)
+    return dst

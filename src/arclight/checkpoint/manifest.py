@@ -1,0 +1,180 @@
+"""The manifest of a checkpoint: what it is, which files belong to it with their hashes, and what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arclight.checkpoint import tree
+from arclight.checkpoint.errors import CheckpointError
+
+NAME, STATE = "manifest.json", "state.json"
+FORMAT, VERSION = "arclight-checkpoint", 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntrySummary:
+    """One top-level entry of a checkpoint's state."""
+
+    file: str
+    """Where its tensors are; state.json for an entry without."""
+    tensors: int
+    """Distinct tensors."""
+    elements: int
+    """Numbers in them."""
+    bytes: int
+    """Size of them."""
+    dtypes: list[str]
+    """Their data types, sorted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says."""
+
+    created: str
+    """Time of writing, ISO 8601 in UTC."""
+    arclight: str
+    torch: str
+    step: int | None
+    epoch: int | None
+    files: dict[str, FileRecord]
+    entries: dict[str, EntrySummary]
+    tensors: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    """File -> tensor name -> [dtype, shape]."""
+
+    def to_json(self) -> str:
+        body = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n"
+
+
+def describe(encoded: tree.Encoded, files: dict[str, FileRecord]) -> Manifest:
+    """The manifest of a state that has been written as `files`."""
+    return Manifest(
+        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        arclight=_version(),
+        torch=torch.__version__,
+        step=encoded.step,
+        epoch=encoded.epoch,
+        files=files,
+        entries={name: _summary(name, node, encoded) for name, node in encoded.entries.items()},
+        tensors={
+            file: {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+            for file, tensors in encoded.files.items()
+        },
+    )
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at `path`. Raises CheckpointError where there is none or it is damaged."""
+    try:
+        text = (path / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(_why_not_a_checkpoint(path)) from None
+    except OSError as error:
+        raise CheckpointError(f"{path / NAME} cannot be read: {error.strerror}") from error
+    try:
+        body = json.loads(text)
+        digest = body.pop("digest")
+        form, version = body.pop("format"), body.pop("version")
+        if form != FORMAT:
+            raise CheckpointError(f"{path / NAME} is of format {form!r}, not {FORMAT!r}: this is not a checkpoint")
+        if version != VERSION:
+            raise CheckpointError(
+                f"{path} is a checkpoint of format version {version}; this Arclight reads version {VERSION}: "
+                "load it with the Arclight that wrote it, or a newer one"
+            )
+        if digest != _digest({"format": form, "version": version, **body}):
+            raise ValueError("its digest differs")
+        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+        body["entries"] = {name: EntrySummary(**entry) for name, entry in body["entries"].items()}
+        return Manifest(**body)
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / NAME} is damaged ({error}): {ADVICE}") from error
+
+
+ADVICE = (
+    "delete this checkpoint and load an earlier one; arclight.checkpoint.find_last(folder) finds the newest good one"
+)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a folder that holds a checkpoint, be it sound or damaged."""
+    try:
+        with (path / NAME).open("rb") as file:
+            return FORMAT.encode() in file.read(200) or (path / STATE).exists()
+    except OSError:
+        return False
+
+
+def _why_not_a_checkpoint(path: Path) -> str:
+    if not path.exists():
+        return f"there is no checkpoint at {path}: nothing has that name"
+    if path.is_file():
+        return (
+            f"{path} is a file, not a checkpoint folder: arclight.checkpoint.convert reads .pt, .ckpt and .safetensors"
+        )
+    inside = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+    within = [name for name in inside if is_checkpoint(path / name)]
+    hint = f"; did you mean {path / within[-1]}?" if within else ""
+    return f"{path} is not a checkpoint: it has no {NAME} (it holds {', '.join(inside[:5]) or 'nothing'}){hint}"
+
+
+def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
+    if isinstance(node, dict) and node.get("$") == "tensors":
+        file, tensors = node["file"], list(encoded.files[node["file"]].values())
+    else:
+        names = _tensor_names(node)
+        file = tree.REST if names else STATE
+        tensors = [encoded.files[tree.REST][tensor] for tensor in sorted(names)]
+    return EntrySummary(
+        file=file,
+        tensors=len(tensors),
+        elements=sum(tensor.numel() for tensor in tensors),
+        bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
+        dtypes=sorted({_name(tensor.dtype) for tensor in tensors}),
+    )
+
+
+def _tensor_names(node: Any) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*map(_tensor_names, node))
+    if not isinstance(node, dict):
+        return set()
+    if node.get("$") in ("tensor", "array"):
+        return {node["name"]}
+    return set().union(*map(_tensor_names, node.values()))
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    """SHA-256 of the manifest itself, so that a flipped bit in a step or a hash is noticed too."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("arclight")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # run from a source folder without installation

@@ -1,0 +1,78 @@
+"""Which checkpoints of a folder are there, which is the newest good one, and which may go."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from arclight.checkpoint import files
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.manifest import is_checkpoint, read_manifest
+from arclight.checkpoint.store import verify
+
+
+def find_last(folder: str | Path) -> Path | None:
+    """The checkpoint in `folder` with the highest step (the latest written, among equals) whose files are all sound.
+
+    Warns of each newer one that is damaged, with the reason. None where there is no sound checkpoint. Links are not
+    followed: what they point to is found under its own name or lies elsewhere.
+    """
+    folder = Path(folder)
+    files.sweep(folder)
+    ordered, unreadable = _by_age(folder)
+    for path in [*unreadable, *reversed(ordered)]:
+        problems = verify(path)
+        if not problems:
+            return path
+        warnings.warn(f"skipping a damaged checkpoint: {problems[0]}", stacklevel=2)
+    return None
+
+
+def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints of `folder` (unreadable ones count as oldest), and what killed
+    processes left there.
+
+    protect: paths that stay whatever their age, and do not count. Returns the checkpoints removed, oldest first.
+    Folders that are not checkpoints are never touched. Raises ValueError for a negative `keep`.
+    """
+    if keep < 0:
+        raise ValueError(f"keep={keep}: the number of checkpoints to keep cannot be negative")
+    folder = Path(folder)
+    files.sweep(folder)
+    protected = {Path(path).resolve() for path in protect}
+    ordered, unreadable = _by_age(folder)
+    candidates = [path for path in (*unreadable, *ordered) if path.resolve() not in protected]
+    doomed = candidates[: max(0, len(candidates) - keep)]
+    for path in doomed:
+        remove(path)
+    return doomed
+
+
+def remove(path: str | Path) -> None:
+    """Remove one checkpoint, or a link to one; at no time is half of it there under its name.
+
+    Raises CheckpointError for anything that is not a checkpoint: it is left as it is.
+    """
+    path = Path(path)
+    if path.is_symlink():
+        path.unlink()
+        return
+    if not is_checkpoint(path):
+        raise CheckpointError(f"{path} is not a checkpoint: it is left as it is")
+    files.retire(path)
+
+
+def _by_age(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The checkpoints in `folder`, oldest first; and those whose manifests cannot be read."""
+    found: list[tuple[int, str, Path]] = []
+    unreadable = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(".") or path.is_symlink() or not is_checkpoint(path):
+            continue
+        try:
+            manifest = read_manifest(path)
+            found.append((-1 if manifest.step is None else manifest.step, manifest.created, path))
+        except CheckpointError:
+            unreadable.append(path)
+    return [path for _, _, path in sorted(found)], unreadable

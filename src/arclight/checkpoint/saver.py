@@ -1,0 +1,112 @@
+"""Saving while training goes on: tensors are copied aside at once, and written in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from arclight.checkpoint import tree
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.store import write
+from arclight.checkpoint.tensorfile import as_bytes
+
+
+class AsyncSaver:
+    """Writes checkpoints in one background thread, one at a time.
+
+    `save` returns as soon as the state is copied to buffers in CPU memory (pinned, for tensors of a CUDA device), which
+    are kept and used again. An error in the background is raised by the next `save`, `wait` or `close`, with the path.
+    Use it as a context manager, or `close` it: the process waits for the save in flight before it ends either way.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._in_flight: Future[Path] | None = None
+        self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Allocate the buffers for such a state in the background: fresh memory is what makes a first save slow."""
+        self.wait()
+        encoded = tree.encode(state)
+        self._in_flight = self._thread.submit(self._allocate, encoded)
+
+    def save(self, path: str | Path, state: Mapping[str, Any]) -> Future[Path]:
+        """Copy `state` and write it to `path` in the background, as `arclight.checkpoint.save` does.
+
+        Waits for the save before, if it is still in flight. The result of the future is the path, once it is complete.
+        Raises CheckpointError at once for a state that cannot be kept, and for an error of the save before.
+        """
+        self.wait()
+        encoded = tree.encode(state)
+        event = self._stage(encoded)
+        self._in_flight = self._thread.submit(_write, Path(path), encoded, event)
+        return self._in_flight
+
+    def wait(self) -> None:
+        """Return when nothing is in flight. Raises CheckpointError for an error of the last save, once."""
+        future, self._in_flight = self._in_flight, None
+        if future is not None:
+            future.result()
+
+    def close(self) -> None:
+        """Wait, and free thread and buffers. Raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._buffers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stage(self, encoded: tree.Encoded) -> torch.cuda.Event | None:
+        """Replace all tensors by copies in the buffers; the event, if any, says when those from CUDA have arrived."""
+        self._allocate(encoded, fill=False)
+        on_cuda = False
+        for file, tensors in encoded.files.items():
+            for name, tensor in tensors.items():
+                buffer = self._buffers[file, name]
+                buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                on_cuda |= tensor.is_cuda
+                tensors[name] = buffer
+        if not on_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _allocate(self, encoded: tree.Encoded, fill: bool = True) -> Path:
+        """Make the buffers exactly those that this state needs."""
+        needed: dict[tuple[str, str], torch.Tensor] = {}
+        for file, tensors in encoded.files.items():
+            for name, tensor in tensors.items():
+                buffer = self._buffers.get((file, name))
+                if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    if fill:
+                        as_bytes(buffer).zero_()
+                needed[file, name] = buffer
+        self._buffers = needed
+        return Path()
+
+
+def _write(path: Path, encoded: tree.Encoded, event: torch.cuda.Event | None) -> Path:
+    if event is not None:
+        event.synchronize()
+    try:
+        write(path, encoded)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"checkpoint {path} could not be written in the background: {error!r}") from error
+    return path

@@ -1,0 +1,175 @@
+"""Saving, loading and verifying a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arclight.checkpoint import files, tree
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.manifest import (
+    ADVICE,
+    NAME,
+    STATE,
+    FileRecord,
+    Manifest,
+    describe,
+    is_checkpoint,
+    read_manifest,
+)
+from arclight.checkpoint.tensorfile import read_tensors, write_tensors
+
+
+def save(path: str | Path, state: Mapping[str, Any]) -> Path:
+    """Write `state` as the checkpoint folder `path`; nothing is seen there until all of it is on the disk.
+
+    state: a dict of text keys to trees of tensors, arrays, numbers, text, bytes, paths, ``None``, and lists, tuples,
+    sets and dicts (with keys of any such plain value). A top-level entry that is a flat dict of names to tensors, such
+    as a model's state dict, becomes a safetensors file of its own under these names. Tensors that are the same view of
+    the same memory within an entry are stored once and come back as one. Subclasses of dict, list and tuple come back
+    as these, an Enum member as its value, a parameter as a tensor.
+
+    A checkpoint that is already at `path` stays complete until the new one replaces it; anything else there is refused.
+    Raises CheckpointError naming the key path of what cannot be kept, or the file that could not be written and why.
+    """
+    path = Path(path)
+    write(path, tree.encode(state))
+    return path
+
+
+def write(path: Path, encoded: tree.Encoded) -> None:
+    """Write a state that has been taken apart."""
+    if os.path.lexists(path) and not is_checkpoint(path) and not _is_empty(path):
+        raise CheckpointError(f"{path} exists and is not a checkpoint: choose another name, it is left as it is")
+    staging = None
+    try:
+        files.sweep(path.parent)
+        staging = files.make_staging(path)
+        records = {name: _write_file(staging / name, write_tensors, group) for name, group in encoded.files.items()}
+        text = json.dumps(encoded.entries, allow_nan=False).encode()
+        records[STATE] = _write_file(staging / STATE, files.HashedFile.write, text)
+        _write_file(staging / NAME, files.HashedFile.write, describe(encoded, records).to_json().encode())
+        files.publish(staging, path)
+    except OSError as error:
+        raise _not_written(path, encoded, error) from error
+    finally:
+        if staging is not None:
+            files.discard(staging)
+
+
+def load(
+    path: str | Path,
+    *,
+    only: Iterable[str] | None = None,
+    map_location: str | torch.device = "cpu",
+    verify: bool = True,
+) -> dict[str, Any]:
+    """The state that was saved at `path`, equal bit for bit.
+
+    only: names of the top-level entries wanted; default all. map_location: device of the tensors (arrays stay on the
+    CPU). verify: compare the SHA-256 of every file that is read.
+    Raises CheckpointError that names the file and what to do where anything is missing, damaged or of another version.
+    """
+    path = Path(path)
+    if not path.exists() and path.parent.is_dir():
+        files.sweep(path.parent)  # a process killed between two renames has left it beside
+    manifest = read_manifest(path)
+    entries = _read_file(path, STATE, manifest, verify, lambda file, size: json.loads(file.read(size)))
+    if only is not None:
+        entries = _choose(path, entries, list(only))
+    needed = set().union(*map(tree.files_of, entries.values()))
+    loaded = {}
+    for name in sorted(needed):
+        loaded[name] = _read_file(
+            path, name, manifest, verify, lambda file, size: read_tensors(file, size, map_location)
+        )
+    try:
+        return tree.decode(entries, loaded)
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / STATE} does not fit the tensor files ({error!r}): {ADVICE}") from error
+
+
+def verify(path: str | Path) -> list[str]:
+    """All that is wrong with the checkpoint at `path`, one sentence each; empty for a sound one."""
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    problems = []
+    for name, record in manifest.files.items():
+        try:
+            _check_size(path, name, record)
+            if files.hash_file(path / name) != record.sha256:
+                raise _damaged(path / name, "its SHA-256 differs from the manifest")
+        except CheckpointError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{path / name} cannot be read: {error.strerror}")
+    return problems
+
+
+def _write_file(path: Path, writer: Callable[[files.HashedFile, Any], None], content: Any) -> FileRecord:
+    with files.create(path) as file:
+        writer(file, content)
+    return FileRecord(sha256=file.sha256, bytes=file.bytes)
+
+
+def _read_file(
+    path: Path, name: str, manifest: Manifest, verify: bool, reader: Callable[[files.HashedFile, int], Any]
+) -> Any:
+    record = manifest.files.get(name)
+    if record is None:
+        raise CheckpointError(f"{path / NAME} does not list {name}: {ADVICE}")
+    _check_size(path, name, record)
+    try:
+        with files.open_hashed(path / name) as file:
+            content = reader(file, record.bytes)
+    except OSError as error:
+        raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
+        raise _damaged(path / name, str(error)) from error
+    if verify and file.sha256 != record.sha256:
+        raise _damaged(path / name, "its SHA-256 differs from the manifest")
+    return content
+
+
+def _check_size(path: Path, name: str, record: FileRecord) -> None:
+    try:
+        size = (path / name).stat().st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path / name} is missing: {ADVICE}") from None
+    if size != record.bytes:
+        raise _damaged(path / name, f"it has {size:,} bytes instead of {record.bytes:,}")
+
+
+def _choose(path: Path, entries: dict[str, Any], only: list[str]) -> dict[str, Any]:
+    for name in only:
+        if name not in entries:
+            raise CheckpointError(f"{path} has no entry {name!r}; it has {', '.join(entries) or 'none'}")
+    return {name: entries[name] for name in only}
+
+
+def _damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} is damaged: {why}; {ADVICE}")
+
+
+def _not_written(path: Path, encoded: tree.Encoded, error: OSError) -> CheckpointError:
+    size = sum(tensor.numel() * tensor.itemsize for group in encoded.files.values() for tensor in group.values())
+    advice = {
+        errno.ENOSPC: f"free at least {size / 1e6:,.0f} MB on that disk",
+        errno.EDQUOT: f"free at least {size / 1e6:,.0f} MB of your quota",
+        errno.EFBIG: f"raise the limit on file sizes (ulimit -f) above {size / 1e6:,.0f} MB",
+    }.get(error.errno or 0, "choose a folder that you may write to")
+    before = "the checkpoint that was there before is intact" if is_checkpoint(path) else "nothing was left there"
+    return CheckpointError(f"checkpoint {path} could not be written: {error.strerror or error}; {before}; {advice}")
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())

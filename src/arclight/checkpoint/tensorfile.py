@@ -1,0 +1,96 @@
+"""The safetensors format, written and read in one pass that also hashes.
+
+A file is the length of the header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, data_offsets) and
+the tensors' bytes without gaps; see https://github.com/huggingface/safetensors. Any safetensors reader opens these
+files. The library's own writer would need a second pass over the data for the hash, and its reader hands out tensors
+that depend on the file staying as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from arclight.checkpoint.files import HashedFile
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # the format's own limit
+
+
+def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write dense tensors of the dtypes above, from any device; the widest first, so that all lie aligned."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name in order:
+        if tensors[name].numel():
+            file.write(_memory(as_bytes(tensors[name].cpu())))
+
+
+def read_tensors(file: HashedFile, size: int, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """All tensors of a file of `size` bytes. Raises ValueError, KeyError or EOFError where it is not well-formed."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(_MAX_HEADER, size):
+        raise ValueError(f"a header of {length} bytes cannot be")
+    header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    tensors: dict[str, torch.Tensor] = {}
+    position = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if begin != position or end - begin != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+            raise ValueError(f"the place of tensor {name} cannot be")
+        position = end
+        raw = torch.empty(end - begin, dtype=torch.uint8)
+        file.readinto(_memory(raw))
+        tensors[name] = from_bytes(raw, dtype, shape).to(device)
+    if 8 + length + position != size:
+        raise ValueError(f"{size - 8 - length - position} bytes follow the last tensor")
+    return tensors
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a dense tensor of any dtype as a flat uint8 tensor; shares its memory where it is contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """Inverse of `as_bytes`; shares memory."""
+    return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+
+
+def _memory(raw: torch.Tensor) -> memoryview:
+    return memoryview(raw.numpy())  # type: ignore[arg-type]

@@ -1,0 +1,289 @@
+"""A tree of Python values and tensors, taken apart into JSON and named tensors, and put together again.
+
+JSON holds ``None``, booleans, integers, finite floats, text, lists and dicts with text keys as they are. All else is an
+object ``{"$": kind, ...}``: see `_Decoder` for the kinds.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.tensorfile import NAMES, as_bytes, from_bytes
+
+REST = "state.safetensors"
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_RESERVED = {"state", "manifest"}
+_STEP_NAMES, _EPOCH_NAMES = ("step", "global_step", "steps"), ("epoch", "current_epoch")
+
+
+@dataclass
+class Encoded:
+    """A state taken apart: per top-level entry a JSON value, and the tensors by file and name."""
+
+    entries: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    step: int | None = None
+    epoch: int | None = None
+
+
+def encode(state: Mapping[str, Any]) -> Encoded:
+    """Take `state` apart without copying tensors. Raises CheckpointError naming the place of what cannot be kept."""
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        raise CheckpointError(f"a checkpoint's state is a dict with text keys, not {_kind(state)}")
+    result = Encoded(step=_count(state, _STEP_NAMES), epoch=_count(state, _EPOCH_NAMES))
+    rest, taken = _Encoder(), set(_RESERVED)
+    for name, value in state.items():
+        own_file = _FILE_NAME.fullmatch(name) and name.lower() not in taken and _is_flat(value)
+        if not own_file:
+            result.entries[name] = rest.value(value, (name,))
+            continue
+        taken.add(name.lower())
+        unique, aliases = _split_aliases(value, name)
+        file = f"{name}.safetensors"
+        result.files[file] = unique
+        result.entries[name] = {"$": "tensors", "file": file, "names": list(value), "aliases": aliases}
+    if rest.tensors:
+        result.files[REST] = rest.tensors
+    return result
+
+
+def decode(entries: Mapping[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """Inverse of `encode` for the given entries. Raises KeyError, ValueError or TypeError where they do not fit."""
+    return {name: _decode(node, files) for name, node in entries.items()}
+
+
+def files_of(node: Any) -> set[str]:
+    """Tensor files that an encoded value refers to."""
+    if isinstance(node, list):
+        return set().union(*map(files_of, node))
+    if not isinstance(node, dict):
+        return set()
+    if node.get("$") == "tensors":
+        return {node["file"]}
+    own = {REST} if node.get("$") in ("tensor", "array") else set()
+    return own.union(*map(files_of, node.values()))
+
+
+class _Encoder:
+    """Walks one tree; collects its tensors, each once however often it appears."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._open: set[int] = set()
+
+    def value(self, item: Any, path: tuple[str, ...]) -> Any:
+        if item is None or type(item) in (bool, int, str):
+            return item
+        if isinstance(item, torch.Tensor):
+            return self._tensor(item, path)
+        if isinstance(item, (dict, list, tuple, set, frozenset)):
+            if id(item) in self._open:
+                raise CheckpointError(f"{'.'.join(path)} contains itself, which a checkpoint cannot hold")
+            self._open.add(id(item))
+            try:
+                return self._container(item, path)
+            finally:
+                self._open.remove(id(item))
+        return self._leaf(item, path)
+
+    def _container(self, item: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(item, dict):
+            if all(type(key) is str and key != "$" for key in item):
+                return {key: self.value(value, (*path, key)) for key, value in item.items()}
+            pairs = [[self.value(k, (*path, str(k))), self.value(v, (*path, str(k)))] for k, v in item.items()]
+            return {"$": "dict", "items": pairs}
+        items = [self.value(value, (*path, str(number))) for number, value in enumerate(item)]
+        if isinstance(item, list):
+            return items
+        kind = next(kind for kind in (tuple, set, frozenset) if isinstance(item, kind))
+        return {"$": kind.__name__, "items": items}
+
+    def _leaf(self, item: Any, path: tuple[str, ...]) -> Any:
+        match item:
+            case Enum():
+                return self.value(item.value, path)
+            case str():
+                return str(item)
+            case bytes() | bytearray():
+                kind = "bytearray" if isinstance(item, bytearray) else "bytes"
+                return {"$": kind, "base64": base64.b64encode(item).decode()}
+            case np.ndarray():
+                return self._array(item, path)
+            case np.generic() if (
+                item.dtype.kind in "biufc" and item.dtype.itemsize <= 16 and item.dtype.char not in "gG"
+            ):
+                return {"$": "scalar", "dtype": item.dtype.name, "value": self.value(item.item(), path)}
+            case np.generic():
+                raise _unfit(item, path)
+            case int():
+                return int(item)
+            case float():
+                return float(item) if math.isfinite(item) else {"$": "float", "value": repr(float(item))}
+            case complex():
+                return {"$": "complex", "parts": [self.value(item.real, path), self.value(item.imag, path)]}
+            case PurePath():
+                return {"$": "path", "value": str(item)}
+            case torch.dtype():
+                return {"$": "dtype", "value": str(item).removeprefix("torch.")}
+            case torch.device():
+                return {"$": "device", "value": str(item)}
+        raise _unfit(item, path)
+
+    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+        check_tensor(tensor, path)
+        key = _view(tensor)
+        if key not in self._names:
+            self._names[key] = self._add(tensor if tensor.dtype in NAMES else as_bytes(tensor), path)
+        node: dict[str, Any] = {"$": "tensor", "name": self._names[key]}
+        if tensor.dtype not in NAMES:  # kept as bytes
+            node |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        return node
+
+    def _array(self, array: Any, path: tuple[str, ...]) -> Any:
+        if type(array) not in (np.ndarray, np.memmap):
+            raise _unfit(array, path)
+        try:
+            tensor = torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+        except TypeError as error:
+            raise CheckpointError(
+                f"{'.'.join(path)} is a NumPy array of {array.dtype}, which a checkpoint cannot hold: keep booleans, "
+                "integers, floats or complex numbers of at most 64 bits a part"
+            ) from error
+        node = self._tensor(tensor, path)
+        return node | {"$": "array", "array_dtype": array.dtype.str}
+
+    def _add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
+        name = wanted = ".".join(path)
+        number = 1
+        while name in self.tensors or name == "__metadata__":
+            number += 1
+            name = f"{wanted}#{number}"
+        self.tensors[name] = tensor
+        return name
+
+
+def check_tensor(tensor: torch.Tensor, path: Iterable[str]) -> None:
+    """Raise CheckpointError for a tensor that is more than a dense block of numbers in this process."""
+    where = ".".join(path)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise CheckpointError(
+            f"{where} is a {_kind(tensor)}: only plain tensors are kept; gather a distributed one with .full_tensor()"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise CheckpointError(f"{where} is not a dense tensor ({tensor.layout}): make it dense with .to_dense() first")
+    if tensor.is_meta:
+        raise CheckpointError(f"{where} is on the meta device and has no values: initialise it before saving")
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a value is a non-empty dict of names to tensors that can be a safetensors file of its own."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(type(key) is str and key != "__metadata__" for key in value)
+        and all(isinstance(item, torch.Tensor) and item.dtype in NAMES for item in value.values())
+    )
+
+
+def _split_aliases(tensors: Mapping[str, torch.Tensor], entry: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The distinct tensors, and for each further name of one of them the name it is kept under."""
+    unique: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        check_tensor(tensor, (entry, name))
+        first = names.setdefault(_view(tensor), name)
+        if first == name:
+            unique[name] = tensor
+        else:
+            aliases[name] = first
+    return unique, aliases
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common when they are the same numbers in the same memory."""
+    if not tensor.numel():
+        return (id(tensor),)
+    place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (*place, tensor.is_conj(), tensor.is_neg())
+
+
+def _decode(node: Any, files: Mapping[str, Mapping[str, torch.Tensor]]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, files) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$" not in node:
+        return {key: _decode(value, files) for key, value in node.items()}
+    return _KINDS[node["$"]](node, lambda inner: _decode(inner, files), files)
+
+
+def _decode_tensor(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    tensor = files[REST][node["name"]]
+    return from_bytes(tensor, _dtype(node["dtype"]), node["shape"]) if "dtype" in node else tensor
+
+
+def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    tensors, aliases = files[node["file"]], node["aliases"]
+    return {name: tensors[aliases.get(name, name)] for name in node["names"]}
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} is not a dtype of this torch")
+    return dtype
+
+
+_Kind = Callable[[dict[str, Any], Callable[[Any], Any], Mapping[str, Mapping[str, torch.Tensor]]], Any]
+_KINDS: dict[str, _Kind] = {
+    "tensors": lambda node, inner, files: _decode_tensors(node, files),
+    "tensor": lambda node, inner, files: _decode_tensor(node, files),
+    "array": lambda node, inner, files: _decode_tensor(node, files).cpu().numpy().astype(np.dtype(node["array_dtype"])),
+    "scalar": lambda node, inner, files: np.dtype(node["dtype"]).type(inner(node["value"])),
+    "tuple": lambda node, inner, files: tuple(inner(node["items"])),
+    "set": lambda node, inner, files: set(inner(node["items"])),
+    "frozenset": lambda node, inner, files: frozenset(inner(node["items"])),
+    "dict": lambda node, inner, files: {inner(key): inner(value) for key, value in node["items"]},
+    "float": lambda node, inner, files: float(node["value"]),
+    "complex": lambda node, inner, files: complex(*inner(node["parts"])),
+    "bytes": lambda node, inner, files: base64.b64decode(node["base64"]),
+    "bytearray": lambda node, inner, files: bytearray(base64.b64decode(node["base64"])),
+    "path": lambda node, inner, files: Path(node["value"]),
+    "dtype": lambda node, inner, files: _dtype(node["value"]),
+    "device": lambda node, inner, files: torch.device(node["value"]),
+}
+
+
+def _count(state: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """A count under its usual names, at the top or in the entry `progress`."""
+    progress = state.get("progress")
+    for place in (state, progress if isinstance(progress, Mapping) else {}):
+        for name in names:
+            if isinstance(place.get(name), int):
+                return int(place[name])
+    return None
+
+
+def _kind(item: object) -> str:
+    kind = type(item)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _unfit(item: object, path: tuple[str, ...]) -> CheckpointError:
+    return CheckpointError(
+        f"{'.'.join(path)} is a {_kind(item)}, which a checkpoint cannot hold: keep numbers, text, bytes, paths, "
+        "tensors, arrays, and lists, tuples, sets and dicts of them"
+    )
