@@ -1,0 +1,41 @@
+"""Arclight carries a PyTorch model from its first batch to a deployed int8 program, at every scale.
+
+The names that nearly every program uses are here; all others are in the rooms (``arclight.vision``, ...). Importing
+this package imports nothing else: each name is fetched when it is first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.fabric import Fabric as Fabric
+    from arclight.fabric import seed_everything as seed_everything
+    from arclight.trainer import Callback as Callback
+    from arclight.trainer import DataModule as DataModule
+    from arclight.trainer import Module as Module
+    from arclight.trainer import Trainer as Trainer
+    from arclight.trainer.callbacks import EarlyStopping as EarlyStopping
+    from arclight.trainer.callbacks import EMAWeightAveraging as EMAWeightAveraging
+    from arclight.trainer.callbacks import LearningRateMonitor as LearningRateMonitor
+    from arclight.trainer.callbacks import ModelCheckpoint as ModelCheckpoint
+    from arclight.trainer.callbacks import RichProgressBar as RichProgressBar
+
+__version__ = "0.1.0"
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Callback": "arclight.trainer",
+        "DataModule": "arclight.trainer",
+        "EMAWeightAveraging": "arclight.trainer.callbacks",
+        "EarlyStopping": "arclight.trainer.callbacks",
+        "Fabric": "arclight.fabric",
+        "LearningRateMonitor": "arclight.trainer.callbacks",
+        "Module": "arclight.trainer",
+        "ModelCheckpoint": "arclight.trainer.callbacks",
+        "RichProgressBar": "arclight.trainer.callbacks",
+        "Trainer": "arclight.trainer",
+        "seed_everything": "arclight.fabric",
+    },
+)

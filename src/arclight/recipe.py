@@ -1,0 +1,400 @@
+"""Recipes: settings read from a file or a function, overridden by flags, checked, explained and written.
+
+The schema is a frozen, keyword-only dataclass and nothing else; the object that a recipe gives is the object used from
+Python. A table fills a dataclass; where a field allows several, ``kind`` chooses: a name in lower case, or
+``package.module:Class`` for a class of your own. A text instead of a table is its kind. A kind that a flag changes
+starts from its own defaults. TOML has no null: the text ``"none"`` stands for it where a field may be empty.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import inspect
+import itertools
+import json
+import re
+import sys
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used: ``problems`` has one line for each thing wrong, all of them at once."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A class of your own that is not a dataclass, and the checked arguments of its constructor; ``build`` calls it."""
+
+    target: str  # package.module:Class
+    arguments: Mapping[str, Any]
+
+    def build(self) -> Any:
+        return _imported(self.target)(**self.arguments)
+
+
+def read(schema: type[T], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> T:
+    """The recipe in ``source`` with the flags ``overrides`` laid over it, as an object of the dataclass ``schema``.
+
+    ``source`` is a .toml or .yaml file, ``my_runs.py:function``, ``package.module:function``, or a table;
+    ``overrides`` are flags: ``["--trainer.max_epochs", "3", "--seed=7"]``, a list ``[1, 2]`` or ``1,2``.
+    Raises RecipeError with every problem found.
+    """
+    problems: list[str] = []
+    flags = _flags(overrides, problems)
+    table = source if isinstance(source, Mapping) else _load(schema, str(source))
+    if not isinstance(table, Mapping):
+        problems.insert(0, f"a recipe is a table of settings, got {_shown(table)}")
+    made: T = _fill(schema, _Said("", table, flags, problems))
+    if problems:
+        raise RecipeError(problems)
+    return made
+
+
+def _load(schema: type, source: str) -> Any:
+    suffix = Path(source).suffix
+    if suffix not in (".toml", ".yaml", ".yml"):
+        if ":" not in source:
+            raise RecipeError(f"{source}: a recipe is a .toml or .yaml file, or a function as in my_runs.py:function")
+        made = _imported(source)()
+        if type(made) is not schema:
+            raise RecipeError(f"{source} must return a {schema.__name__}, it returned {_shown(made)}")
+        return _plain(made, schema)
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+        return tomllib.loads(text) if suffix == ".toml" else _parse_yaml(text)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _parse_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise RecipeError('YAML needs PyYAML: pip install "arclight[vision]", or write the recipe in TOML') from error
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a class of our own: the rule below is not for others
+    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")  # to YAML 1.1 3e-4 is text; people mean a number
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        return yaml.load(text, loader)  # noqa: S506  (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+def _imported(target: str) -> Any:
+    """What ``package.module:name`` or ``file.py:name`` names. Raises RecipeError where there is no such thing."""
+    module_name, _, name = target.rpartition(":")
+    path = Path(module_name).resolve() if module_name.endswith(".py") else None
+    if path is not None:
+        if not path.is_file():
+            raise RecipeError(f"{target}: there is no file {module_name}")
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        module_name = path.stem
+    if not all(part.isidentifier() for part in [*module_name.split("."), name]):
+        raise RecipeError(f"{target} names nothing: write package.module:Name or file.py:name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RecipeError(f"{target} cannot be imported: {error}") from error
+    if path is not None and Path(module.__file__ or "").resolve() != path:
+        raise RecipeError(f"{target}: another module is called {module_name} ({module.__file__}); rename the file")
+    if not hasattr(module, name):
+        raise RecipeError(f"{target}: {module_name} has no {name}")
+    return getattr(module, name)
+
+
+def _flags(arguments: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """Flags as a tree of tables whose leaves are the texts typed. A text typed for a whole table is its kind."""
+    tree: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        flag, equals, text = rest.pop(0).partition("=")
+        path = flag.removeprefix("--").split(".")
+        if not flag.startswith("--") or not all(path):
+            problems.append(f"{flag}: write an override as --table.field value")
+        elif not equals and (not rest or rest[0].startswith("--")):
+            problems.append(f"{flag} needs a value")
+        else:
+            table, leaf = tree, path[-1]
+            for name in path[:-1]:
+                if not isinstance(table.get(name), dict):
+                    table[name] = {"kind": table[name]} if name in table else {}
+                table = table[name]
+            if isinstance(table.get(leaf), dict):
+                table, leaf = table[leaf], "kind"
+            table[leaf] = text if equals else rest.pop(0)
+    return tree
+
+
+class _Said(NamedTuple):
+    """What a recipe says at one place: in its file, and by a flag laid over it; MISSING where it says nothing."""
+
+    where: str
+    file: Any
+    flag: Any
+    problems: list[str]
+
+    @property
+    def value(self) -> Any:
+        return self.file if self.flag is MISSING else self.flag
+
+    @property
+    def place(self) -> str:
+        return self.where if self.flag is MISSING else f"--{self.where}"
+
+    def tables(self) -> Iterator[dict[str, Any]]:
+        """File and flags as tables; a lone text is a kind."""
+        for part in (self.file, self.flag):
+            yield {"kind": part} if isinstance(part, str) else dict(part) if isinstance(part, Mapping) else {}
+
+    def fields(self) -> dict[str, _Said]:
+        file, flag = self.tables()
+        return {name: self.at(f".{name}", file.get(name, MISSING), flag.get(name, MISSING)) for name in file | flag}
+
+    def at(self, suffix: str, file: Any, flag: Any = MISSING) -> _Said:
+        return _Said((self.where + suffix).removeprefix("."), file, flag, self.problems)
+
+    def wrong(self, what: str) -> None:
+        self.problems.append(f"{self.place}{what}")
+
+
+def _fill(cls: type[Any], said: _Said, base: Any = None) -> Any:
+    """An instance of ``cls`` as a recipe says it; ``base``, an instance, has the values that the recipe leaves out."""
+    fields, given, values, known = _fields(cls), said.fields(), {}, len(said.problems)
+    for name, field in given.items():
+        if name in fields:
+            hint, default = fields[name]
+            values[name] = _convert(hint, field, default if base is None else getattr(base, name))
+        else:
+            near = _nearest(str(name), fields, field.place.removesuffix(str(name)))
+            field.wrong(f" is not a field of {cls.__name__}; {near}")
+    for name, (hint, default) in fields.items():
+        if default is MISSING and base is None and name not in given:
+            said.at(f".{name}", MISSING).wrong(f" is missing; {cls.__name__} needs it: {describe(hint)}")
+    if len(said.problems) > known:
+        return None
+    try:
+        if not dataclasses.is_dataclass(cls):
+            return Imported(target=f"{cls.__module__}:{cls.__qualname__}", arguments=values)
+        return cls(**values) if base is None else dataclasses.replace(base, **values)
+    except ValueError as error:
+        said.problems.append(f"{said.where or cls.__name__}: {error}")
+
+
+def _convert(hint: Any, said: _Said, default: Any = MISSING) -> Any:
+    """What is said as the type ``hint``. What does not fit goes to the problems."""
+    classes, others, empty = _members(hint)
+    if empty and (said.value is None or said.value == "none"):
+        return None
+    if classes and (not others or isinstance(said.value, Mapping)):
+        return _choose(classes, said, default)
+    return _leaf(hint, said)
+
+
+def _leaf(hint: Any, said: _Said) -> Any:
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    for candidate in _spellings(hint, said.flag) if isinstance(said.flag, str) else [said.value]:
+        with contextlib.suppress(ValidationError, PydanticUserError):  # the latter: a type that is not made of data
+            # Strict JSON is what a recipe means: text is not a number, but may be a path; a list may be a tuple.
+            return TypeAdapter(hint).validate_json(json.dumps(candidate, default=str), strict=True)
+    near = difflib.get_close_matches(str(said.value), describe(hint).split(" | "), 1)
+    return said.wrong(
+        f": need {describe(hint)}, got {_shown(said.value)}" + "".join(f"; did you mean {x}?" for x in near)
+    )
+
+
+def _spellings(hint: Any, text: str) -> Iterator[Any]:
+    """What a text typed on the command line may mean, the likeliest first: itself, a TOML value, a list."""
+
+    def value(part: str) -> Any:
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"x = {part}")["x"]
+        with contextlib.suppress(ValueError):
+            return float(part)  # .5 is a number to people, though not to TOML
+        return part
+
+    yield from (value(text), text) if hint is Any else (text, value(text))
+    if not text.startswith("["):
+        parts = [part.strip() for part in text.split(",")]
+        yield from (parts, [value(part) for part in parts])
+
+
+def _choose(classes: list[Any], said: _Said, default: Any) -> Any:
+    """An instance of one of ``classes``, chosen by kind."""
+    kinds = {cls.__name__.lower(): cls for cls in classes}
+    if not isinstance(said.value, Mapping | str):
+        return said.wrong(f": need a table ({' | '.join(kinds)}), got {_shown(said.value)}")
+    file, flag = said.tables()
+    usual = type(default) if dataclasses.is_dataclass(default) else classes[0] if len(classes) == 1 else None
+    place = f"{'--' if 'kind' in flag else ''}{said.where}.kind"
+    before, chosen = file.pop("kind", usual), flag.pop("kind", MISSING)
+    before, chosen = (kinds.get(kind, kind) if isinstance(kind, str) else kind for kind in (before, chosen))
+    if chosen not in (before, MISSING):
+        file = {}  # another kind starts from its own defaults
+    chosen = before if chosen is MISSING else chosen
+    try:
+        chosen = _imported(chosen) if isinstance(chosen, str) and ":" in chosen else chosen
+        if isinstance(chosen, type):
+            base = default if type(default) is chosen else None
+            return _fill(chosen, said.at("", file, flag), base)
+        said.problems.append(f"{place}: need a kind, got {_shown(chosen)}; {_nearest(str(chosen), kinds)}")
+    except RecipeError as error:
+        said.problems.append(f"{place}: {error}")
+
+
+def _members(hint: Any) -> tuple[list[Any], list[Any], bool]:
+    """The dataclasses of a union, its other types, and whether none is allowed."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if union else (hint,)
+    classes = [member for member in members if dataclasses.is_dataclass(member)]
+    return classes, [m for m in members if m not in classes and m is not type(None)], type(None) in members
+
+
+def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
+    """Name to (type, default) of what a table for ``cls`` may hold."""
+    if dataclasses.is_dataclass(cls):
+        hints = typing.get_type_hints(cls, include_extras=True)
+        fields = [f for f in dataclasses.fields(cls) if f.init]
+        return {
+            f.name: (hints[f.name], f.default_factory() if callable(f.default_factory) else f.default) for f in fields
+        }
+    if not inspect.isfunction(cls.__init__):
+        raise RecipeError(f"{cls.__name__} is neither a dataclass nor has it a constructor written in Python")
+    hints = typing.get_type_hints(cls.__init__, include_extras=True)
+    return {
+        p.name: (hints.get(p.name, Any), MISSING if p.default is p.empty else p.default)
+        for p in inspect.signature(cls).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+
+
+def describe(hint: Any) -> str:
+    """A type as a person would say it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Literal, typing.Union, types.UnionType):
+        return " | ".join(str(member) if origin is typing.Literal else describe(member) for member in inner)
+    if origin is typing.Annotated:
+        return f"{describe(inner[0])} ({', '.join(str(x) for m in inner[1:] for x in getattr(m, 'metadata', [m]))})"
+    if origin in (list, tuple, set, frozenset):
+        fixed = origin is tuple and inner[-1] is not ...
+        return f"[{', '.join(map(describe, inner))}]" if fixed else f"list of {describe(inner[0])}"
+    if origin is dict:
+        return f"table of {describe(inner[1])}"
+    names = {type(None): "none", str: "text", float: "number", bool: "true | false", Path: "path", Any: "any value"}
+    name = str(names.get(hint) or getattr(hint, "__name__", hint))
+    return name.lower() if dataclasses.is_dataclass(hint) else name
+
+
+def _shown(value: Any) -> str:
+    return "a table" if isinstance(value, Mapping) else textwrap.shorten(repr(value), 80, placeholder="...")
+
+
+def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"there is {', '.join(known) or 'none'}"
+
+
+def write(recipe: Any) -> str:
+    """TOML text that reads back as an equal object. Raises RecipeError for a value that no recipe can express."""
+    return "\n".join(_toml(_plain(recipe, type(recipe)))).lstrip("\n") + "\n"
+
+
+def _plain(value: Any, hint: Any, default: Any = MISSING) -> Any:
+    """``value`` as tables, lists, text and numbers."""
+    classes, _, empty = _members(hint)
+    if isinstance(value, Imported):
+        fields = _fields(_imported(value.target))
+        return {"kind": value.target} | {name: _plain(item, fields[name][0]) for name, item in value.arguments.items()}
+    if dataclasses.is_dataclass(value):
+        cls = type(value)
+        kind = cls.__name__.lower() if cls in classes else f"{cls.__module__}:{cls.__qualname__}"
+        table: dict[str, Any] = {} if hint in (cls, cls | None) else {"kind": kind}
+        for name, (of, usual) in _fields(cls).items():
+            item, usual = getattr(value, name), getattr(default, name) if type(default) is cls else usual
+            if item is not None or usual is not None:
+                table[name] = _plain(item, of, usual)
+        return table
+    if isinstance(value, Mapping):
+        return {name: _plain(item, Any) for name, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item, Any) for item in value]
+    if value is None and empty:
+        return "none"
+    if not isinstance(value, str | int | float | Path) or (empty and value == "none"):
+        raise RecipeError(f"{_shown(value)} cannot be written in a recipe as {describe(hint)}")
+    return str(value) if isinstance(value, Path) else value
+
+
+def _toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:
+    lines = [f"{_key(name)} = {_literal(value)}" for name, value in table.items() if not isinstance(value, Mapping)]
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{'.'.join(map(_key, (*path, name)))}]", *_toml(value, (*path, name))]
+    return lines
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(name)} = {_literal(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+class Setting(NamedTuple):
+    """One field of a schema: dotted path, the kind of its table where there is a choice, type, default, docstring."""
+
+    path: str
+    kind: str
+    type: str
+    default: Any  # MISSING where a recipe must give it
+    doc: str
+
+
+def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> list[Setting]:
+    """Every field that a recipe of ``schema`` may have, in order; each kind of a table starts with its ``kind``."""
+    docs, about = _field_docs(schema), (inspect.getdoc(schema) or "").partition("\n")[0]
+    settings = [Setting(f"{path}.kind", kind, kind, MISSING, about)] if kind else []
+    for name, (hint, default) in _fields(schema).items():
+        default = default if base is None else getattr(base, name)
+        classes, _, empty = _members(hint)
+        place = f"{path}.{name}" if path else name
+        settings.append(Setting(place, kind, describe(hint), default, docs.get(name, "")))
+        for cls in classes:
+            chosen = cls.__name__.lower() if len(classes) > 1 or empty else ""
+            settings += explain(cls, place, chosen, default if type(default) is cls else None)
+    return settings
+
+
+def _field_docs(cls: Any) -> dict[str, str]:
+    """The text under each field, which Python does not keep and which is therefore read from the source."""
+    docs = {}
+    for owner in reversed(cls.__mro__[:-1]):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        for field, doc in itertools.pairwise(getattr(tree, "body", ())):
+            match field, doc:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = inspect.cleandoc(text)
+    return docs
