@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from arclight.checkpoint import files
 from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.inspection import inspect
 from arclight.checkpoint.store import load, save
 from arclight.checkpoint.tensorfile import NAMES, write_tensors
 
@@ -126,3 +127,16 @@ def _write_single(dst: Path, model: Any) -> Path:
     finally:
         files.discard(staging)
     return dst
+
+
+def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """Name to tensor of a model, from a checkpoint (its averaged weights where it has them), a ``.safetensors`` file or a foreign file.
+
+    Raises CheckpointError for anything that cannot be read without unpickling.
+    """
+    path = Path(path)
+    if path.is_dir():
+        state = load(path, only=[name for name in ("model", "ema") if name in inspect(path).entries])
+        return {**state["model"], **state.get("ema", {})}
+    weights: dict[str, torch.Tensor] = read_foreign(path)["model"]
+    return weights

@@ -18,8 +18,6 @@ class Progress:
     """Optimizer updates completed."""
     batches: int = 0
     """Batches seen in all."""
-    samples: int = 0
-    """Samples seen by this rank in all."""
     validated_at: int = -1
     """Batches of this epoch that were done at its last validation, -1 before the first."""
     ended: bool = False

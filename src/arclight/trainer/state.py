@@ -119,7 +119,8 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
 
 def module_from_checkpoint(cls: type, path: str | Path, *, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Module:
     """An instance of ``cls`` from a checkpoint's constructor arguments and weights (averaged ones where it has them)."""
-    tree = checkpoints.load(path, only=["model", "ema", "hyper_parameters"], map_location=map_location)
+    wanted = [name for name in ("model", "ema", "hyper_parameters") if name in checkpoints.inspect(path).entries]
+    tree = checkpoints.load(path, only=wanted, map_location=map_location)
     arguments = decode(tree.get("hyper_parameters", {})) | overrides
     module: Module = cls(**arguments)
     load_weights(module, {**tree["model"], **tree.get("ema", {})}, strict=strict)

@@ -84,4 +84,5 @@ class Detection:
     def build(self) -> tuple[Module, DataModule]:
         from arclight.vision.detector import DetectionData, Detector
 
-        return Detector(self), DetectionData(self)
+        data = DetectionData(self)
+        return Detector(self, names=data.spec.names), data

@@ -1,0 +1,195 @@
+"""Object detection as an ordinary module and data module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from arclight.trainer import Callback, DataModule, Module
+from arclight.vision.boxes import nms
+from arclight.vision.dataset import DetectionDataset, collate, read_data_yaml
+from arclight.vision.detections import Detections
+from arclight.vision.layout import faster_memory_format
+from arclight.vision.loss import detection_loss, scaled_gains
+from arclight.vision.metrics import DetectionMetrics
+from arclight.vision.processing import DetectionProcessing
+from arclight.vision.settings import Detection
+from arclight.vision.weights import load_pretrained
+from arclight.vision.zoo import build_model
+
+CONFIDENCE_FLOOR = 0.001
+"""Smallest confidence that counts in average precision, as COCO's protocol has it."""
+EVALUATION_IOU = 0.6
+"""Overlap above which boxes of a class are merged before average precision is measured."""
+
+
+class Detector(Module):
+    """Trains and runs an object detector.
+
+    >>> detector = Detector(Detection(data="data.yaml", model="yolov5n", image_size=320), names=["qr_code"])
+    >>> detections = detector.detect([photo])[0]            # photo: RGB uint8 (H, W, 3)
+    """
+
+    def __init__(self, settings: Detection, names: Sequence[str]) -> None:
+        super().__init__()
+        if settings.image_size % 32:
+            raise ValueError(f"image_size must be a multiple of 32, got {settings.image_size}")
+        self.save_hyperparameters({"settings": settings, "names": list(names)})
+        self.settings, self.names = settings, list(names)
+        self.model = build_model(settings.model, num_classes=len(self.names))
+        self.model.names = self.names
+        self.gains = scaled_gains(settings, len(self.names))
+        self.metrics = DetectionMetrics(num_classes=len(self.names))
+        self.results: Any = None
+        """Metrics of the newest validation; see DetectionMetrics.compute."""
+        self.memory_format: torch.memory_format | None = None
+        if settings.weights is not None:
+            load_pretrained(self.model, settings.weights)
+        self._freeze(settings.freeze)
+
+    def _freeze(self, layers: int) -> None:
+        for number, layer in enumerate(self.model.model):
+            if number < layers:
+                layer.requires_grad_(False)
+
+    @property
+    def processing(self) -> DetectionProcessing:
+        """How photos become input and output becomes boxes, as a deployed program does it too."""
+        s = self.settings
+        return DetectionProcessing(names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        """Images (N, 3, H, W) float in [0, 1]: decoded predictions in evaluation mode, raw levels in training mode."""
+        return self.model(images)
+
+    @torch.inference_mode()
+    def detect(self, images: Sequence[np.ndarray[Any, Any]]) -> list[Detections]:
+        """Boxes in RGB uint8 photos of any sizes."""
+        batch, context = self.processing.preprocess(images)
+        was_training = self.training
+        self.eval()
+        predictions = self.model(torch.from_numpy(batch).to(self.device))
+        self.train(was_training)
+        return self.processing.postprocess(predictions.float().cpu(), context)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def configure_callbacks(self) -> list[Callback]:
+        from arclight.vision.plots import DetectionPlots
+
+        return [DetectionPlots()]
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = self.settings.optimizer.build(self.model.named_parameters())
+        steps = self.trainer.estimated_stepping_batches
+        schedule = self.settings.schedule.build(optimizer, int(steps) if steps != float("inf") else 1_000_000)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_fit_start(self) -> None:
+        """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
+        if self.memory_format is None:
+            self.memory_format = faster_memory_format(self.model, self.settings.image_size, self.trainer.precision_plugin.forward_context)
+        self.model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["memory_format"] = "channels_last" if self.memory_format is torch.channels_last else "contiguous"
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        formats = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+        self.memory_format = formats.get(checkpoint.get("memory_format", ""))
+
+    def on_train_epoch_start(self) -> None:
+        for layer in list(self.model.model)[: self.settings.freeze]:
+            layer.eval()  # frozen layers keep their statistics too
+
+    def prepare(self, images: torch.Tensor) -> torch.Tensor:
+        """Bytes (N, 3, S, S) as floats in [0, 1], in the layout that the model computes in."""
+        floats = images.to(torch.float32).div_(255)
+        return floats.contiguous(memory_format=self.memory_format) if self.memory_format is not None else floats
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        raw = self.model(self.prepare(batch["images"]))
+        loss, parts = detection_loss(raw, batch["targets"], self.model.anchors, self.gains)
+        size = len(batch["images"])
+        self.log("train/loss", parts.box + parts.obj + parts.cls, prog_bar=True, batch_size=size)
+        for name, value in parts._asdict().items():
+            self.log(f"train/{name}", value, batch_size=size)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
+        images, targets = self.prepare(batch["images"]), batch["targets"]
+        raw = self.model.raw(images)
+        _, parts = detection_loss(raw, targets, self.model.anchors, self.gains)
+        self.log(f"{stage}/loss", parts.box + parts.obj + parts.cls, batch_size=len(images))
+        kept = nms(self.model.decode(raw), CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=len(self.names) > 1)
+        self.metrics.update_batch(kept, targets, size=images.shape[-1])
+
+    def on_validation_epoch_start(self) -> None:
+        self.metrics.reset()
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._report("test")
+
+    def _report(self, stage: str) -> None:
+        """Average precision over the images of all ranks."""
+        merged = DetectionMetrics(num_classes=len(self.names))
+        for other in self.trainer.strategy.all_gather_object(self.metrics.state_dict()):
+            merged.merge(other)
+        self.results = merged.compute()
+        self.log(f"{stage}/map50", self.results.map50, prog_bar=True)
+        self.log(f"{stage}/map50_95", self.results.map50_95)
+        self.log(f"{stage}/precision", self.results.precision)
+        self.log(f"{stage}/recall", self.results.recall)
+
+
+class DetectionData(DataModule):
+    """Loaders over a YOLO-format data set."""
+
+    def __init__(self, settings: Detection) -> None:
+        self.settings = settings
+        self.spec = read_data_yaml(settings.data)
+
+    def setup(self, stage: str) -> None:
+        s = self.settings
+        if stage == "fit":
+            epochs = self.trainer.max_epochs if self.trainer is not None and self.trainer.max_epochs > 0 else None
+            self.train = self._open("train", augment=s.augment, epochs=epochs, cache=s.cache)
+        if stage in ("fit", "validate"):
+            self.val = self._open("val")
+        if stage == "test":
+            self.test = self._open("test")
+
+    def _open(self, split: str, **options: Any) -> DetectionDataset:
+        return DetectionDataset.open(self.spec, split, image_size=self.settings.image_size, **options)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.train, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.val)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self._loader(self.test)
+
+    def _loader(self, dataset: DetectionDataset, shuffle: bool = False) -> DataLoader[Any]:
+        s = self.settings
+        drop = shuffle and len(dataset) > s.batch_size  # a last batch of one or two images would shake batch statistics
+        return DataLoader(
+            dataset, s.batch_size, shuffle=shuffle, drop_last=drop, num_workers=s.workers, collate_fn=collate, pin_memory=torch.cuda.is_available()
+        )
+
