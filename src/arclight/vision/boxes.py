@@ -166,8 +166,8 @@ def _overlap(a: Tensor, a_classes: Tensor, b: Tensor, b_classes: Tensor, iou_thr
 def _greedy(overlap: Tensor) -> Tensor:
     """(n,) True for the rows that greedy suppression keeps, given the symmetric relation ``overlap`` (n, n).
 
-    A row is kept if no kept row before it overlaps it. Applied to all rows at once until nothing changes, that rule gives
-    the greedy answer: after k rounds at least the first k rows are final (Cluster-NMS, Zheng et al. 2021).
+    A row is kept if no kept row before it overlaps it. Applied to all rows at once until nothing changes, that rule
+    gives the greedy answer: after k rounds at least the first k rows are final (Cluster-NMS, Zheng et al. 2021).
     """
     before = overlap.triu(diagonal=1).to(torch.float32)
     keep = torch.ones(len(overlap), device=overlap.device)

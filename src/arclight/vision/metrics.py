@@ -1,0 +1,309 @@
+"""How good a detector is: average precision as COCO defines it, precision and recall, and what is taken for what.
+
+The numbers are those of pycocotools for boxes (no crowd regions) on the same detections. Shapes: C classes, T = 10
+overlap thresholds, k predictions and m true boxes of an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+IOU_THRESHOLDS: Floats = np.linspace(0.5, 0.95, 10)
+RECALL_GRID: Floats = np.linspace(0, 1, 101)
+CONFIDENCE_GRID: Floats = np.linspace(0, 1, 1001)
+MAX_DETECTIONS = 100
+"""Predictions of a class in an image that count, most confident first (COCO)."""
+CONFUSION_CONFIDENCE, CONFUSION_IOU = 0.25, 0.45
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DetectionResults:
+    """What a detector scored. Classes without a true box have no average precision: NaN, left out of every mean."""
+
+    map50: float
+    """Mean over classes of average precision at an overlap of 0.5; NaN if there is no true box at all."""
+    map50_95: float
+    """The same, averaged over overlaps 0.50, 0.55 ... 0.95."""
+    confidence: float
+    """The confidence threshold with the best F1, averaged over classes, at an overlap of 0.5."""
+    precision: float
+    """Mean precision at ``confidence``."""
+    recall: float
+    """Mean recall at ``confidence``."""
+    f1: float
+    """Mean F1 at ``confidence``."""
+    average_precision: Floats
+    """(C, T) by class and overlap."""
+    precision_at_recall: Floats
+    """(C, 101) precision at recall 0, 0.01 ... 1 and an overlap of 0.5: the precision-recall curve."""
+    precision_curve: Floats
+    """(C, 1001) precision at confidence thresholds 0, 0.001 ... 1 and an overlap of 0.5."""
+    recall_curve: Floats
+    """(C, 1001) recall at the same thresholds."""
+    f1_curve: Floats
+    """(C, 1001) F1 at the same thresholds."""
+    confusion: Ints
+    """(C + 1, C + 1) counts at confidence 0.25 and overlap 0.45: predicted class by true class; the last is background."""
+    labels: Ints
+    """(C,) true boxes."""
+    images: int
+    """Images seen."""
+
+    def summary(self) -> dict[str, float]:
+        """The headline numbers by name, for logs and JSON."""
+        names = ("map50", "map50_95", "precision", "recall", "f1", "confidence")
+        return {name: float(getattr(self, name)) for name in names}
+
+
+class _Image(NamedTuple):
+    """All that is remembered of an image."""
+
+    scores: Floats
+    """(k,)"""
+    classes: Ints
+    """(k,)"""
+    hits: Bools
+    """(k, T): whether the prediction finds a true box of its class that none before it found."""
+    labels: Ints
+    """(m,) classes of the true boxes."""
+    confused: Ints
+    """(n, 2): predicted and true class of boxes that lie on each other; C where there is none."""
+
+
+class DetectionMetrics:
+    """Collects predictions image by image and scores them all together.
+
+    >>> metrics = DetectionMetrics(num_classes=1)
+    >>> metrics.update([predictions], [truths])           # one (k, 6) and one (m, 5) array per image
+    >>> metrics.compute().map50
+
+    Processes that share a validation set exchange ``state_dict()`` and ``merge`` what they get. With ``image_ids`` the
+    result does not depend on who saw which image, and an image seen twice (samplers pad) counts once.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all images."""
+        self._named: dict[int, _Image] = {}
+        self._unnamed: list[_Image] = []
+
+    def __len__(self) -> int:
+        return len(self._named) + len(self._unnamed)
+
+    def update(
+        self, predictions: Sequence[ArrayLike], truths: Sequence[ArrayLike], image_ids: Sequence[int] | None = None
+    ) -> None:
+        """Add images: for each its predictions (k, 6), xyxy, confidence, class, and its true boxes (m, 5), class, xyxy.
+
+        Arrays or tensors on any device; any one unit of length. ``image_ids`` are non-negative numbers of the images in
+        the data set. Raises ValueError for arrays of other shapes and for classes that do not exist.
+        """
+        ids = [-1] * len(truths) if image_ids is None else [int(i) for i in image_ids]
+        for image_id, predicted, true in zip(ids, predictions, truths, strict=True):
+            self._add(image_id, self._observe(_rows(predicted, 6, "predictions"), _rows(true, 5, "truths")))
+
+    def update_batch(
+        self, predictions: Sequence[Tensor], targets: Tensor, size: int, image_ids: Sequence[int] | None = None
+    ) -> None:
+        """Add a batch: predictions of each image (k, 6) in pixels of the square input, and the batch's targets.
+
+        targets: (M, 6) image in batch, class, centre x, centre y, width, height as shares of ``size`` pixels.
+        """
+        rows = targets.detach().cpu().double().numpy()
+        low, high = rows[:, 2:4] - rows[:, 4:6] / 2, rows[:, 2:4] + rows[:, 4:6] / 2
+        truths = np.concatenate((rows[:, 1:2], low * size, high * size), axis=1)
+        # one transfer for the whole batch
+        found = torch.cat([p.detach() for p in predictions]).cpu().double().numpy() if len(predictions) else np.empty(0)
+        ends = np.cumsum([len(p) for p in predictions])
+        self.update(
+            np.split(found, ends[:-1]) if len(predictions) else [],
+            [truths[rows[:, 0] == i] for i in range(len(predictions))],
+            image_ids,
+        )
+
+    def _observe(self, predicted: Floats, true: Floats) -> _Image:
+        """Match one image's predictions to its true boxes."""
+        predicted = predicted[np.argsort(-predicted[:, 4], kind="stable")]
+        scores, classes, labels = predicted[:, 4], predicted[:, 5].astype(np.int64), true[:, 0].astype(np.int64)
+        for what, numbers in (("prediction", classes), ("true box", labels)):
+            if numbers.size and not (0 <= numbers.min() and numbers.max() < self.num_classes):
+                wrong = numbers.min() if numbers.min() < 0 else numbers.max()
+                raise ValueError(f"a {what} has class {wrong}, but classes are numbered 0 to {self.num_classes - 1}")
+        iou = box_iou(predicted[:, :4], true[:, 1:])
+        hits = np.zeros((len(predicted), len(IOU_THRESHOLDS)), np.bool_)
+        counted = np.zeros(len(predicted), np.bool_)
+        for c in np.unique(classes):
+            of_class = np.flatnonzero(classes == c)[:MAX_DETECTIONS]
+            counted[of_class] = True
+            hits[of_class] = match(iou[np.ix_(of_class, np.flatnonzero(labels == c))])
+        sure = scores > CONFUSION_CONFIDENCE
+        confused = confusions(iou[sure], classes[sure], labels, background=self.num_classes)
+        return _Image(scores[counted], classes[counted], hits[counted], labels, confused)
+
+    def _add(self, image_id: int, image: _Image) -> None:
+        if image_id < 0:
+            self._unnamed.append(image)
+        else:
+            self._named.setdefault(image_id, image)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All images as a few plain arrays, to be sent to another process or kept."""
+        ids, images = [*self._named, *[-1] * len(self._unnamed)], [*self._named.values(), *self._unnamed]
+        state: dict[str, Any] = {"num_classes": self.num_classes, "image_ids": np.array(ids, np.int64)}
+        for field, empty in _EMPTY._asdict().items():
+            parts = [getattr(image, field) for image in images]
+            state[field] = np.concatenate([empty, *parts])
+            state[f"{field}_lengths"] = np.array([len(part) for part in parts], np.int64)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what ``state_dict`` described."""
+        self.reset()
+        self.merge(state)
+
+    def merge(self, state: dict[str, Any]) -> None:
+        """Add the images of another process's ``state_dict()``; those already here by id are left out."""
+        if state["num_classes"] != self.num_classes:
+            raise ValueError(f"cannot merge metrics of {state['num_classes']} classes into {self.num_classes}")
+        fields = (np.split(state[field], np.cumsum(state[f"{field}_lengths"])[:-1]) for field in _Image._fields)
+        for image_id, parts in zip(state["image_ids"].tolist(), zip(*fields)):
+            self._add(image_id, _Image(*parts))
+
+    def compute(self) -> DetectionResults:
+        """Score everything seen so far."""
+        images = [self._named[i] for i in sorted(self._named)] + self._unnamed
+        scores, classes, hits, labels, confused = (
+            np.concatenate([empty, *(getattr(image, field) for image in images)])
+            for field, empty in _EMPTY._asdict().items()
+        )
+        counts = np.bincount(labels, minlength=self.num_classes)
+        ap = np.full((self.num_classes, len(IOU_THRESHOLDS)), np.nan)
+        pr = np.full((self.num_classes, len(RECALL_GRID)), np.nan)
+        curves = np.full((3, self.num_classes, len(CONFIDENCE_GRID)), np.nan)
+        order = np.argsort(-scores, kind="stable")
+        for c in np.flatnonzero(counts):
+            of_class = order[classes[order] == c]
+            at_recall = precision_at_recall(hits[of_class], int(counts[c]))
+            ap[c], pr[c] = at_recall.mean(axis=1), at_recall[0]
+            curves[:, c] = confidence_curves(scores[of_class], hits[of_class, 0], int(counts[c]))
+        present = counts > 0
+        mean = curves[:, present].mean(axis=1) if present.any() else np.full((3, len(CONFIDENCE_GRID)), np.nan)
+        best = int(np.argmax(mean[2]))
+        confusion = np.zeros((self.num_classes + 1, self.num_classes + 1), np.int64)
+        np.add.at(confusion, tuple(confused.T), 1)
+        return DetectionResults(
+            map50=float(ap[present, 0].mean()) if present.any() else float("nan"),
+            map50_95=float(ap[present].mean()) if present.any() else float("nan"),
+            confidence=float(CONFIDENCE_GRID[best]),
+            precision=float(mean[0, best]),
+            recall=float(mean[1, best]),
+            f1=float(mean[2, best]),
+            average_precision=ap,
+            precision_at_recall=pr,
+            precision_curve=curves[0],
+            recall_curve=curves[1],
+            f1_curve=curves[2],
+            confusion=confusion,
+            labels=counts.astype(np.int64),
+            images=len(images),
+        )
+
+
+_EMPTY = _Image(
+    scores=np.empty(0),
+    classes=np.empty(0, np.int64),
+    hits=np.empty((0, len(IOU_THRESHOLDS)), np.bool_),
+    labels=np.empty(0, np.int64),
+    confused=np.empty((0, 2), np.int64),
+)
+
+
+def _rows(array: ArrayLike, width: int, what: str) -> Floats:
+    """``array`` as float64 (n, width); no rows may have any shape."""
+    rows = np.asarray(array.detach().cpu() if isinstance(array, Tensor) else array, dtype=np.float64)
+    if rows.size == 0:
+        return rows.reshape(0, width)
+    if rows.ndim != 2 or rows.shape[1] != width:
+        raise ValueError(f"{what} of an image must have shape (n, {width}), their shape is {rows.shape}")
+    return rows
+
+
+def box_iou(a: Floats, b: Floats) -> Floats:
+    """(n, m) intersection over union of xyxy boxes in float64; ``boxes.box_iou`` is for tensors."""
+    size = np.minimum(a[:, None, 2:], b[:, 2:]) - np.maximum(a[:, None, :2], b[:, :2])
+    common = np.clip(size, 0, None).prod(axis=-1)
+    union = (a[:, 2:] - a[:, :2]).prod(axis=-1)[:, None] + (b[:, 2:] - b[:, :2]).prod(axis=-1) - common
+    return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+
+
+def match(iou: Floats) -> Bools:
+    """(k, T) hits of predictions, most confident first, given their overlap (k, m) with the true boxes of their class.
+
+    At each threshold a prediction takes the free true box that it overlaps most, of equal ones the last (pycocotools).
+    """
+    k, m = iou.shape
+    hits = np.zeros((k, len(IOU_THRESHOLDS)), np.bool_)
+    if m == 0:
+        return hits
+    free = np.ones((len(IOU_THRESHOLDS), m), np.bool_)
+    every = np.arange(len(IOU_THRESHOLDS))
+    for i in np.flatnonzero(iou.max(axis=1) >= IOU_THRESHOLDS[0]):
+        possible = free & (iou[i] >= IOU_THRESHOLDS[:, None])
+        best = m - 1 - np.argmax(np.where(possible, iou[i], -1)[:, ::-1], axis=1)
+        hits[i] = possible[every, best]
+        free[every[hits[i]], best[hits[i]]] = False
+    return hits
+
+
+def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Ints:
+    """(n, 2) predicted and true class of boxes paired by overlap, most overlapping first, whatever their classes."""
+    candidates = np.argwhere(iou > CONFUSION_IOU)
+    candidates = candidates[np.argsort(-iou[tuple(candidates.T)], kind="stable")]
+    lonely_predicted, lonely_true = dict.fromkeys(range(len(predicted))), dict.fromkeys(range(len(true)))
+    pairs = []
+    for p, t in candidates.tolist():
+        if p in lonely_predicted and t in lonely_true:
+            del lonely_predicted[p], lonely_true[t]
+            pairs.append((predicted[p], true[t]))
+    pairs += [(predicted[p], background) for p in lonely_predicted] + [(background, true[t]) for t in lonely_true]
+    return np.array(pairs, np.int64).reshape(-1, 2)
+
+
+def precision_at_recall(hits: Bools, positives: int) -> Floats:
+    """(T, 101) precision at each recall of the grid for ``hits`` (k, T), most confident first, of ``positives`` true boxes.
+
+    The highest precision reached at that recall or beyond, 0 for a recall never reached (COCO's 101 points).
+    """
+    found = np.cumsum(hits, axis=0, dtype=np.float64)
+    recall = found / positives
+    precision = found / (np.arange(1, len(hits) + 1)[:, None] + np.spacing(1))
+    precision = np.maximum.accumulate(precision[::-1], axis=0)[::-1]
+    out = np.zeros((hits.shape[1], len(RECALL_GRID)))
+    for t in range(hits.shape[1]):
+        first = np.searchsorted(recall[:, t], RECALL_GRID, side="left")
+        reached = first < len(hits)
+        out[t, reached] = precision[first[reached], t]
+    return out
+
+
+def confidence_curves(scores: Floats, hits: Bools, positives: int) -> Floats:
+    """(3, 1001) precision, recall and F1 of the predictions at or above each confidence of the grid; scores descend."""
+    kept = np.searchsorted(-scores, -CONFIDENCE_GRID, side="right")
+    found = np.concatenate(([0], np.cumsum(hits)))[kept]
+    precision = found / np.maximum(kept, 1)
+    recall = found / positives
+    return np.stack((precision, recall, 2 * found / (kept + positives)))
