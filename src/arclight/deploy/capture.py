@@ -1,0 +1,74 @@
+"""A model as one graph of tensor operations, captured by torch.export from a private copy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_leaves
+
+from arclight.deploy.errors import ExportError
+from arclight.deploy.quiet import quiet
+
+Inputs = tuple[Tensor, ...]
+
+
+def as_inputs(batch: Tensor | Sequence[Tensor]) -> Inputs:
+    """The positional inputs of a model: a tensor, or several; TypeError for anything else."""
+    inputs = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    if not inputs or not all(isinstance(value, Tensor) for value in inputs):
+        raise TypeError(f"a batch must be a tensor or a sequence of tensors, got {type(batch).__name__}")
+    return tuple(value.detach().cpu() for value in inputs)
+
+
+def as_outputs(outputs: Any) -> list[Tensor]:
+    """The tensors of a model's output, in the order of torch.export: nested tuples, lists and dicts flattened."""
+    flat: list[Tensor] = tree_leaves(outputs)
+    return flat
+
+
+def resized(inputs: Inputs, batch: int) -> Inputs:
+    """``inputs`` with ``batch`` samples: the first ones, repeated in order where there are too few."""
+    return tuple(value[torch.arange(batch) % len(value)] if value.dim() else value for value in inputs)
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` on the CPU, in float32, in evaluation mode and without gradients."""
+    return copy.deepcopy(model).cpu().float().eval().requires_grad_(False)
+
+
+def capture(model: nn.Module, example: Inputs, *, dynamic_batch: bool = True) -> ExportedProgram:
+    """``model`` exported on ``example``; with ``dynamic_batch`` the first dimension of every input may be any size.
+
+    Raises ExportError where the model cannot be captured, say because it turns its batch size into a plain number.
+    """
+    shapes = None
+    if dynamic_batch:
+        example = resized(example, max(2, _batch(example)))  # torch.export takes a size of 1 for a constant
+        batch = Dim("batch", min=1)
+        shapes = tuple({0: batch} if value.dim() else {} for value in example)
+    try:
+        with torch.no_grad(), quiet():
+            exported = torch.export.export(model, example, dynamic_shapes=shapes)
+            if _writes_in_place(exported.graph_module.graph.nodes):
+                exported = exported.run_decompositions({})  # the same operators, none of them in place
+    except Exception as error:  # torch.export raises many kinds, all of them about the model
+        hint = "; a model that needs a fixed batch size is exported with dynamic_batch=False" if dynamic_batch else ""
+        raise ExportError(f"torch.export cannot capture the model{hint}: {error}") from error
+    return exported
+
+
+def _batch(inputs: Inputs) -> int:
+    return next((len(value) for value in inputs if value.dim()), 1)
+
+
+def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:
+    return any(
+        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        for node in nodes
+        if node.target is not torch.ops.aten.batch_norm.default
+    )

@@ -1,0 +1,15 @@
+"""Faults of quantizing, exporting and running programs, each told in one sentence."""
+
+from __future__ import annotations
+
+
+class QuantizeError(ValueError):
+    """A model cannot be quantized as asked."""
+
+
+class ProgramError(ValueError):
+    """A program file, its inputs or its kernels are not what they should be."""
+
+
+class ExportError(ProgramError):
+    """A model could not be exported, or its program does not compute what the model computes."""

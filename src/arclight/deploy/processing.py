@@ -1,0 +1,57 @@
+"""What turns a user's inputs into tensors and a program's tensors into results."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from arclight.deploy.errors import ProgramError
+
+_NAME = re.compile(r"arclight(\.[A-Za-z]\w*)+:[A-Za-z]\w*")
+
+
+@runtime_checkable
+class Processing(Protocol):
+    """The two ends of ``Program.predict``."""
+
+    def preprocess(self, inputs: Sequence[Any]) -> tuple[Any, Any]:
+        """The program's input for ``inputs`` (an array or a tuple of them, batch first), and what postprocess needs."""
+
+    def postprocess(self, outputs: Any, context: Any) -> Sequence[Any]:
+        """One result for each input, from what the program returned and the context of preprocess."""
+
+
+def check_name(name: object) -> str:
+    """``name`` where it has the form arclight.module:Class, else ProgramError.
+
+    The name comes out of a file that anyone may have written: nothing outside this package is imported for it.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ProgramError(
+            f"the file names {name!r} as its processing; only classes of the arclight package (arclight.module:Class) "
+            "are loaded from a file. Pass your own with Program.load(path, processing=...)"
+        )
+    return name
+
+
+def resolve(name: str, arguments: dict[str, Any]) -> Processing:
+    """An object of the class called ``name`` made with ``arguments``; ProgramError where that is not a Processing."""
+    module, _, attribute = check_name(name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise  # a missing extra says so itself
+        raise ProgramError(
+            f"this arclight has no {module}, which the file names as its processing: update it"
+        ) from error
+    if not isinstance(found, type) or not found.__module__.startswith("arclight.") or not issubclass(found, Processing):
+        raise ProgramError(
+            f"the file names {name!r} as its processing, which is no class with preprocess and postprocess"
+        )
+    try:
+        return found(**arguments)
+    except TypeError as error:
+        raise ProgramError(f"the file's processing_args {arguments} do not fit {name}: {error}") from error

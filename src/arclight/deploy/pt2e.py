@@ -1,0 +1,119 @@
+"""The one door to torchao's PT2E quantization, whose names move between releases.
+
+Importing torchao on a machine without its CUDA kernels logs two missing libraries and one deprecation that
+users can do nothing about; exactly these are dropped, for the time of the import.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+
+from arclight.fabric.extras import require
+
+
+@contextmanager
+def _dropped(logger: str, text: str) -> Iterator[None]:
+    """While inside, ``logger`` does not report messages that contain ``text``."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    target = logging.getLogger(logger)
+    target.addFilter(keep)
+    try:
+        yield
+    finally:
+        target.removeFilter(keep)
+
+
+with _dropped("torchao", "Failed to load"), _dropped("torch.utils._pytree", "is an Enum subclass"):
+    _pt2e = require("torchao.quantization.pt2e", extra="deploy")
+    _prepare_convert = require("torchao.quantization.pt2e.quantize_pt2e", extra="deploy")
+    _quantizer = require("torchao.quantization.pt2e.quantizer", extra="deploy")
+
+Quantizer: Any = _quantizer.Quantizer
+SharedSpec: Any = _quantizer.SharedQuantizationSpec
+Observer = Literal["minmax", "histogram"]
+
+_ANNOTATION_KEY = "quantization_annotation"
+_ACTIVATION_EPS = 2.0**-16
+_WEIGHT_EPS = 2.0**-16
+
+
+def activation_spec(observer: Observer) -> Any:
+    """Unsigned 8-bit with a zero point: the activation type of the fast integer kernels on x86 and ARM."""
+    kinds = {"minmax": _pt2e.MinMaxObserver, "histogram": _pt2e.HistogramObserver}
+    return _quantizer.QuantizationSpec(
+        dtype=torch.uint8,
+        observer_or_fake_quant_ctr=kinds[observer].with_args(eps=_ACTIVATION_EPS),
+        quant_min=0,
+        quant_max=255,
+        qscheme=torch.per_tensor_affine,
+    )
+
+
+def weight_spec(weight: torch.Tensor, *, bits: int = 8) -> Any:
+    """Signed integers of ``bits`` without a zero point, one scale per output channel (first dimension).
+
+    A channel's scale is at least 2^-16 of the largest weight: runtimes hold the bias as int32 in units of
+    (activation scale x weight scale), which overflows where a nearly dead channel has a vanishing scale.
+    """
+    largest = 2 ** (bits - 1) - 1
+    eps = max(float(weight.detach().abs().max()) * _WEIGHT_EPS, torch.finfo(torch.float32).tiny)
+    return _quantizer.QuantizationSpec(
+        dtype=torch.int8,
+        observer_or_fake_quant_ctr=_pt2e.PerChannelMinMaxObserver.with_args(eps=eps),
+        quant_min=-largest,
+        quant_max=largest,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
+    )
+
+
+def bias_spec(source: Node, layer: Node) -> Any:
+    """Signed 32-bit in units of (activation scale x weight scale): what an integer kernel adds to its sums."""
+
+    def derive(observers: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        (activation, _), (weights, zero_points) = (observer.calculate_qparams() for observer in observers)
+        return activation * weights, torch.zeros_like(zero_points)
+
+    return _quantizer.DerivedQuantizationSpec(
+        derived_from=[(source, layer), (layer.args[1], layer)],
+        derive_qparams_fn=derive,
+        dtype=torch.int32,
+        quant_min=-(2**31),
+        quant_max=2**31 - 1,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=0,
+    )
+
+
+def annotate(node: Node, *, inputs: dict[Node, Any], output: Any | None = None) -> None:
+    """Ask for ``inputs`` (producer -> spec) and the output of ``node`` to be quantized, beside earlier wishes."""
+    annotation = node.meta.setdefault(_ANNOTATION_KEY, _quantizer.QuantizationAnnotation(_annotated=True))
+    annotation.input_qspec_map.update(inputs)
+    if output is not None:
+        annotation.output_qspec = output
+
+
+def is_annotated(node: Node) -> bool:
+    """Whether anything was asked for ``node``."""
+    return _ANNOTATION_KEY in node.meta
+
+
+def prepare(graph: GraphModule, quantizer: Any) -> GraphModule:
+    """``graph`` with batch norms folded and observers where ``quantizer`` asks for them (changes ``graph``)."""
+    prepared: GraphModule = _prepare_convert.prepare_pt2e(graph, quantizer)
+    return prepared
+
+
+def convert(prepared: GraphModule) -> GraphModule:
+    """``prepared`` with each observer replaced by a quantize and a dequantize, and weights stored as integers."""
+    converted: GraphModule = _prepare_convert.convert_pt2e(prepared)
+    return converted

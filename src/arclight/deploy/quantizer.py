@@ -1,0 +1,198 @@
+"""Where integers begin and end: which tensors of an exported graph are quantized.
+
+A runtime uses an integer kernel only where an operator reads *and* writes quantized tensors, so placement decides
+speed: quantizing just the inputs of convolutions runs no faster than float32 in ONNX Runtime. Here everything
+between two layers with weights stays quantized: activations, sums, products, pooling, resizing and concatenation.
+What follows the last such layer (box decoding, softmax, the outputs) stays in float32, and so does a convolution
+whose result is only read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from arclight.deploy import pt2e
+from arclight.deploy.errors import QuantizeError
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default}
+LAYERS = CONVOLUTIONS | {aten.linear.default}
+CLIPS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default}
+"""Folded by the runtime into the rounding of the operator before them."""
+ARITHMETIC = {
+    aten.add.Tensor, aten.mul.Tensor, aten.sigmoid.default, aten.leaky_relu.default, aten.relu.default,
+    aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim,
+}  # fmt: skip
+"""Operators with an integer kernel and a range of their own."""
+MOVEMENT = {
+    aten.cat.default, aten.max_pool2d.default, aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default,
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
+    aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.dropout.default, aten.clone.default,
+}  # fmt: skip
+"""Operators that only choose or move values: inputs and output share one scale and zero point."""
+INTEGER = LAYERS | CLIPS | ARITHMETIC | MOVEMENT
+
+
+class PlacementQuantizer(pt2e.Quantizer):
+    """Annotates one exported graph for runtimes that fuse quantize-dequantize pairs into integer kernels.
+
+    Afterwards ``quantized_layers`` and ``float_layers`` name the layers with weights on either side.
+    """
+
+    def __init__(
+        self, *, observer: pt2e.Observer = "histogram", weight_bits: int = 8, skip: Iterable[str] = ()
+    ) -> None:
+        super().__init__()
+        self.activation = pt2e.activation_spec(observer)
+        self.weight_bits = weight_bits
+        self.skip = tuple(skip)
+        self.quantized_layers: list[str] = []
+        self.float_layers: list[str] = []
+        self._kept: set[Node] = set()  # in a module that the user keeps in float
+        self._before_layer: set[Node] = set()
+        self._quantized: set[Node] = set()  # nodes whose output is quantized
+
+    def transform_for_annotation(self, graph: GraphModule) -> GraphModule:
+        """SiLU becomes x * sigmoid(x): runtimes have integer kernels for both parts, not for the whole."""
+        for node in list(graph.graph.nodes):
+            if node.target is aten.silu.default:
+                with graph.graph.inserting_before(node):
+                    gate = _like(node, graph.graph.call_function(aten.sigmoid.default, (node.args[0],)))
+                    product = _like(node, graph.graph.call_function(aten.mul.Tensor, (node.args[0], gate)))
+                node.replace_all_uses_with(product)
+                graph.graph.erase_node(node)
+        graph.recompile()
+        return graph
+
+    def annotate(self, graph: GraphModule) -> GraphModule:
+        _check_names(graph, self.skip)
+        self._kept = {node for node in graph.graph.nodes if _inside(module_name(node), self.skip)}
+        self._before_layer = _before(graph, LAYERS)
+        for node in list(graph.graph.nodes):
+            if node in self._kept or not _is_float(node):
+                continue
+            if node.target in LAYERS:
+                self._annotate_layer(graph, node)
+            elif node in self._before_layer and self._quantized.intersection(sources := _activations(node)):
+                if node.target in MOVEMENT:
+                    self._annotate_movement(node, sources)
+                elif node.target in ARITHMETIC and node not in self._quantized and self._read_by(node, INTEGER, any):
+                    pt2e.annotate(node, inputs=dict.fromkeys(sources, self.activation))
+                    self._annotate_output(node)
+        layers = {node: module_name(node) for node in graph.graph.nodes if node.target in LAYERS}
+        self.quantized_layers = [name for node, name in layers.items() if pt2e.is_annotated(node)]
+        self.float_layers = [name for node, name in layers.items() if not pt2e.is_annotated(node)]
+        return graph
+
+    def validate(self, graph: GraphModule) -> None:
+        """Nothing to check: every annotation above is one that the integer kernels take."""
+
+    def _annotate_layer(self, graph: GraphModule, node: Node) -> None:
+        source, weight, bias = (*node.args, None)[:3]
+        assert isinstance(source, Node)
+        assert isinstance(weight, Node)
+        if weight.op != "get_attr":
+            return  # a weight that is computed has no constant scales
+        # A convolution must write integers to run on integers; a matrix product also writes float32, which keeps
+        # sums of many layers (the residual stream of a transformer) exact.
+        tail = self._tail(node)
+        writes = node in self._before_layer and (node.target in CONVOLUTIONS or self._read_by(tail, LAYERS, all))
+        if node.target in CONVOLUTIONS and not writes:
+            return
+        inputs: dict[Node, Any] = {source: self.activation}
+        inputs[weight] = pt2e.weight_spec(graph.get_parameter(str(weight.target)), bits=self.weight_bits)
+        if isinstance(bias, Node):
+            bias = _own(graph, node, bias)
+            inputs[bias] = pt2e.bias_spec(source, node)
+        pt2e.annotate(node, inputs=inputs)
+        if writes:
+            self._annotate_output(node)
+
+    def _annotate_movement(self, node: Node, sources: list[Node]) -> None:
+        first, *others = sources
+        shared = pt2e.SharedSpec((first, node))
+        pt2e.annotate(node, inputs={first: self.activation, **dict.fromkeys(others, shared)}, output=shared)
+        self._quantized.add(node)
+
+    def _annotate_output(self, node: Node) -> None:
+        tail = self._tail(node)
+        pt2e.annotate(tail, inputs={}, output=self.activation)
+        self._quantized.add(tail)
+
+    def _tail(self, node: Node) -> Node:
+        """The clip (ReLU, ReLU6) that alone reads ``node``, else ``node`` itself."""
+        reader = next(iter(node.users), node)
+        return reader if len(node.users) == 1 and reader.target in CLIPS and reader not in self._kept else node
+
+    def _read_by(self, node: Node, targets: set[Any], how_many: Any) -> bool:
+        return bool(how_many(user.target in targets and user not in self._kept for user in node.users))
+
+
+def module_name(node: Node) -> str:
+    """Name of the module that ``node`` was written in ("" for the model itself)."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    name: str = list(stack.values())[-1][0]
+    return name
+
+
+def _like(node: Node, new: Node) -> Node:
+    new.meta = dict(node.meta)
+    return new
+
+
+def _own(graph: GraphModule, layer: Node, bias: Node) -> Node:
+    """The bias as a node that only ``layer`` reads: layers that share a bias each hold it in units of their own."""
+    if len(bias.users) == 1:
+        return bias
+    with graph.graph.inserting_before(layer):
+        own = _like(bias, graph.graph.get_attr(str(bias.target)))
+    layer.update_arg(2, own)
+    return own
+
+
+def _before(graph: GraphModule, targets: set[Any]) -> set[Node]:
+    """Nodes whose value reaches an operator in ``targets``."""
+    found: set[Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if any(user.target in targets or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _is_float(node: Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) == torch.float32
+
+
+def _activations(node: Node) -> list[Node]:
+    """The float tensors that ``node`` reads, each once; none where it also computes with a constant.
+
+    Runtimes have no integer kernels for sums and products with plain numbers or parameters.
+    """
+    floats = [source for source in node.all_input_nodes if _is_float(source)]
+    binary = node.target in (aten.add.Tensor, aten.mul.Tensor)
+    if any(source.op == "get_attr" for source in floats) or (binary and not all(map(_is_node, node.args[:2]))):
+        return []
+    return floats
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, Node)
+
+
+def _inside(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _check_names(graph: GraphModule, skip: tuple[str, ...]) -> None:
+    names = {str(path) for node in graph.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    for prefix in skip:
+        if not any(_inside(name, (prefix,)) for name in names):
+            near = get_close_matches(prefix, sorted(names), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise QuantizeError(f"skip names {prefix!r}, but the model computes nothing in a module of that name{hint}")
