@@ -61,7 +61,7 @@ class Manifest:
 
     def to_json(self) -> str:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n"
+        return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
 
 def describe(encoded: tree.Encoded, files: dict[str, FileRecord]) -> Manifest:

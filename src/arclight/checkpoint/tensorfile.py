@@ -71,7 +71,8 @@ def read_tensors(file: HashedFile, size: int, device: str | torch.device = "cpu"
     position = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if begin != position or end - begin != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
+        fits = min(shape, default=0) >= 0 and end - begin == math.prod(shape) * dtype.itemsize
+        if begin != position or not fits or 8 + length + end > size:
             raise ValueError(f"the place of tensor {name} cannot be")
         position = end
         raw = torch.empty(end - begin, dtype=torch.uint8)
