@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
+from arclight import __version__
 from arclight.serve.answer import Answer, Detect, answer
 from arclight.serve.metrics import CONTENT_TYPE, Metrics
 from arclight.serve.middleware import Envelope, Lingering
@@ -23,7 +23,7 @@ from arclight.serve.settings import Limits
 from arclight.serve.uploads import Buffered, image_bytes, read_body
 from arclight.serve.workers import Workers
 
-PAGE = files("arclight.serve") / "page"
+PAGE = Path(__file__).parent / "page"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +86,7 @@ def create_app(
         workers.close()
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
-    app = FastAPI(
-        title="Arclight", version=version("arclight"), lifespan=lifespan, docs_url=None, redoc_url=None
-    )
+    app = FastAPI(title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
 
     @app.post("/detect", responses={200: {"model": Answer}, **REFUSALS}, openapi_extra=BODY)
     async def detect(request: Request) -> JSONResponse:
@@ -123,7 +121,7 @@ def create_app(
         sentence = f"{what.get(error.status_code, error.detail)}; photos go to POST /detect."
         return Refusal(error.status_code, sentence, headers=error.headers).response()
 
-    app.mount("/", StaticFiles(directory=str(PAGE), html=True))
+    app.mount("/", StaticFiles(directory=PAGE, html=True))
     paths = frozenset({"/", "/detect", "/health", "/metrics", "/openapi.json"})
     app.add_middleware(Lingering, linger_s=limits.linger_s)
     app.add_middleware(Envelope, metrics=metrics, paths=paths)

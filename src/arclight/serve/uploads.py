@@ -86,16 +86,21 @@ def file_field(body: bytes, content_type: str) -> bytes:
     multipart = require("python_multipart.multipart", extra="serve")
     _, options = multipart.parse_options_header(content_type)
     found: list[bytes] = []
+    parts = 0
 
-    def keep_file(part: Any) -> None:
-        if part.field_name == b"file":
+    def keep(part: Any) -> None:
+        nonlocal parts
+        parts += 1
+        if parts > MOST_FORM_PARTS:  # parsing is slow where every part is small
+            raise Refusal(400, "The form has too many fields; send one file in the form field 'file'.")
+        if part.field_name == b"file" and isinstance(part, multipart.File):
             part.file_object.seek(0)
             found.append(part.file_object.read())
 
-    config = {"MAX_FIELDS": MOST_FORM_PARTS, "MAX_FIELD_SIZE": 1_000_000, "MAX_MEMORY_FILE_SIZE": len(body) + 1}
+    config = {"MAX_MEMORY_FILE_SIZE": len(body) + 1}  # else large files go to the disk
     try:
         parser = multipart.FormParser(
-            "multipart/form-data", lambda _: None, keep_file, boundary=options.get(b"boundary"), config=config
+            "multipart/form-data", keep, keep, boundary=options.get(b"boundary"), config=config
         )
         parser.write(body)
         parser.finalize()

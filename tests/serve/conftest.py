@@ -1,0 +1,97 @@
+"""Servers in processes of their own, as a user would start them, and a browser."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the helpers beside the tests
+
+from browser import Browser, chromium  # noqa: E402
+
+SAMPLES = HERE.parents[1] / "src/arclight/serve/page/samples"
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    process: subprocess.Popen[str]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def detect(self, content: bytes, **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.url}/detect", content=content, headers=headers, timeout=60, trust_env=False)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30, trust_env=False)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def resident(self) -> int:
+        """Bytes of memory in use."""
+        return psutil.Process(self.process.pid).memory_info().rss
+
+
+@contextmanager
+def running(*arguments: str, **limits: Any) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(HERE / "host.py"), f"--port={port}", f"--limits={json.dumps(limits)}", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    server = Server(port, process)
+    try:
+        while True:
+            try:
+                assert server.get("/health").json()["ready"]
+                break
+            except httpx.ConnectError:
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.05)
+        yield server
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stderr.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """One server with the default limits, shared by the tests that leave it as it was."""
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def serve_with() -> Iterator[Callable[..., Server]]:
+    """Starts a server with given command-line arguments and limits; it ends with the test."""
+    with ExitStack() as stack:
+        yield lambda *arguments, **limits: stack.enter_context(running(*arguments, **limits))
+
+
+@pytest.fixture(scope="session")
+def chrome() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def sample() -> Callable[[str], bytes]:
+    """The bytes of one of the page's sample photos."""
+    return lambda name: (SAMPLES / f"{name}.jpg").read_bytes()

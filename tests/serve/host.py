@@ -1,0 +1,60 @@
+"""A server process for the tests: the real application over a detector that finds codes with zxing-cpp."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import zxingcpp
+from arclight.vision.detections import Detections
+
+from arclight.serve import Limits, create_app
+from arclight.serve.server import run
+
+
+def find_codes(image: np.ndarray) -> Detections:
+    """Every QR code that zxing-cpp locates, as a detector would report it."""
+    corners = [
+        [(point.x, point.y) for point in (at.top_left, at.top_right, at.bottom_right, at.bottom_left)]
+        for at in (code.position for code in zxingcpp.read_barcodes(image))
+    ]
+    xyxy = [[*np.min(points, axis=0), *np.max(points, axis=0)] for points in corners]
+    boxes = np.array(xyxy, np.float32).reshape(-1, 4)
+    certain, qr_code = np.ones(len(boxes), np.float32), np.zeros(len(boxes), np.float32)
+    return Detections.from_arrays(boxes, certain, qr_code, names=["qr_code"], image=image)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--limits", default="{}", help="fields of Limits, JSON")
+    parser.add_argument("--seconds", type=float, default=0.0, help="how much longer each detection takes")
+    parser.add_argument("--calls", type=Path, help="a file that grows by one byte with each photo detected")
+    parser.add_argument("--fault", action="store_true", help="the first photo meets a fault of the detector")
+    options = parser.parse_args()
+    cv2.setNumThreads(1)
+    faults = [RuntimeError("a detail for the log")] if options.fault else []
+
+    def detector(image: np.ndarray) -> Detections:
+        if image.shape[0] == 64:  # the warm-up
+            return find_codes(image)
+        if options.calls:
+            with options.calls.open("ab") as log:
+                log.write(b".")
+        if faults:
+            raise faults.pop()
+        time.sleep(options.seconds)
+        return find_codes(image)
+
+    limits = Limits(**json.loads(options.limits))
+    app = create_app(detector, program="zxing", precision="none", limits=limits)
+    run(app, host=options.host, port=options.port, limits=limits)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What a well-behaved client gets."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import httpx
+import pytest
+
+from arclight.serve import Limits
+from arclight.serve.server import is_loopback
+
+
+def test_a_photo_is_answered_with_its_boxes_and_what_its_codes_say(server, sample):
+    answer = server.detect(sample("receipt"), **{"content-type": "image/jpeg"})
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["image"] == {"width": 720, "height": 960}
+    [box] = body["boxes"]
+    assert box["label"] == "qr_code"
+    left, top, right, bottom = box["xyxy_px"]
+    assert 200 < left < right < 500 and 370 < top < bottom < 670  # noqa: PT018 (where the scene has its code)
+    [code] = body["codes"]
+    assert code["kind"] == "qris"
+    assert code["problems"] == []
+    assert code["payload"]["merchant_name"] == "Toko Buku Pelita"
+    assert code["payload"]["nmid"] == "ID1122334455667"
+    assert code["payload"]["amount"] == "87500"
+    spent = body["milliseconds"]
+    assert spent["total"] == pytest.approx(spent["decode"] + spent["detect"] + spent["scan"], abs=0.1)
+    assert spent["total"] > 0
+
+
+@pytest.mark.parametrize("content_type", ["image/png", "application/octet-stream", "application/x-www-form-urlencoded"])
+def test_the_bytes_decide_what_a_photo_is_not_the_content_type(server, sample, content_type):
+    assert codes(server.detect(sample("counter"), **{"content-type": content_type})) == ["Kopi Lereng Senja"]
+
+
+def test_a_form_gives_the_same_answer_as_the_bytes_themselves(server, sample):
+    form = {"file": ("photo.jpg", sample("counter"), "image/jpeg"), "note": (None, "hello")}
+    answer = httpx.post(f"{server.url}/detect", files=form, trust_env=False)
+    assert codes(answer) == ["Kopi Lereng Senja"]
+
+
+def test_a_code_that_is_no_payment_is_reported_as_its_text(server, sample):
+    texts = {code["kind"]: code["text"] for code in server.detect(sample("board")).json()["codes"]}
+    assert texts["other"] == "WIFI:T:WPA;S:Tamu Pasar Lama;P:selamat-datang;;"
+    assert "qris" in texts
+
+
+def test_health_names_the_program(server):
+    health = server.get("/health").json()
+    assert health.pop("version")
+    assert health == {"live": True, "ready": True, "program": "zxing", "precision": "none"}
+
+
+def test_metrics_count_every_answer(serve_with, sample):
+    server = serve_with()
+    server.detect(sample("counter"))
+    server.detect(b"no image")
+    server.get("/made-up/address")
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    values = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
+    assert values['arclight_requests_total{path="/detect",status="200"}'] == "1"
+    assert values['arclight_requests_total{path="/detect",status="422"}'] == "1"
+    assert values['arclight_requests_total{path="other",status="404"}'] == "1"
+    assert values['arclight_detect_seconds_bucket{le="+Inf"}'] == values["arclight_detect_seconds_count"] == "2"
+    assert values["arclight_in_flight"] == values["arclight_rejected_total"] == "0"
+    assert "made-up" not in answer.text
+
+
+def test_the_schema_describes_the_photo_and_no_page_loads_foreign_scripts(server):
+    detect = server.get("/openapi.json").json()["paths"]["/detect"]["post"]
+    assert {"image/*", "multipart/form-data"} <= set(detect["requestBody"]["content"])
+    assert {"200", "413", "422", "429"} <= set(detect["responses"])
+    assert server.get("/docs").status_code == server.get("/redoc").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/made-up", "/app.js"])
+def test_every_answer_carries_the_security_headers_and_no_door_for_other_sites(server, path):
+    answer = httpx.get(server.url + path, headers={"Origin": "https://elsewhere.example"}, trust_env=False)
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "http:" not in policy and "https:" not in policy and "unsafe" not in policy  # noqa: PT018
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_a_fault_of_the_detector_is_a_500_with_one_sentence_and_the_next_photo_works(serve_with, sample):
+    server = serve_with("--fault")
+    answer = server.detect(sample("counter"))
+    assert answer.status_code == 500
+    assert answer.json() == {"error": "The server failed on this request; its log has the details."}
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert codes(server.detect(sample("counter"))) == ["Kopi Lereng Senja"]
+    server.process.terminate()
+    assert "a detail for the log" in server.process.stderr.read()
+
+
+def test_a_stop_signal_lets_the_request_in_progress_finish(serve_with, sample):
+    server = serve_with("--seconds=1")
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(server.detect(sample("counter"))))
+    client.start()
+    while "in_flight 1" not in server.get("/metrics").text:
+        time.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    client.join(20)
+    assert codes(answers[0]) == ["Kopi Lereng Senja"]
+    server.process.wait(20)
+    with pytest.raises(httpx.ConnectError):
+        server.get("/health")
+
+
+def test_an_address_that_others_can_reach_is_warned_about_in_one_line(serve_with):
+    server = serve_with("--host=0.0.0.0")
+    server.process.terminate()
+    warnings = [line for line in server.process.stderr if line.startswith("warning:")]
+    assert warnings == ["warning: other machines can reach 0.0.0.0, and the server asks nobody who they are\n"]
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("localhost", True)]
+    + [("0.0.0.0", False), ("::", False), ("192.168.1.4", False), ("localhost.example.com", False)],
+)
+def test_loopback_addresses_are_known(host, loopback):
+    assert is_loopback(host) is loopback
+
+
+def test_limits_that_make_no_sense_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"limits\.workers must be above 0, not 0"):
+        Limits(workers=0)
+    with pytest.raises(ValueError, match=r"limits\.buffered_bytes \(10\) must hold at least one body"):
+        Limits(buffered_bytes=10)
+    assert Limits(queue=0).queue == 0
+
+
+def codes(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return [code["payload"]["merchant_name"] for code in answer.json()["codes"]]

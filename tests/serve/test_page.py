@@ -1,0 +1,225 @@
+"""The page in a real browser, against a real server."""
+
+from __future__ import annotations
+
+import pytest
+import segno
+from draw_samples import field, payload
+
+ENTER, TAB = "\ue007", "\ue004"
+DONE = "document.body.dataset.state === 'done'"
+
+
+@pytest.fixture
+def page(chrome, server):
+    """The start of the page in a desktop window, with nothing in the console."""
+    chrome.resize(1280, 900)
+    chrome.theme("light")
+    chrome.console()
+    chrome.open(server.url)
+    chrome.wait("document.getElementById('health').dataset.ready === 'true'")
+    yield chrome
+    complaints = [line for line in chrome.console() if "status of 4" not in line]
+    assert complaints == []  # neither a script error nor a breach of the content security policy
+
+
+@pytest.fixture
+def code_photo(tmp_path):
+    """A picture file of a QR code with a given text."""
+
+    def draw(text: str) -> str:
+        path = tmp_path / "code.png"
+        segno.make(text, error="m", micro=False).save(str(path), scale=6, border=8)
+        return str(path)
+
+    return draw
+
+
+def test_a_click_on_a_sample_shows_who_is_paid_and_where_the_code_is(page):
+    page.click("[data-sample='samples/receipt.jpg']")
+    page.wait(DONE)
+    assert page.text("#summary") == "1 code found"
+    assert page.text(".card .merchant") == "Toko Buku Pelita"
+    assert page.text(".card .place") == "Yogyakarta 55271"
+    assert page.text(".card .amount b") == "Rp\u00a087.500"
+    assert page.text(".card .nmid") == "ID1122334455667"
+    assert page.text(".card .flow") == "Dynamic"
+    assert page.text(".card .verdict") == "Checksum valid"
+    assert "720 × 960 px" in page.text("#timing")
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_the_mark_lies_on_the_code_at_every_pixel_density(page, scale):
+    page.resize(1280, 900, scale=scale)
+    page.click("[data-sample='samples/receipt.jpg']")
+    page.wait(DONE)
+    left, top, right, bottom, drawn, width, shown = page.run("""
+        const canvas = document.getElementById("overlay"), photo = document.getElementById("photo");
+        const { data, width } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const box = [Infinity, Infinity, -Infinity, -Infinity];
+        let drawn = 0;
+        for (let i = 3; i < data.length; i += 4) if (data[i] > 128) {
+          const x = ((i - 3) / 4) % width, y = Math.floor((i - 3) / 4 / width);
+          box[0] = Math.min(box[0], x); box[1] = Math.min(box[1], y);
+          box[2] = Math.max(box[2], x); box[3] = Math.max(box[3], y); drawn += 1;
+        }
+        const pixels = width / canvas.getBoundingClientRect().width;
+        const perImagePixel = pixels * photo.getBoundingClientRect().width / photo.naturalWidth;
+        return [...box.map((v) => v / perImagePixel), drawn, width, canvas.clientWidth];
+    """)
+    assert drawn > 1000
+    assert width == pytest.approx(shown * scale, abs=1)
+    # The code of the scene, found by zxing-cpp, spans x 210 to 484 and y 380 to 654; the mark adds its line and number.
+    assert (left, top, right, bottom) == pytest.approx((210, 380, 484, 654), abs=32)
+
+
+def test_two_codes_get_two_cards_and_only_the_payment_is_called_one(page):
+    page.click("[data-sample='samples/board.jpg']")
+    page.wait(DONE)
+    assert page.text("#summary") == "2 codes found"
+    verdicts = page.run("return [...document.querySelectorAll('.verdict')].map((v) => v.innerText)")
+    assert sorted(verdicts) == ["Checksum valid", "Not a payment code"]
+    assert page.text("[data-tone=plain] .said") == "WIFI:T:WPA;S:Tamu Pasar Lama;P:selamat-datang;;"
+    assert page.text("[data-tone=good] .amount b") == "The payer types it"
+
+
+def test_a_file_that_is_no_photo_gives_the_servers_sentence(page, tmp_path):
+    bad = tmp_path / "photo.jpg"
+    bad.write_text("I am a text")
+    page.type("#file", str(bad))
+    page.wait("document.body.dataset.state === 'error'")
+    assert page.text("#summary") == "This photo was not read"
+    assert page.text("#advice").startswith("Not an image")
+    page.click("[data-sample='samples/counter.jpg']")
+    page.wait(DONE)
+    assert page.text(".merchant") == "Kopi Lereng Senja"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<img src=x onerror=\"document.title='owned'\">", "https://example.com/?<script>document.title='owned'</script>"],
+)
+def test_a_code_cannot_put_markup_or_links_on_the_page(page, code_photo, text):
+    page.type("#file", code_photo(text))
+    page.wait(DONE)
+    assert page.text(".said") == text
+    assert page.run("return document.querySelectorAll('#cards img, #cards script, #cards a').length") == 0
+    assert page.run("return document.title") == "Arclight: read a payment code"
+
+
+def test_a_merchant_cannot_put_markup_on_the_page(page, code_photo):
+    name = "<b onmouseover=alert(1)>x"
+    text = payload(name, "<u>Bogor</u>", "16111", "ID1020304050607", "5814", extra=field(7, "A01"))
+    page.type("#file", code_photo(text))
+    page.wait(DONE)
+    assert page.text(".merchant") == name
+    assert page.run("return document.querySelectorAll('.merchant *, .place *').length") == 0
+
+
+def test_text_cannot_disguise_itself_with_invisible_characters(page, code_photo):
+    page.type("#file", code_photo("safe\u202egpj.exe\u200b"))
+    page.wait(DONE)
+    assert page.text(".said") == "safe⟨U+202E⟩gpj.exe⟨U+200B⟩"
+
+
+def test_a_damaged_payment_code_is_warned_about_with_its_problems(page, code_photo):
+    text = payload("Kopi Lereng Senja", "Bandung", "40132", "ID1020304050607", "5814", extra=field(7, "A01"))
+    page.type("#file", code_photo(text.replace("Senja", "Fajar")))
+    page.wait(DONE)
+    assert page.text(".card h3") == "Do not pay with this code"
+    assert "63" in page.text(".problems")
+    assert page.run("return document.querySelectorAll('.merchant').length") == 0
+
+
+def test_a_photo_without_codes_says_what_to_do(page, tmp_path):
+    import cv2
+    import numpy as np
+
+    cv2.imwrite(str(tmp_path / "wall.png"), np.full((300, 400, 3), 180, np.uint8))
+    page.type("#file", str(tmp_path / "wall.png"))
+    page.wait(DONE)
+    assert page.text("#summary") == "No code found"
+    assert "closer" in page.text("#advice")
+
+
+def test_the_text_of_a_code_opens_and_is_copied_by_keyboard_alone(page):
+    page.run("document.getElementById('choose').focus()")
+    camera = 1 if page.run("return !document.getElementById('camera').hidden") else 0
+    page.press(TAB * (camera + 1) + ENTER)
+    page.wait(DONE)
+    assert page.text(".merchant") == "Kopi Lereng Senja"
+    assert page.run("return document.activeElement.id") == "summary"  # a screen reader reads the result next
+    page.devtools("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
+    page.press(TAB + ENTER)
+    assert page.run("return document.querySelector('.raw').open")
+    text = page.text(".raw .said")
+    page.press(TAB + ENTER)
+    page.wait("document.querySelector('.copy').textContent === 'Copied'")
+    assert page.run("return navigator.clipboard.readText()") == text
+
+
+def test_the_camera_takes_a_photo(page):
+    page.click("#camera")
+    page.wait("!document.getElementById('shutter').disabled")
+    page.click("#shutter")
+    page.wait(DONE)
+    assert page.text("#summary") == "No code found"  # the browser's test picture has none
+    assert page.run("return document.getElementById('viewfinder').srcObject") is None
+
+
+def test_a_photo_can_be_dropped_and_pasted(page):
+    deliver = """
+        const transfer = new DataTransfer();
+        const photo = await (await fetch("samples/counter.jpg")).blob();
+        transfer.items.add(new File([photo], "a.jpg", { type: "image/jpeg" }));
+        const options = { bubbles: true, cancelable: true };
+        document.body.dispatchEvent(%s);
+    """
+    for event in (
+        'new DragEvent("drop", { ...options, dataTransfer: transfer })',
+        'new ClipboardEvent("paste", { ...options, clipboardData: transfer })',
+    ):
+        page.run("document.body.dataset.state = 'start'; return (async () => {" + deliver % event + "})()")
+        page.wait(DONE)
+        assert page.text(".merchant") == "Kopi Lereng Senja"
+
+
+def test_a_server_that_went_away_is_said_and_the_photo_can_be_sent_again(chrome, serve_with):
+    server = serve_with()
+    chrome.open(server.url)
+    chrome.wait("document.getElementById('health').dataset.ready === 'true'")
+    chrome.run(
+        "window.gone = window.fetch; window.fetch = (u, o) => o ? Promise.reject(new TypeError('x')) : gone(u, o)"
+    )
+    chrome.click("[data-sample='samples/counter.jpg']")
+    chrome.wait("document.body.dataset.state === 'error'")
+    assert chrome.text("#summary") == "The server did not answer"
+    chrome.run("window.fetch = window.gone")
+    chrome.click("#retry")
+    chrome.wait(DONE)
+    assert chrome.text(".merchant") == "Kopi Lereng Senja"
+    chrome.console()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_nothing_is_wider_than_the_window(page, width):
+    page.resize(width, 800, mobile=width < 500)
+    for step in ("start", "board"):
+        if step != "start":
+            page.click(f"[data-sample='samples/{step}.jpg']")
+            page.wait(DONE)
+        assert page.run("return document.documentElement.scrollWidth") <= width
+
+
+def test_the_dark_theme_is_dark(page):
+    page.theme("dark")
+    background = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert max(int(part) for part in background.strip("rgb()").split(",")) < 64
+
+
+def test_the_page_loads_nothing_from_elsewhere(page, server):
+    page.click("[data-sample='samples/counter.jpg']")
+    page.wait(DONE)
+    addresses = page.run("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert len(addresses) > 5
+    assert {address for address in addresses if not address.startswith((server.url, "blob:"))} == set()
