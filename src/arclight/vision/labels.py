@@ -325,7 +325,7 @@ def _write_cache(file: Path, fingerprint: str, images: list[Path], found: Labell
 def _read_cache(file: Path, fingerprint: str, images: list[Path]) -> LabelledImages | None:
     """What an earlier scan of exactly these files found; None where there is none, or it cannot be read."""
     try:
-        with np.load(file, allow_pickle=False) as stored:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
             if str(stored["fingerprint"]) != fingerprint:
                 return None
             report = json.loads(str(stored["report"]))

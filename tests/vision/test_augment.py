@@ -1,0 +1,189 @@
+"""Boxes follow the pixels they were drawn around, whatever happens to the image."""
+
+from __future__ import annotations
+
+import colorsys
+
+import cv2
+import numpy as np
+import pytest
+
+from arclight.vision import augment as changes
+from arclight.vision.letterbox import GREY, letterbox
+from arclight.vision.settings import Augment
+
+SIZE = 320
+STILL = Augment(mosaic=0, translate=0, scale=0, hsv_h=0, hsv_s=0, hsv_v=0)
+BENT = {"degrees": 20.0, "shear": 8.0}
+TRANSFORMS = {
+    "default": Augment(),
+    "turned": Augment(**BENT),
+    "perspective": Augment(perspective=0.001),
+    "everything": Augment(perspective=0.0006, **BENT),
+}
+COLOURS = [tuple(int(255 * c) for c in colorsys.hsv_to_rgb(hue / 12, 1, 1)) for hue in range(12)]
+
+
+def tile(first: int, count: int, height: int, width: int, rng: np.random.Generator) -> changes.Labelled:
+    """A grey image with ``count`` solid rectangles in colours ``first, first + 1, ...``; the class is the colour."""
+    image = np.full((height, width, 3), 60, np.uint8)
+    boxes = np.zeros((count, 5), np.float32)
+    for place in range(count):
+        # Side by side, so that none hides another.
+        x1 = round(width * (place + 0.1 + 0.2 * rng.random()) / count)
+        x2 = round(width * (place + 0.9) / count)
+        y1, y2 = round(height * rng.uniform(0.05, 0.4)), round(height * rng.uniform(0.6, 0.95))
+        image[y1:y2, x1:x2] = COLOURS[first + place]
+        boxes[place] = first + place, x1, y1, x2, y2
+    return image, boxes
+
+
+def hull(image: np.ndarray, colour: tuple[int, int, int]) -> tuple[np.ndarray, int]:
+    """x1, y1, x2, y2 around the pixels that are mostly of ``colour``, and how many they are."""
+    near = np.array(colour)
+    ys, xs = np.nonzero(cv2.inRange(image, (near - 50).clip(0), (near + 50).clip(max=255)))
+    return (np.array([xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]), len(xs)) if len(xs) else (np.zeros(4), 0)
+
+
+def check_boxes_against_pixels(image: np.ndarray, boxes: np.ndarray, *, upright: bool) -> int:
+    """Every box lies around its colour and every colour well in view has a box; how many boxes there were."""
+    for label, *corners in boxes:
+        found, seen = hull(image, COLOURS[int(label)])
+        assert seen > 0
+        if upright or (min(corners) > 0 and max(corners) < SIZE):
+            np.testing.assert_allclose(corners, found, atol=1.6)
+        else:  # of a slanted box that is cut, the corners that made it wide may be outside
+            assert (corners[:2] <= found[:2] + 1.6).all()
+            assert (corners[2:] >= found[2:] - 1.6).all()
+    labelled = {int(label) for label in boxes[:, 0]}
+    for label, colour in enumerate(COLOURS):
+        (x1, y1, x2, y2), seen = hull(image, colour)
+        inside = x1 > 0 and y1 > 0 and x2 < image.shape[1] and y2 < image.shape[0]
+        if inside and min(x2 - x1, y2 - y1) > 5:
+            assert label in labelled, f"colour {label} is in view and has no box"
+    assert (boxes[:, 1:] >= 0).all()
+    assert (boxes[:, 1:] <= SIZE).all()
+    return len(boxes)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_boxes_of_a_mosaic_follow_the_pixels(name: str) -> None:
+    rng = np.random.default_rng(3)
+    boxes_seen = 0
+    for _ in range(25):
+        tiles = [
+            tile(3 * q, 3, *sides, rng) for q, sides in enumerate([(320, 320), (240, 320), (320, 200), (180, 320)])
+        ]
+        image, boxes = changes.mosaic(tiles, rng, TRANSFORMS[name], SIZE)
+        assert image.shape == (SIZE, SIZE, 3)
+        boxes_seen += check_boxes_against_pixels(image, boxes, upright=name == "default")
+    assert boxes_seen > 80
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_boxes_of_a_whole_image_follow_the_pixels_through_flips(name: str) -> None:
+    rng = np.random.default_rng(4)
+    mirrored = Augment(fliplr=0.5, flipud=0.5)
+    boxes_seen = 0
+    for _ in range(25):
+        labelled = changes.jitter(tile(0, 3, 240, 320, rng), rng, TRANSFORMS[name], SIZE)
+        boxes_seen += check_boxes_against_pixels(*changes.flip(labelled, rng, mirrored), upright=name == "default")
+    assert boxes_seen > 50
+
+
+def test_without_any_change_an_image_is_letterboxed_exactly() -> None:
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (240, 320, 3), dtype=np.uint8)
+    boxes = np.array([[2, 10, 20, 200, 220]], np.float32)
+    changed, moved = changes.jitter((image, boxes), rng, STILL, SIZE)
+    expected, (_, pad_x, pad_y) = letterbox(image, SIZE)
+    np.testing.assert_array_equal(changed, expected)
+    np.testing.assert_allclose(moved, boxes + np.float32([0, pad_x, pad_y, pad_x, pad_y]))
+
+
+def test_tiles_of_an_upright_mosaic_meet_without_a_gap() -> None:
+    rng = np.random.default_rng(1)
+    plain = [(np.full((320, 320, 3), 10 * q, np.uint8), np.zeros((0, 5), np.float32)) for q in range(4)]
+    for _ in range(20):
+        image, _ = changes.mosaic(plain, rng, Augment(scale=0.2, translate=0.05), SIZE)
+        # The two tiles of a row or column touch: between them there is no line of background.
+        painted = image[..., 0] != GREY
+        rows, columns = painted.any(1), painted.any(0)
+        assert np.diff(np.flatnonzero(rows)).max(initial=1) == 1
+        assert np.diff(np.flatnonzero(columns)).max(initial=1) == 1
+
+
+def test_boxes_hardly_in_view_are_dropped_and_others_are_clipped() -> None:
+    shift = np.array([[1.0, 0, -100], [0, 1, 0], [0, 0, 1]])
+    boxes = np.array(
+        [[0, 50, 50, 108, 90], [1, 50, 50, 150, 150], [2, 0, 0, 99, 99], [3, 120, 120, 121, 160]], np.float32
+    )
+    kept = changes.warp_boxes(boxes, shift, SIZE)
+    # 0: 8 of 58 pixels wide is 14 %, kept; 1: cut; 2: outside; 3: one pixel wide
+    np.testing.assert_allclose(kept, [[0, 0, 50, 8, 90], [1, 0, 50, 50, 150]])
+    assert len(changes.warp_boxes(np.array([[0, 50, 50, 104, 90]], np.float32), shift, SIZE)) == 0  # 7 % in view
+
+
+def test_scale_stays_within_its_range() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        matrix = changes.random_transform(rng, Augment(scale=0.3, degrees=45), SIZE, reach=SIZE)
+        assert 0.7**2 <= np.linalg.det(matrix[:2, :2]) <= 1.3**2
+        assert (np.abs(matrix[:2, 2] - SIZE / 2) <= 0.1 * SIZE).all()
+
+
+def test_strong_perspective_never_turns_an_image_inside_out() -> None:
+    rng = np.random.default_rng(0)
+    augment = Augment(perspective=1.0, degrees=45)
+    for reach in (0.5 * SIZE, 1.5 * SIZE):
+        corners = np.array([[x, y, 1] for x in (-reach, reach) for y in (-reach, reach)])
+        for _ in range(200):
+            assert (corners @ changes.random_transform(rng, augment, SIZE, reach=reach)[2] > 0.3).all()
+
+
+def test_flips_happen_as_often_as_asked() -> None:
+    image = np.zeros((4, 4, 3), np.uint8)
+    image[0, 0] = 255
+    boxes = np.array([[0, 0, 0, 1, 1]], np.float32)
+    rng = np.random.default_rng(0)
+    results = [changes.flip((image, boxes), rng, Augment(fliplr=0.25, flipud=0.0)) for _ in range(400)]
+    mirrored = [after[0, 3, 0] == 255 for after, _ in results]
+    assert 70 <= sum(mirrored) <= 130
+    for was, (_, moved) in zip(mirrored, results):
+        np.testing.assert_array_equal(moved, [[0, 3, 0, 4, 1]] if was else boxes)
+
+
+def test_nothing_is_mirrored_by_default() -> None:
+    assert Augment().fliplr == Augment().flipud == 0
+
+
+def test_mixup_blends_and_keeps_all_boxes() -> None:
+    rng = np.random.default_rng(0)
+    dark, light = np.zeros((8, 8, 3), np.uint8), np.full((8, 8, 3), 200, np.uint8)
+    boxes = np.array([[0, 1, 1, 5, 5]], np.float32)
+    blended, both = changes.mixup((dark, boxes), (light, boxes + 1), rng)
+    assert 40 < blended.mean() < 160
+    assert np.ptp(blended) == 0
+    np.testing.assert_array_equal(both, np.concatenate((boxes, boxes + 1)))
+
+
+def test_colours_change_within_their_ranges() -> None:
+    rng = np.random.default_rng(0)
+    image = np.full((4, 4, 3), (50, 100, 200), np.uint8)
+    hue, saturation, value = cv2.cvtColor(image, cv2.COLOR_RGB2HSV)[0, 0]
+    seen = []
+    for _ in range(100):
+        changed = changes.shift_colours(image, rng, Augment(hsv_h=0.1, hsv_s=0.2, hsv_v=0.2))
+        seen.append(cv2.cvtColor(changed, cv2.COLOR_RGB2HSV)[0, 0].astype(float))
+    spread = np.array(seen) / (hue, saturation, value)
+    assert (spread.min(0) >= (0.89, 0.78, 0.78)).all()
+    assert (spread.max(0) <= (1.11, 1.22, 1.22)).all()
+    assert (np.ptp(spread, axis=0) > 0.1).all()
+    np.testing.assert_array_equal(changes.shift_colours(image, rng, STILL), image)
+
+
+def test_same_generator_state_gives_the_same_bits() -> None:
+    tiles = [tile(3 * q, 3, 300, 320, np.random.default_rng(q)) for q in range(4)]
+    one, two = (changes.mosaic(tiles, np.random.default_rng(9), TRANSFORMS["everything"], SIZE) for _ in range(2))
+    np.testing.assert_array_equal(one[0], two[0])
+    np.testing.assert_array_equal(one[1], two[1])

@@ -1,0 +1,283 @@
+"""YOLO data sets: what is read, what is refused and why, and batches that are the same wherever they are made."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from arclight.data import ResumableLoader
+from arclight.vision import dataset as dataset_module
+from arclight.vision.dataset import DatasetError, DetectionDataset, collate, read_data_yaml
+from arclight.vision.labels import label_path, scan
+from arclight.vision.letterbox import unletterbox
+from arclight.vision.settings import Augment
+
+Write = Callable[..., Path]
+
+
+def open_train(yaml: Path, **settings: Any) -> DetectionDataset:
+    return DetectionDataset.open(read_data_yaml(yaml), "train", **{"image_size": 64, "cache_labels": False} | settings)
+
+
+# ---------------------------------------------------------------- data.yaml
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("names: [a, b]", ("a", "b")),
+        ("names: {1: b, 0: a}", ("a", "b")),
+        ("names:\n  0: no\n  1: 007\n  2: 1e3", ("no", "007", "1e3")),  # names are text, whatever YAML takes them for
+        ("nc: 1\nnames: ['qr code']\nroboflow: {license: x}\ndownload: rm -rf /", ("qr code",)),
+    ],
+)
+def test_names(tmp_path: Path, text: str, names: tuple[str, ...]) -> None:
+    (tmp_path / "data.yaml").write_text(text)
+    assert read_data_yaml(tmp_path / "data.yaml").names == names
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: x", "names must list the classes"),
+        ("names: []", "names must list the classes"),
+        ("names: [[a]]", "names must list the classes"),
+        ("names: {1: a, 2: b}", "number the classes 0 to 1, not 1, 2"),
+        ("nc: 3\nnames: [a, b]", "nc is 3 but names has 2 classes"),
+        ("names: [a]\ntrain: {a: b}", "train must be a folder"),
+        ("- a\n- b", "must have the keys names"),
+        ("names: [a\nb: }", "is not YAML"),
+        ("!!python/object/apply:os.system ['echo ran > ran']", "must have the keys names"),
+    ],
+)
+def test_bad_yaml_is_named(tmp_path: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.yaml").write_text(text)
+    with pytest.raises(DatasetError, match=message):
+        read_data_yaml(tmp_path / "data.yaml")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_missing_yaml_or_split_is_named_with_what_is_there(data: Path) -> None:
+    with pytest.raises(DatasetError, match=r"dat\.yaml: No such file.*did you mean data\.yaml"):
+        read_data_yaml(data.parent / "dat.yaml")
+    spec = read_data_yaml(data)
+    with pytest.raises(DatasetError, match="has no 'test' split"):
+        spec.images("test")
+    with pytest.raises(DatasetError, match=r"images/val does not exist; .*nothing is ever downloaded"):
+        spec.images("val")
+
+
+def test_splits_may_be_folders_lists_and_files_below_a_path(tmp_path: Path, write_dataset: Write) -> None:
+    write_dataset(tmp_path / "set", 4)
+    (tmp_path / "set" / "images" / "train" / "readme.md").write_text("no image")
+    (tmp_path / "set" / "some.txt").write_text("./images/train/003.jpg\n\nimages/train/001.jpg\n")
+    (tmp_path / "data.yaml").write_text(
+        "path: set\nnames: [a, b]\ntrain: images\nval: some.txt\ntest: [some.txt, images/train/000.jpg]"
+    )
+    spec = read_data_yaml(tmp_path / "data.yaml")
+    assert [path.name for path in spec.images("train")] == ["000.jpg", "001.jpg", "002.jpg", "003.jpg"]
+    assert [path.name for path in spec.images("val")] == ["003.jpg", "001.jpg"]
+    assert [path.name for path in spec.images("test")] == ["003.jpg", "001.jpg", "000.jpg"]
+    assert scan(spec.images("val"), 2, cache=False).report.boxes == 2 + 1
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_validation_batches_take_boxes_back_to_the_original(data: Path) -> None:
+    opened = open_train(data)
+    batch = collate(opened.__getitems__([3, 5, 0]))
+    assert batch["images"].shape == (3, 3, 64, 64)
+    assert batch["images"].dtype == torch.uint8
+    assert batch["targets"].dtype == torch.float32
+    assert batch["targets"][:, 0].tolist() == [0, 1, 1, 1, 2]
+    for place, index in enumerate([3, 5, 0]):
+        rows = batch["targets"][batch["targets"][:, 0] == place].numpy()
+        height, width = batch["shapes"][place]
+        assert cv2.imread(batch["paths"][place]).shape[:2] == (height, width)
+        square = np.concatenate((rows[:, 2:4] - rows[:, 4:] / 2, rows[:, 2:4] + rows[:, 4:] / 2), 1) * 64
+        original = unletterbox(square, batch["letterbox"][place], (height, width))
+        labels = opened.labels[index]
+        corners = np.concatenate((labels[:, 1:3] - labels[:, 3:] / 2, labels[:, 1:3] + labels[:, 3:] / 2), 1)
+        np.testing.assert_array_equal(rows[:, 1], labels[:, 0])
+        np.testing.assert_allclose(original, corners.clip(0, 1) * (width, height, width, height), atol=1e-2)
+
+
+def test_images_without_boxes_stay_in_the_batch(data: Path) -> None:
+    label_path(data.parent / "images/train/001.jpg").write_text("")
+    for augment in (None, Augment(mosaic=0)):
+        batch = collate(open_train(data, augment=augment).__getitems__([1, 0, 1]))
+        assert batch["images"].shape[0] == 3
+        assert set(batch["targets"][:, 0].tolist()) <= {1.0}
+        assert batch["targets"].shape[1] == 6
+
+
+def test_training_targets_are_shares_of_the_square(data: Path) -> None:
+    opened = open_train(data, augment=Augment(fliplr=0.5, mixup=0.5, degrees=10))
+    random.seed(1)
+    batch = collate(opened.__getitems__(list(range(8))))
+    corners = torch.cat(
+        (
+            batch["targets"][:, 2:4] - batch["targets"][:, 4:] / 2,
+            batch["targets"][:, 2:4] + batch["targets"][:, 4:] / 2,
+        ),
+        1,
+    )
+    assert len(corners) > 8
+    assert corners.min() >= -1e-6
+    assert corners.max() <= 1 + 1e-6
+    assert "letterbox" not in batch
+    assert [Path(path).name for path in batch["paths"]] == [f"{index:03d}.jpg" for index in range(8)]
+
+
+def all_batches(opened: DetectionDataset, workers: int, epochs: int = 2, **options: Any) -> list[dict[str, Any]]:
+    loader = DataLoader(opened, 4, shuffle=True, num_workers=workers, collate_fn=collate, **options)
+    resumable = ResumableLoader(loader, seed=11)
+    return [batch for epoch in range(epochs) for batch in resumable.batches(epoch)]
+
+
+def assert_equal_batches(one: list[dict[str, Any]], two: list[dict[str, Any]]) -> None:
+    assert len(one) == len(two)
+    for first, second in zip(one, two):
+        assert torch.equal(first["images"], second["images"])
+        assert torch.equal(first["targets"], second["targets"])
+        assert first["paths"] == second["paths"]
+
+
+EVERYTHING = Augment(mosaic=0.7, mixup=0.4, degrees=10, perspective=0.0005, fliplr=0.5, close_mosaic=0.5)
+
+
+def test_batches_do_not_depend_on_workers(tmp_path: Path, write_dataset: Write) -> None:
+    yaml = write_dataset(tmp_path, 16)
+    one = all_batches(open_train(yaml, augment=EVERYTHING, epochs=2), workers=0)
+    for workers, options in ((1, {}), (2, {}), (2, {"persistent_workers": True})):
+        other = all_batches(open_train(yaml, augment=EVERYTHING, epochs=2), workers, **options)
+        assert_equal_batches(one, other)
+    assert not torch.equal(one[0]["images"], one[4]["images"])
+
+
+def test_batches_do_not_depend_on_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_dataset: Write) -> None:
+    yaml = write_dataset(tmp_path, 16)
+    one = all_batches(open_train(yaml, augment=EVERYTHING), workers=0)
+    assert_equal_batches(one, all_batches(open_train(yaml, augment=EVERYTHING, cache=True), workers=0))
+    monkeypatch.setattr(dataset_module, "RECENT_BYTES", 0)
+    assert_equal_batches(one, all_batches(open_train(yaml, augment=EVERYTHING), workers=0))
+
+
+def test_batches_depend_on_the_random_state_only(data: Path) -> None:
+    opened = open_train(data, augment=EVERYTHING)
+    random.seed(5)
+    first = opened.__getitems__([0, 1, 2])
+    opened.__getitems__([4, 5])
+    second = opened.__getitems__([0, 1, 2])
+    random.seed(5)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    again = opened.__getitems__([0, 1, 2])
+    assert all(torch.equal(a.image, b.image) for a, b in zip(first, again))
+    assert not all(torch.equal(a.image, b.image) for a, b in zip(first, second))
+
+
+def test_decoded_images_are_kept_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_dataset: Write
+) -> None:
+    opened = open_train(write_dataset(tmp_path, 16), augment=Augment())
+    reads: list[Path] = []
+    read = dataset_module.decode_reduced
+    monkeypatch.setattr(dataset_module, "decode_reduced", lambda path, size: (reads.append(path), read(path, size))[1])
+    opened.__getitems__(list(range(8)))
+    assert len(reads) == len(set(reads)) <= 12  # eight of the batch and four drawn for it
+    opened.__getitems__(list(range(8)))
+    assert len(reads) == len(set(reads))
+    monkeypatch.setattr(dataset_module, "RECENT_BYTES", 0)
+    opened.__getitems__([0])
+    reads.clear()
+    opened.__getitems__([0])
+    assert len(reads) >= 1
+
+
+def test_the_last_epochs_see_whole_images(data: Path) -> None:
+    opened = open_train(
+        data, augment=Augment(close_mosaic=0.2, hsv_h=0, hsv_s=0, hsv_v=0, scale=0, translate=0), epochs=10
+    )
+    plain = open_train(data)
+    for epoch, whole in ((0, False), (7, False), (8, True), (9, True), (3, False)):
+        opened.set_epoch(epoch)
+        random.seed(epoch)
+        seen = [
+            (sample.image == plain[index].image).float().mean()
+            for index, sample in enumerate(opened.__getitems__(list(range(8))))
+        ]
+        # A whole image differs from its letterboxed self by interpolation only, here at most a grey level or two.
+        assert (np.mean(seen) > 0.5) == whole
+
+
+def test_cache_is_refused_where_it_makes_no_sense_or_does_not_fit(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="cache=True keeps training images"):
+        open_train(data, cache=True)
+    monkeypatch.setattr(dataset_module, "_available_memory", lambda: 10_000)
+    with pytest.raises(DatasetError, match=r"cache=True needs about .* GB for 8 images of 64 pixels"):
+        open_train(data, cache=True, augment=Augment())
+
+
+# ---------------------------------------------------------------- damage that only decoding finds
+
+
+def damage(image: Path) -> None:
+    """Keep header and end, ruin what is between."""
+    content = bytearray(image.read_bytes())
+    start = content.index(b"\xff\xda")
+    content[start + 2 : start + 14] = bytes(12)
+    image.write_bytes(content)
+
+
+@pytest.mark.parametrize("augment", [None, Augment()])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damaged_images_are_replaced_reported_once_and_counted(
+    data: Path, augment: Augment | None, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("002.jpg", "003.jpg", "007.jpg"):
+        damage(data.parent / "images" / "train" / name)
+    opened = open_train(data, augment=augment)
+    assert len(opened) == 8  # the scan cannot see this
+    loader = DataLoader(opened, 4, num_workers=workers, collate_fn=collate)
+    for _ in range(2):
+        names = [Path(path).name for batch in loader for path in batch["paths"]]
+        assert names == ["000.jpg", "001.jpg", "004.jpg", "004.jpg", "004.jpg", "005.jpg", "006.jpg", "000.jpg"]
+    assert opened.damaged == 3
+    if workers == 0:
+        assert sorted(Path(str(record.args[0])).name for record in caplog.records) == ["002.jpg", "003.jpg", "007.jpg"]
+
+
+def test_all_images_damaged_is_an_error(data: Path) -> None:
+    opened = open_train(data)
+    for image in opened.images:
+        image.unlink()
+    with pytest.raises(DatasetError, match="none of the 8 images can be read"):
+        opened[0]
+
+
+# ---------------------------------------------------------------- real photos
+
+
+def test_real_photos_with_boxes_and_polygons(shared_data: Path) -> None:
+    spec = read_data_yaml(shared_data / "qr_photos" / "data.yaml")
+    counts = {
+        split: scan(spec.images(split), len(spec.names), name=split, cache=False).report
+        for split in ("train", "val", "test")
+    }
+    assert [counts[split].images for split in ("train", "val", "test")] == [188, 45, 70]
+    for report in counts.values():
+        assert not report.corrupt
+        assert not report.malformed
+    opened = DetectionDataset.open(spec, "val", image_size=320, cache_labels=False, augment=Augment())
+    assert collate(opened.__getitems__(list(range(4))))["images"].float().std() > 20
