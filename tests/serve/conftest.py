@@ -49,11 +49,11 @@ class Server:
 
 
 @contextmanager
-def running(*arguments: str, **limits: Any) -> Iterator[Server]:
+def running(*arguments: str, program: str = str(HERE / "host.py"), **limits: Any) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, str(HERE / "host.py"), f"--port={port}", f"--limits={json.dumps(limits)}", *arguments]
+    command = [sys.executable, program, f"--port={port}", f"--limits={json.dumps(limits)}", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     server = Server(port, process)
     try:

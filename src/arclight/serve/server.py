@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def serve(program_path: str | Path, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None) -> None:
     """Serve a deployed detector until SIGINT or SIGTERM; requests in progress are finished first.
 
-    Raises ProgramError where ``program_path`` is not a detector's program. Anyone who reaches ``host`` may use the server: it
-    has no accounts and no TLS, so an address other than loopback is for a trusted network or behind a proxy.
+    Raises ProgramError where ``program_path`` is not a detector's program. Anyone who reaches ``host`` may use the
+    server: it has no accounts and no TLS, so an address other than loopback is for a trusted network or behind a proxy.
     """
     require("fastapi", extra="serve")
     from arclight.deploy import Program, ProgramError

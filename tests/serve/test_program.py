@@ -1,0 +1,75 @@
+"""``serve`` over a program from the exporter, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from arclight.deploy import ProgramError, export
+from arclight.serve import serve
+
+SIDE = 64
+SERVE = """
+import argparse
+from arclight.serve import serve
+parser = argparse.ArgumentParser()
+parser.add_argument("--port", type=int)
+parser.add_argument("--limits")
+parser.add_argument("--program")
+options = parser.parse_args()
+serve(options.program, port=options.port)
+"""
+
+
+class OneBox(nn.Module):
+    """A detector that always sees one code: centre (24, 32), 12 wide and 20 high, of its 64 pixels square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("prediction", torch.tensor([[[24.0, 32.0, 12.0, 20.0, 0.9, 1.0]]]))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.prediction + 0 * images.mean((1, 2, 3))[:, None, None]
+
+
+def exported(path: Path, **metadata: object) -> Path:
+    processing = {
+        "processing": "arclight.vision.processing:DetectionProcessing",
+        "processing_args": {"names": ["qr_code"], "image_size": SIDE},
+    }
+    images = torch.rand(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    export(OneBox(), path, example_inputs=images, input_names=["images"], metadata=processing | metadata)
+    return path
+
+
+def test_a_program_from_the_exporter_is_served_with_its_boxes_in_the_photos_pixels(tmp_path, serve_with, sample):
+    (tmp_path / "serve.py").write_text(SERVE)
+    path = exported(tmp_path / "one-box.onnx", task="detect")
+    server = serve_with(f"--program={path}", program=str(tmp_path / "serve.py"))
+    health = server.get("/health").json()
+    assert (health["program"], health["precision"]) == ("one-box", "fp32")
+    [box] = server.detect(sample("counter")).json()["boxes"]
+    # 720 x 960 in a square of 64: 15 photo pixels to each of the square's, 8 of which pad the left side.
+    assert box["xyxy_px"] == pytest.approx([(18 - 8) * 15, 22 * 15, (30 - 8) * 15, 42 * 15], abs=0.2)
+    assert box["confidence"] == pytest.approx(0.9, abs=1e-4)
+    assert box["label"] == "qr_code"
+
+
+def test_a_program_of_another_task_is_refused_before_anything_listens(tmp_path):
+    path = exported(tmp_path / "text.onnx", task="generate")
+    with pytest.raises(ProgramError, match=r"is not a detector \(its task is 'generate'\)"):
+        serve(path)
+    with pytest.raises(ProgramError, match="there is no program at"):
+        serve(tmp_path / "missing.onnx")
+
+
+def test_the_room_can_be_imported_without_its_extra():
+    blocked = "import sys; sys.modules.update(fastapi=None, uvicorn=None, starlette=None); "
+    script = blocked + "import arclight.serve; arclight.serve.Limits(); arclight.serve.serve('x.onnx')"
+    result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
+    assert 'pip install "arclight[serve]"' in result.stderr
