@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from arclight.checkpoint import CheckpointError, convert, load, save
+from arclight.checkpoint import CheckpointError, convert, load, load_weights, save
 
 torch.set_num_threads(1)
 WEIGHTS = {"layer.weight": torch.randn(4, 3), "layer.bias": torch.zeros(4, dtype=torch.float16), "n": torch.tensor(3)}
@@ -105,3 +105,15 @@ def test_a_checkpoint_without_a_model_has_no_single_file(tmp_path) -> None:
     for state, message in (({"step": 1}, "no entry `model`"), ({"model": {"a": 1}}, "not a flat dict of tensors")):
         with pytest.raises(CheckpointError, match=message):
             convert(save(tmp_path / "c", state), tmp_path / "b.safetensors")
+
+
+def test_load_weights_prefers_the_average_and_reads_any_file(tmp_path) -> None:
+    averaged = {"layer.weight": torch.ones(4, 3)}
+    path = save(tmp_path / "c", {"model": WEIGHTS, "ema": averaged, "optimizer": [torch.ones(1)]})
+    assert same(load_weights(path), {**WEIGHTS, **averaged})
+    assert same(load_weights(save(tmp_path / "d", {"model": WEIGHTS})), WEIGHTS)
+    assert same(load_weights(convert(tmp_path / "d", tmp_path / "w.safetensors")), WEIGHTS)
+    with pytest.raises(CheckpointError, match="no entry 'model'"):
+        load_weights(save(tmp_path / "e", {"step": 1}))
+    with pytest.raises(CheckpointError, match="nothing has that name"):
+        load_weights(tmp_path / "absent")

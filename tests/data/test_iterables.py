@@ -158,6 +158,22 @@ def test_a_state_from_too_far_back_is_refused() -> None:
         loader.state_dict(batch=2)
 
 
+def test_the_state_at_an_epochs_start_is_that_of_the_epoch_before() -> None:
+    loader = ResumableLoader(DataLoader(Stateful(), 4))
+    assert loader.state_dict(0, epoch=0) == {}
+    list(loader.batches(0))
+    end = loader.state_dict(5, epoch=0)
+    assert loader.state_dict(0, epoch=1) == loader.state_dict(0) == end
+    next(loader.batches(1))  # looked ahead
+    assert loader.state_dict(0, epoch=1) == end
+    assert loader.state_dict(1, epoch=1)["state"] == {"position": 4}
+    assert loader.state_dict(0, epoch=0) == {}
+    resumed = ResumableLoader(DataLoader(Stateful(), 4))
+    resumed.load_state_dict(end)
+    resumed.batches(1)  # nothing drawn yet
+    assert resumed.state_dict(0, epoch=1) == end
+
+
 def test_stateful_iterable_of_batches() -> None:
     class Batches:
         def __init__(self):

@@ -41,6 +41,19 @@ def convert(src: str | Path, dst: str | Path) -> Path:
     return _write_single(dst, state["model"])
 
 
+def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
+    """Names and tensors of a model, from a checkpoint (averaged where it has an entry `ema`) or any file of `convert`.
+
+    Raises CheckpointError where there are none, or where reading them would need unpickling.
+    """
+    path = Path(path)
+    if path.is_file():
+        weights: dict[str, torch.Tensor] = read_foreign(path)["model"]
+        return weights
+    state = load(path, only=["model", *({"ema"} & inspect(path).entries.keys())])
+    return {**state["model"], **state.get("ema", {})}
+
+
 def read_foreign(path: Path) -> dict[str, Any]:
     """The state in a file of another project, with its weights as the entry `model`."""
     if path.suffix == ".safetensors":
@@ -127,16 +140,3 @@ def _write_single(dst: Path, model: Any) -> Path:
     finally:
         files.discard(staging)
     return dst
-
-
-def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
-    """Name to tensor of a model, from a checkpoint (its averaged weights where it has them), a ``.safetensors`` file or a foreign file.
-
-    Raises CheckpointError for anything that cannot be read without unpickling.
-    """
-    path = Path(path)
-    if path.is_dir():
-        state = load(path, only=[name for name in ("model", "ema") if name in inspect(path).entries])
-        return {**state["model"], **state.get("ema", {})}
-    weights: dict[str, torch.Tensor] = read_foreign(path)["model"]
-    return weights

@@ -109,22 +109,24 @@ class ResumableLoader:
             return self._worker_batches(epoch, start)
         return self._bare_batches(epoch, start)
 
-    def state_dict(self, batch: int | None = None) -> dict[str, Any]:
-        """State of an iterable that keeps one, after `batch` batches of the current epoch; empty for all other loaders.
+    def state_dict(self, batch: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
+        """State of an iterable that keeps one, after `batch` batches of `epoch`; empty for all other loaders.
 
-        batch: default the newest one handed out; a consumer that looks ahead names the last one it has used, up to
-        three back. Raises ValueError for one further back.
+        batch, epoch: default the newest handed out; a consumer that looks ahead names the last batch it has used, up to
+        three back. Batch 0 is the start of an epoch. Raises ValueError for a batch further back.
         """
         if self._stateful is None or not self._snapshots:
             return dict(self._pending or {})
-        if batch is None:
-            return dict(self._snapshots[-1])
-        for snapshot in self._snapshots:
-            if snapshot["batch"] == batch:
+        newest_first = list(reversed(self._snapshots))
+        if batch == 0 and epoch is not None:
+            newest_first = [snapshot for snapshot in newest_first if snapshot["epoch"] < epoch]
+        if not batch:
+            return dict(newest_first[0]) if newest_first else {}
+        for snapshot in newest_first:
+            if snapshot["batch"] == batch and epoch in (None, snapshot["epoch"]):
                 return dict(snapshot)
-        raise ValueError(
-            f"the state after batch {batch} is no longer known, only after {[s['batch'] for s in self._snapshots]}"
-        )
+        known = [(snapshot["epoch"], snapshot["batch"]) for snapshot in self._snapshots]
+        raise ValueError(f"the state after batch {batch} is no longer known, only after (epoch, batch) {known}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take a state that `state_dict` gave, for the next `batches` call at that position or at the next epoch."""
@@ -237,13 +239,13 @@ class ResumableLoader:
         pending, self._pending = self._pending, None
         if self._stateful is None or pending is None:
             return 0, False
-        if pending["epoch"] == epoch and pending["batch"] <= start:
-            self._stateful.load_state_dict(pending["state"])
-            return pending["batch"], False
-        if pending["epoch"] == epoch - 1 and start == 0:
-            self._stateful.load_state_dict(pending["state"])
-            return 0, True
-        return 0, False
+        here = pending["epoch"] == epoch and pending["batch"] <= start
+        ended = pending["epoch"] == epoch - 1 and start == 0
+        if not here and not ended:
+            return 0, False
+        self._stateful.load_state_dict(copy.deepcopy(pending["state"]))
+        self._snapshots.append(pending)
+        return (pending["batch"] if here else 0), ended
 
     def _find_stateful(self) -> Any:
         """The object whose state tells the position, where there is one in this process."""
