@@ -45,7 +45,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "datamodule": trainer.datamodule.state_dict() if isinstance(trainer.datamodule, DataModule) else {},
             "logged": trainer.training_values.state_dict(),
             "rng": trainer.strategy.all_gather_object(rng_state()),
-            "data": {"seed": trainer.data_seed, "loader": loader.state_dict(trainer.progress.batch) if loader is not None else {}},
+            "data": {"seed": trainer.data_seed, "loader": loader.state_dict(trainer.progress.batch, epoch=trainer.progress.epoch) if loader is not None else {}},
         }
     trainer.call_all("on_save_checkpoint", tree)
     if overridden(module, "on_save_checkpoint", Module):
