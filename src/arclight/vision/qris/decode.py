@@ -1,0 +1,221 @@
+"""Reading QR codes: plain readers for whole pictures, and a patient one for the crop around a code already found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.fabric.extras import require
+from arclight.vision.qris.grid import Box, Floats, Grid, find_grids, flattened, modules_seen
+
+cv2 = require("cv2", extra="vision")
+zxingcpp = require("zxingcpp", extra="vision")
+
+Grey = npt.NDArray[np.uint8]
+
+LARGEST = 1600
+"""Longest side of an enlarged picture, pixels: beyond it enlarging costs much and reads nothing more."""
+FINEST = 1.25
+"""Fewest pixels per module at which laying a grid still reads something."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """One code that was read: its text, and its corners (4, 2) from its own top left clockwise, pixels."""
+
+    text: str
+    corners: Floats
+
+    @property
+    def centre(self) -> Floats:
+        return np.asarray(self.corners.mean(0), np.float32)
+
+
+def read_zxing(image: npt.NDArray[np.uint8]) -> list[Read]:
+    """What zxing-cpp alone reads in a whole picture (grey or RGB), its options as they come."""
+    return [_read(code) for code in _zxing(image)]
+
+
+def read_opencv(image: npt.NDArray[np.uint8]) -> list[Read]:
+    """What OpenCV's own reader reads in a whole picture (grey or RGB)."""
+    try:
+        found, texts, quads, _ = cv2.QRCodeDetector().detectAndDecodeMulti(to_grey(image))
+    except (cv2.error, UnicodeDecodeError):  # it raises on payloads that are not UTF-8 and on some tiny pictures
+        return []
+    if not found:
+        return []
+    return [Read(text, np.asarray(quad, np.float32)) for text, quad in zip(texts, quads, strict=True) if text]
+
+
+def to_grey(image: npt.NDArray[np.uint8]) -> Grey:
+    """RGB (H, W, 3) or grey (H, W), uint8, as grey."""
+    return image if image.ndim == 2 else np.asarray(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), np.uint8)
+
+
+def _zxing(image: npt.NDArray[np.uint8], **options: Any) -> list[Any]:
+    """Codes that zxing-cpp finds; where ``return_errors`` is set, those it cannot read too."""
+    grey = np.ascontiguousarray(to_grey(image))
+    options.setdefault("formats", zxingcpp.BarcodeFormat.QRCode)
+    codes = zxingcpp.read_barcodes(grey, text_mode=zxingcpp.TextMode.Plain, **options)
+    return [code for code in codes if code.valid or options.get("return_errors")]
+
+
+def _read(code: Any) -> Read:
+    binary = code.content_type == zxingcpp.ContentType.Binary
+    return Read(bytes(code.bytes).decode("latin-1") if binary else code.text, _corners(code))
+
+
+def _corners(code: Any) -> Floats:
+    place = code.position
+    points = (place.top_left, place.top_right, place.bottom_right, place.bottom_left)
+    return np.array([[point.x, point.y] for point in points], np.float32)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A part of the picture, enlarged: ``image`` pixels = (picture pixels - ``origin``) x ``scale`` (each x, y)."""
+
+    image: Grey
+    origin: Floats
+    scale: Floats
+
+    def back(self, read: Read) -> Read:
+        """A read in this view as a read in the whole picture."""
+        return Read(read.text, np.asarray(read.corners / self.scale + self.origin, np.float32))
+
+
+def _crop(grey: Grey, box: Box, margin: float) -> tuple[Grey, Floats]:
+    """The part of ``grey`` around ``box`` with ``margin`` (a share of the box) on every side, and where it starts."""
+    height, width = grey.shape
+    x0, y0, x1, y1 = box
+    across, down = margin * (x1 - x0), margin * (y1 - y0)
+    left, top = max(0, int(x0 - across)), max(0, int(y0 - down))
+    right, bottom = min(width, int(np.ceil(x1 + across))), min(height, int(np.ceil(y1 + down)))
+    return grey[top:bottom, left:right], np.array([left, top], np.float32)
+
+
+def _enlarged(crop: Grey, origin: Floats, size: tuple[int, int]) -> _View:
+    """``crop`` at ``size`` (width, height) pixels."""
+    scale = np.array([size[0] / crop.shape[1], size[1] / crop.shape[0]], np.float32)
+    method = cv2.INTER_CUBIC if scale.min() >= 1 else cv2.INTER_AREA
+    return _View(np.asarray(cv2.resize(crop, size, interpolation=method), np.uint8), origin, scale)
+
+
+def sharpened(image: Grey, amount: float, radius: float) -> Grey:
+    """Unsharp mask."""
+    soft = cv2.GaussianBlur(image, (0, 0), radius)
+    return np.asarray(cv2.addWeighted(image, 1 + amount, soft, -amount, 0), np.uint8)
+
+
+def _variants(grey: Grey, box: Box) -> Iterator[_View]:
+    """Enlarged, squared, sharpened, stretched and smoothed views of a box, those that read most for their cost first.
+
+    Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else.
+    """
+    crop, origin = _crop(grey, box, 0.2)
+    tight, tight_origin = _crop(grey, box, 0.08)
+    height, width = crop.shape
+    if min(height, width, *tight.shape) < 4:
+        return
+    longest = max(height, width)
+
+    def times(factor: float) -> _View:
+        factor = min(factor, max(1.0, LARGEST / longest))
+        return _enlarged(crop, origin, (round(width * factor), round(height * factor)))
+
+    def square(side: float, *, close: bool = False) -> _View:
+        side = round(min(max(side, 1.25 * longest), LARGEST))
+        return _enlarged(tight if close else crop, tight_origin if close else origin, (side, side))
+
+    def sharp(view: _View, amount: float, radius: float) -> _View:
+        return _View(sharpened(view.image, amount, radius), view.origin, view.scale)
+
+    stretched = np.asarray(cv2.normalize(crop, None, 0, 255, cv2.NORM_MINMAX), np.uint8)
+    yield (double := times(2))
+    yield sharp(double, 1.5, 2)
+    yield (squared := square(200))
+    yield sharp(square(400), 2.5, 8)
+    yield sharp(square(300, close=True), 1.5, 6)
+    yield sharp(times(3), 1.5, 3)
+    yield _View(cv2.createCLAHE(3, (4, 4)).apply(double.image), double.origin, double.scale)
+    yield sharp(squared, 1.5, 4)
+    yield sharp(times(4), 1.5, 4)
+    yield _enlarged(cv2.GaussianBlur(stretched, (0, 0), 1.5), origin, (width, height))
+    yield _enlarged(cv2.GaussianBlur(crop, (0, 0), 1.2), origin, (width, height))
+    yield sharp(times(6), 1.5, 6)
+
+
+def read_box(grey: Grey, box: Box, *, patient: bool = True) -> list[Read]:
+    """Codes in and around ``box`` (x0, y0, x1, y1 pixels of ``grey``): the first view that reads one decides.
+
+    Where no view does and ``patient``, a module grid is laid over the picture and its modules are read one by one.
+    """
+    for view in _variants(grey, box):
+        codes = _zxing(view.image)
+        if codes:
+            return [view.back(_read(code)) for code in codes]
+    return _read_by_grid(grey, box) if patient else []
+
+
+def _read_by_grid(grey: Grey, box: Box) -> list[Read]:
+    crop, origin = _crop(grey, box, 0.2)
+    side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
+    largest = min(10, int((side / FINEST - 17) / 4))
+    if largest < 1 or min(crop.shape) < 4:
+        return []
+    factor = float(np.clip(200 / max(crop.shape), 0.5, 6))
+    view = _enlarged(crop, origin, (round(crop.shape[1] * factor), round(crop.shape[0] * factor)))
+    picture = _stretched(view.image)
+    corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
+    local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
+    for grid in find_grids(picture, local, range(1, largest + 1), _proposals(picture)):
+        code = _read_grid(picture, grid)
+        if code is not None:
+            text = _read(code).text
+            return [view.back(Read(text, grid.corners))]
+    return []
+
+
+def _stretched(image: Grey) -> Floats:
+    """Brightness from 0 to 255 between the darkest and lightest hundredth."""
+    low, high = np.percentile(image, (1, 99))
+    return np.clip((image.astype(np.float32) - low) * (255 / max(high - low, 1.0)), 0, 255).astype(np.float32)
+
+
+def _proposals(picture: Floats) -> list[Floats]:
+    """Quadrilaterals that readers take for a code, though they cannot read it."""
+    image = picture.astype(np.uint8)
+    quads = [_corners(code) for code in _zxing(image, return_errors=True)]
+    found, points = cv2.QRCodeDetectorAruco().detectMulti(image)
+    if found:
+        quads += [np.asarray(quad, np.float32).reshape(4, 2) for quad in points]
+    extent = max(image.shape)
+    return [quad for quad in quads if np.abs(np.diff(quad, axis=0)).max() > 0.2 * extent]
+
+
+def _read_grid(picture: Floats, grid: Grid) -> Any:
+    """Decode the modules under a grid: each against a threshold, more and more sharpened; then as a flat picture."""
+    seen = modules_seen(picture, grid)
+    middle = (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2
+    for amount in (0.0, 0.6, 1.2, 2.0):
+        crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
+        for threshold in (middle, cv2.blur(crisp, (7, 7))):
+            codes = _zxing(_symbol(crisp < threshold), is_pure=True)
+            if codes:
+                return codes[0]
+    flat = np.clip(flattened(picture, grid), 0, 255).astype(np.uint8)
+    for amount in (0.0, 1.0, 2.0):
+        codes = _zxing(sharpened(flat, amount, 5.0))
+        if codes:
+            return codes[0]
+    return None
+
+
+def _symbol(dark: npt.NDArray[np.bool_]) -> Grey:
+    """A clean picture of a symbol, three pixels per module."""
+    framed = np.pad(np.where(dark, 0, 255).astype(np.uint8), 4, constant_values=255)
+    return np.kron(framed, np.ones((3, 3), np.uint8))

@@ -1,0 +1,222 @@
+"""Lay the module grid of a QR code over a small, blurred, tilted or bent picture of one, where readers find nothing.
+
+Every QR code of a version has the same finder, timing and alignment patterns (ISO/IEC 18004, 6.3). A grid
+is right when the picture, sampled where those modules should be, correlates with what they should be.
+Candidates are all parallelograms that just fit a detector's box, in every orientation; the best are refined
+by the cross-entropy method (Rubinstein and Kroese 2004) over the corners and the bows of the edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.fabric.extras import require
+
+cv2 = require("cv2", extra="vision")
+
+Floats = npt.NDArray[np.float32]
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Template:
+    """The fixed modules of one version: where they are (P, 2) in the unit square, and +1 dark or -1 light (P,)."""
+
+    points: Floats
+    values: Floats
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid found in a picture: four corners, then the bows of the four edges, (8, 2) pixels; ``score`` in [-1, 1]."""
+
+    version: int
+    shape: Floats
+    score: float
+
+    @property
+    def corners(self) -> Floats:
+        """Top left, top right, bottom right and bottom left of the code, (4, 2) pixels."""
+        return self.shape[:4]
+
+    @property
+    def modules(self) -> int:
+        return modules_of(self.version)
+
+
+def modules_of(version: int) -> int:
+    """Modules along a side."""
+    return 17 + 4 * version
+
+
+def alignment_centres(version: int) -> list[int]:
+    """Rows (and columns) on which alignment patterns are centred (ISO/IEC 18004, annex E)."""
+    if version == 1:
+        return []
+    last, count = 10 + 4 * version, version // 7 + 2
+    step = -(-(last - 6) // (count - 1))
+    step = 26 if version == 32 else step + step % 2
+    return [6, *(last - step * i for i in range(count - 2, -1, -1))]
+
+
+@cache
+def template(version: int) -> Template:
+    """Fixed modules of a version, and the light border around the finder patterns."""
+    size = modules_of(version)
+    fixed = np.zeros((size + 2, size + 2), np.int8)  # one module of quiet zone; 0 is unknown
+    finder = np.full((9, 9), -1, np.int8)
+    finder[1:8, 1:8] = 1
+    finder[2:7, 2:7] = -1
+    finder[3:6, 3:6] = 1
+    fixed[7, 1:-1] = fixed[1:-1, 7] = 1 - 2 * (np.arange(size) % 2)
+    for row, column in ((0, 0), (0, size - 7), (size - 7, 0)):
+        fixed[row : row + 9, column : column + 9] = finder
+    ring = np.maximum.outer(np.abs(np.arange(-2, 3)), np.abs(np.arange(-2, 3)))
+    centres = alignment_centres(version)
+    for row in centres:
+        for column in centres:
+            if (row, column) not in {(6, 6), (6, size - 7), (size - 7, 6)}:
+                fixed[row - 1 : row + 4, column - 1 : column + 4] = np.where(ring % 2 == 0, 1, -1)
+    rows, columns = np.nonzero(fixed)
+    points = (np.stack([columns, rows], 1) - 0.5) / size
+    return Template(points.astype(np.float32), fixed[rows, columns].astype(np.float32))
+
+
+def place(shapes: Floats, points: Floats) -> Floats:
+    """Where ``points`` (P, 2) of the unit square lie in the picture under every one of ``shapes`` (N, 8, 2): (N, P, 2).
+
+    The projective map of the unit square to four corners (Heckbert 1989, 2.2.3), then each edge bowed by a
+    parabola that fades towards the opposite edge.
+    """
+    a, b, c, d = (shapes[:, i] for i in range(4))  # of (0, 0), (1, 0), (1, 1), (0, 1)
+    e1, e2, s = b - c, d - c, a - b + c - d
+    cross = e1[:, 0] * e2[:, 1] - e1[:, 1] * e2[:, 0]
+    cross = np.where(np.abs(cross) < 1e-6, 1e-6, cross)
+    g = ((s[:, 0] * e2[:, 1] - s[:, 1] * e2[:, 0]) / cross)[:, None]
+    h = ((e1[:, 0] * s[:, 1] - e1[:, 1] * s[:, 0]) / cross)[:, None]
+    x, y = points[None, :, 0], points[None, :, 1]
+    depth = np.maximum(g * x + h * y + 1, 0.05)
+    across, down = b - a + g * b, d - a + h * d
+    bow_x, bow_y = 4 * x * (1 - x), 4 * y * (1 - y)
+    weights = (bow_x * (1 - y), bow_y * x, bow_x * y, bow_y * (1 - x))  # top, right, bottom, left
+    placed = np.empty((len(shapes), len(points), 2), np.float32)
+    for axis in range(2):
+        flat = (across[:, None, axis] * x + down[:, None, axis] * y + a[:, None, axis]) / depth
+        placed[..., axis] = flat + sum(shapes[:, 4 + i, None, axis] * weight for i, weight in enumerate(weights))
+    return placed
+
+
+def sample(picture: Floats, places: Floats) -> Floats:
+    """The picture at ``places`` (N, P, 2), bilinear: (N, P)."""
+    x, y = np.ascontiguousarray(places[..., 0]), np.ascontiguousarray(places[..., 1])
+    return np.asarray(cv2.remap(picture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE), np.float32)
+
+
+def scores(picture: Floats, shapes: Floats, version: int) -> Floats:
+    """How well each of ``shapes`` (N, 8, 2) fits: correlation with the version's template in [-1, 1], (N,)."""
+    fixed = template(version)
+    seen = sample(picture, place(shapes, fixed.points))
+    seen = seen - seen.mean(1, keepdims=True)
+    wanted = fixed.values.mean() - fixed.values  # dark is low
+    norm = np.sqrt((seen * seen).sum(1) * (wanted * wanted).sum()) + 1e-6
+    return np.asarray(seen @ wanted / norm, np.float32)
+
+
+def modules_seen(picture: Floats, grid: Grid) -> Floats:
+    """Brightness at the centre of every module, (n, n)."""
+    middle = (np.arange(grid.modules, dtype=np.float32) + 0.5) / grid.modules
+    points = np.stack(np.meshgrid(middle, middle), -1).reshape(-1, 2)
+    return sample(picture, place(grid.shape[None], points)).reshape(grid.modules, grid.modules)
+
+
+def flattened(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Floats:
+    """The code seen straight on, ``cell`` pixels per module, with ``quiet`` modules around it."""
+    size = (grid.modules + 2 * quiet) * cell
+    along = ((np.arange(size, dtype=np.float32) + 0.5) / cell - quiet) / grid.modules
+    points = np.stack(np.meshgrid(along, along), -1).reshape(-1, 2)
+    return sample(picture, place(grid.shape[None], points).reshape(size, size, 2))
+
+
+@cache
+def _orders() -> tuple[tuple[int, ...], ...]:
+    """The eight orders in which a code's corners can run around a quadrilateral, mirrored ones last."""
+    turns = [tuple((i + k) % 4 for i in range(4)) for k in range(4)]
+    return tuple(turns + [(t[0], t[3], t[2], t[1]) for t in turns])
+
+
+def _shapes(quads: npt.NDArray[np.generic]) -> Floats:
+    """Quadrilaterals (N, 4, 2) in all eight orders, edges straight: (8 N, 8, 2)."""
+    ordered = np.concatenate([quads[:, order] for order in _orders()])
+    return np.concatenate([ordered, np.zeros_like(ordered)], 1).astype(np.float32)
+
+
+def parallelograms(box: Box, steps: int = 9) -> Floats:
+    """Parallelograms whose hull is about ``box`` (x0, y0, x1, y1), in all orders: (N, 8, 2)."""
+    share = np.linspace(0, 1, steps)
+    p, q = (v.ravel() for v in np.meshgrid(share, share, indexing="ij"))
+    fat = np.abs(1 - p - q + 2 * p * q) > 0.25  # area as a share of the box: slivers are no codes
+    p, q, zero = p[fat], q[fat], np.zeros(int(fat.sum()))
+    corners = ((p, zero), (zero + 1, q), (1 - p, zero + 1), (zero, 1 - q))
+    unit = np.stack([np.stack(corner, -1) for corner in corners], 1) - 0.5
+    quads = np.concatenate([unit * scale for scale in (0.86, 0.93, 1.0, 1.07)])
+    x0, y0, x1, y1 = box
+    return _shapes(quads * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
+
+
+def refine(picture: Floats, start: Floats, version: int, *, rounds: int, count: int = 64) -> Grid:
+    """The best grid near ``start`` (8, 2): sample around it, keep the best sixth, and again, ``rounds`` times."""
+    rng = np.random.default_rng(0)
+    size = start.size
+    reach = float(np.hypot(*(start[2] - start[0])) + np.hypot(*(start[3] - start[1]))) / 2
+    mean = start.reshape(-1).astype(np.float64)
+    covariance = np.diag(np.repeat([0.033 * reach, 0.015 * reach], size // 2) ** 2)
+    best, best_score = start, -1.0
+    for _ in range(rounds):
+        root = np.linalg.cholesky(covariance + 1e-6 * np.eye(size))
+        tries = mean + rng.standard_normal((count, size)) @ root.T
+        tries[0] = best.reshape(-1)
+        shapes = tries.reshape(count, *start.shape).astype(np.float32)
+        fit = scores(picture, shapes, version)
+        elite = np.argsort(-fit)[: count // 6]
+        if fit[elite[0]] > best_score:
+            best, best_score = shapes[elite[0]], float(fit[elite[0]])
+        mean = tries[elite].mean(0)
+        centred = tries[elite] - mean
+        # Half of the old spread stays on the diagonal: ten samples alone would collapse the search too early.
+        covariance = 0.6 * (centred.T @ centred) / len(elite) + 0.2 * np.diag(np.diag(covariance))
+    return Grid(version, best, best_score)
+
+
+def find_grids(
+    picture: Floats, box: Box, versions: Iterable[int], quads: Sequence[npt.NDArray[np.generic]] = ()
+) -> list[Grid]:
+    """The likeliest grids of one code near ``box`` (x0, y0, x1, y1 in pixels of ``picture``), best first.
+
+    ``quads`` are corners (4, 2) that other finders propose; their order does not matter.
+    """
+    shapes = parallelograms(box)
+    if quads:
+        shapes = np.concatenate([shapes, _shapes(np.stack(quads))])
+    extent = max(box[2] - box[0], box[3] - box[1])
+    soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
+    rough: list[Grid] = []
+    for version in versions:
+        fit = scores(soft, shapes, version)
+        kept: list[Grid] = []
+        for index in np.argsort(-fit)[:40]:
+            grid = Grid(version, shapes[index], float(fit[index]))
+            if all(np.abs(grid.corners - other.corners).max() > 0.08 * extent for other in kept):
+                kept.append(grid)
+        rough += kept[:3]
+    rough = sorted(rough, key=_by_score)[:10]
+    middle = sorted((refine(picture, g.shape, g.version, rounds=8) for g in rough), key=_by_score)[:3]
+    return sorted((refine(picture, g.shape, g.version, rounds=14) for g in middle), key=_by_score)
+
+
+def _by_score(grid: Grid) -> float:
+    return -grid.score

@@ -1,0 +1,171 @@
+"""Find and read every code in a photo: detect, enlarge, straighten, decode, and say what each code is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.vision.qris.decode import LARGEST, Grey, Read, read_box, read_zxing, sharpened, to_grey
+from arclight.vision.qris.grid import Box, cv2
+from arclight.vision.qris.payload import Kind, Payload, parse
+from arclight.vision.qris.tlv import QrisError
+
+NOT_READ = "a code was detected here but could not be read"
+
+
+class _Boxes(Protocol):
+    xyxy: npt.NDArray[np.float32]
+    conf: npt.NDArray[np.float32]
+
+
+class _Detections(Protocol):
+    boxes: _Boxes
+
+
+Detector = Callable[[npt.NDArray[np.uint8]], Any]
+"""RGB image -> something with ``boxes.xyxy`` (N, 4) pixels and ``boxes.conf`` (N,), such as Detections."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """One code in a photo; ``text`` is None where it was detected but not read."""
+
+    corners_px: tuple[tuple[float, float], ...]
+    """The code's own top left, top right, bottom right and bottom left (x, y); the box's corners where it was not read."""
+    box_xyxy_px: Box
+    confidence: float
+    """Of the detector, in [0, 1]; 1 for a code that was read without being detected."""
+    text: str | None = None
+    """What it says; bytes that are no text appear as ISO 8859-1 characters."""
+    kind: Kind = "other"
+    payload: Payload | None = None
+    problems: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, numbers and text."""
+        return {
+            "corners_px": [list(point) for point in self.corners_px],
+            "box_xyxy_px": list(self.box_xyxy_px),
+            "confidence": self.confidence,
+            "text": self.text,
+            "kind": self.kind,
+            "payload": None if self.payload is None else self.payload.to_json(),
+            "problems": list(self.problems),
+        }
+
+
+@dataclass(frozen=True)
+class _Box:
+    xyxy: Box
+    confidence: float
+
+
+def scan(image: npt.NDArray[np.uint8], detector: Detector | None = None) -> list[Code]:
+    """Every code found in ``image`` (H, W, 3) RGB or (H, W) grey, uint8, read ones first, left to right.
+
+    The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
+    boxes that nothing was read in is enlarged, straightened and read again. Without a detector only the whole
+    picture is read. Raises ValueError for an array that is no such image.
+    """
+    grey = _checked(image)
+    if min(grey.shape) < 8:
+        return []
+    found = read_zxing(grey)
+    boxes = [] if detector is None else _boxes(detector(image), grey.shape)
+    unread = [box for box in boxes if not any(_inside(read, box.xyxy) for read in found)]
+    for box in unread:
+        if not any(_inside(read, box.xyxy) for read in found):
+            found = _merged(found, read_box(grey, box.xyxy))
+    if detector is None or any(not any(_inside(read, box.xyxy) for read in found) for box in boxes) or not boxes:
+        found = _merged(found, _read_enlarged(grey))
+    return _codes(found, boxes)
+
+
+def describe(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
+    """What a code's text is: its kind, its payload where it is a payment code, and what is wrong with a damaged one."""
+    if not text.startswith("0002"):  # every EMVCo payload starts with tag 00 of length 02; a link is no damaged payload
+        return "other", None, ()
+    try:
+        payload = parse(text)
+    except QrisError as error:
+        return "other", None, tuple(map(str, error.problems))
+    return ("qris" if payload.is_qris else "emvco"), payload, ()
+
+
+def _checked(image: npt.NDArray[np.uint8]) -> Grey:
+    shape, kind = getattr(image, "shape", None), getattr(image, "dtype", None)
+    if (
+        not isinstance(image, np.ndarray)
+        or kind != np.uint8
+        or not (image.ndim == 2 or image.ndim == 3 and image.shape[2] == 3)
+    ):
+        raise ValueError(f"need an image as a uint8 array (H, W, 3) RGB or (H, W) grey; got {kind} {shape}")
+    if image.size == 0:
+        return np.zeros((0, 0), np.uint8)
+    return np.ascontiguousarray(to_grey(image))
+
+
+def _boxes(detections: _Detections, shape: tuple[int, ...]) -> list[_Box]:
+    """The detector's boxes, clipped to the picture, surest first; empty ones are dropped."""
+    xyxy = np.asarray(detections.boxes.xyxy, np.float64).reshape(-1, 4)
+    confidence = np.asarray(detections.boxes.conf, np.float64).reshape(-1)
+    height, width = shape
+    clipped = np.clip(xyxy, 0, [width, height, width, height])
+    boxes = [
+        _Box((float(x0), float(y0), float(x1), float(y1)), float(c))
+        for (x0, y0, x1, y1), c in zip(clipped, confidence, strict=True)
+        if x1 - x0 >= 2 and y1 - y0 >= 2
+    ]
+    return sorted(boxes, key=lambda box: -box.confidence)
+
+
+def _inside(read: Read, box: Box) -> bool:
+    x, y = read.centre
+    return bool(box[0] <= x <= box[2] and box[1] <= y <= box[3])
+
+
+def _hull(read: Read) -> Box:
+    (x0, y0), (x1, y1) = read.corners.min(0), read.corners.max(0)
+    return float(x0), float(y0), float(x1), float(y1)
+
+
+def _merged(known: list[Read], new: list[Read]) -> list[Read]:
+    """``known`` and those of ``new`` that are not the same code once more: same text, one's centre inside the other."""
+    result = list(known)
+    for read in new:
+        if not any(
+            read.text == other.text and (_inside(read, _hull(other)) or _inside(other, _hull(read))) for other in result
+        ):
+            result.append(read)
+    return result
+
+
+def _read_enlarged(grey: Grey) -> list[Read]:
+    """Codes in the whole picture at twice its size, sharpened; nothing where that would be too large."""
+    if 2 * max(grey.shape) > LARGEST:
+        return []
+    double = cv2.resize(grey, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
+    return [replace(read, corners=read.corners / 2) for read in read_zxing(sharpened(double, 1.5, 2))]
+
+
+def _codes(found: list[Read], boxes: list[_Box]) -> list[Code]:
+    """Reads paired with boxes (each with the surest that holds its centre), then the boxes nothing was read in."""
+    codes: list[Code] = []
+    for read in found:
+        holder = next((box for box in boxes if _inside(read, box.xyxy)), None)
+        kind, payload, problems = describe(read.text)
+        corners = tuple((float(x), float(y)) for x, y in read.corners)
+        xyxy = holder.xyxy if holder else _hull(read)
+        codes.append(Code(corners, xyxy, holder.confidence if holder else 1.0, read.text, kind, payload, problems))
+    codes.sort(key=lambda code: (code.box_xyxy_px[0], code.box_xyxy_px[1]))
+    for box in boxes:
+        if any(_inside(read, box.xyxy) for read in found):
+            continue
+        x0, y0, x1, y1 = box.xyxy
+        corners = ((x0, y0), (x1, y0), (x1, y1), (x0, y1))
+        codes.append(Code(corners, box.xyxy, box.confidence, problems=(NOT_READ,)))
+    return codes
