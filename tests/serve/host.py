@@ -10,19 +10,20 @@ from pathlib import Path
 import cv2
 import numpy as np
 import zxingcpp
-from arclight.vision.detections import Detections
 
 from arclight.serve import Limits, create_app
 from arclight.serve.server import run
+from arclight.vision.detections import Detections
 
 
-def find_codes(image: np.ndarray) -> Detections:
-    """Every QR code that zxing-cpp locates, as a detector would report it."""
+def find_codes(image: np.ndarray, *, imagine: bool = False) -> Detections:
+    """Every QR code that zxing-cpp locates, as a detector would report it, and one that is not there."""
     corners = [
         [(point.x, point.y) for point in (at.top_left, at.top_right, at.bottom_right, at.bottom_left)]
         for at in (code.position for code in zxingcpp.read_barcodes(image))
     ]
     xyxy = [[*np.min(points, axis=0), *np.max(points, axis=0)] for points in corners]
+    xyxy += [[0, 0, 90, 90]] if imagine else []
     boxes = np.array(xyxy, np.float32).reshape(-1, 4)
     certain, qr_code = np.ones(len(boxes), np.float32), np.zeros(len(boxes), np.float32)
     return Detections.from_arrays(boxes, certain, qr_code, names=["qr_code"], image=image)
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="how much longer each detection takes")
     parser.add_argument("--calls", type=Path, help="a file that grows by one byte with each photo detected")
     parser.add_argument("--fault", action="store_true", help="the first photo meets a fault of the detector")
+    parser.add_argument("--imagine", action="store_true", help="also report a code in the top left corner")
     options = parser.parse_args()
     cv2.setNumThreads(1)
     faults = [RuntimeError("a detail for the log")] if options.fault else []
@@ -49,7 +51,7 @@ def main() -> None:
         if faults:
             raise faults.pop()
         time.sleep(options.seconds)
-        return find_codes(image)
+        return find_codes(image, imagine=options.imagine)
 
     limits = Limits(**json.loads(options.limits))
     app = create_app(detector, program="zxing", precision="none", limits=limits)

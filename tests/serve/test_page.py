@@ -131,6 +131,16 @@ def test_a_damaged_payment_code_is_warned_about_with_its_problems(page, code_pho
     assert page.run("return document.querySelectorAll('.merchant').length") == 0
 
 
+def test_a_code_that_is_found_but_not_read_says_so(page, code_photo, serve_with):
+    server = serve_with("--imagine")
+    page.open(server.url)
+    page.click("[data-sample='samples/counter.jpg']")
+    page.wait(DONE)
+    assert page.text("#summary") == "2 codes found, 1 not readable"
+    assert page.text("[data-number='2'] h3") == "Found, but not readable"
+    assert page.text("[data-number='2'] .verdict") == "Not read"
+
+
 def test_a_photo_without_codes_says_what_to_do(page, tmp_path):
     import cv2
     import numpy as np

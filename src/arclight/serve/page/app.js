@@ -56,19 +56,14 @@ function show({ image, boxes, codes, milliseconds: spent }) {
   const advice = codes.some((code) => code.payload)
     ? "Compare the name with the shop in front of you before you pay."
     : "";
+  const unread = codes.filter((code) => code.text === null).length;
   if (codes.length === 0) enter("done", "No code found", "Go closer so that the code fills more of the picture, and avoid blur and reflections.");
-  else enter("done", `${count(codes.length, "code")} found`, advice);
+  else enter("done", `${count(codes.length, "code")} found${unread ? `, ${unread} not readable` : ""}`, advice);
   part("cards").replaceChildren(...codes.map((code, index) => card(code, index + 1)));
-  stage.mark(codes.map((code, index) => ({ corners: corners(code), tone: verdict(code).tone, number: index + 1 })), image);
+  stage.mark(codes.map((code, index) => ({ corners: code.corners_px, tone: verdict(code).tone, number: index + 1 })), image);
   part("timing").textContent =
     `${image.width} × ${image.height} px · ${milliseconds(spent.total)} ` +
     `(open ${milliseconds(spent.decode)}, find ${milliseconds(spent.detect)}, read ${milliseconds(spent.scan)})`;
-}
-
-function corners(code) {
-  if (code.corners_px) return code.corners_px;
-  const [left, top, right, bottom] = code.box_xyxy_px;
-  return [[left, top], [right, top], [right, bottom], [left, bottom]];
 }
 
 function light(number) {

@@ -6,11 +6,11 @@ const SIZES = { UMI: "Micro business", UKE: "Small business", UME: "Medium busin
 
 // The verdict on a code and the colour that goes with it, on the card and on the photo.
 export function verdict(code) {
-  if (code.text === null || code.text === undefined) return { tone: "warn", kind: "Unreadable code", word: "Not read" };
+  if (code.text === null) return { tone: "warn", kind: "QR code", word: "Not read" };
   if (code.kind === "qris" && code.problems.length === 0) return { tone: "good", kind: "QRIS", word: "Checksum valid" };
   if (code.kind === "qris") return { tone: "warn", kind: "QRIS", word: "Check this code" };
   if (code.kind === "emvco") return { tone: "warn", kind: "Payment code", word: "Not QRIS" };
-  if (code.problems.length > 0 && /^0002\d\d/.test(code.text)) return { tone: "bad", kind: "Payment code", word: "Invalid" };
+  if (code.problems.length > 0) return { tone: "bad", kind: "Payment code", word: "Invalid" };
   return { tone: "plain", kind: "QR code", word: "Not a payment code" };
 }
 
@@ -37,7 +37,7 @@ export function card(code, number) {
   const body = code.payload ? payment(code.payload) : explanation(code, tone);
   return element("li", {
     class: "card", "data-tone": tone, "data-number": number, tabindex: "-1",
-    children: [header, ...body, problems(code.problems), code.payload || tone === "bad" ? raw(code.text) : undefined],
+    children: [header, ...body, code.text === null ? undefined : problems(code.problems), code.payload || tone === "bad" ? raw(code.text) : undefined],
   });
 }
 
@@ -83,7 +83,7 @@ function tip(value, currency) {
 }
 
 function explanation(code, tone) {
-  if (code.text === null || code.text === undefined) {
+  if (code.text === null) {
     return [
       element("h3", { text: "Found, but not readable" }),
       element("p", { class: "explain", text: "Go closer, hold still, and avoid reflections on the code." }),
@@ -104,9 +104,7 @@ function explanation(code, tone) {
 
 function problems(list) {
   if (list.length === 0) return undefined;
-  const lines = list.map((problem) => element("li", {
-    text: printable(typeof problem === "string" ? problem : `Field ${problem.tag}: ${problem.message}`),
-  }));
+  const lines = list.map((problem) => element("li", { text: printable(problem) }));
   return element("ul", { class: "problems", "aria-label": "Problems", children: lines });
 }
 
