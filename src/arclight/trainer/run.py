@@ -85,7 +85,9 @@ class RunFolder:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         started = json.loads(self.environment.read_text())["started"] if self.environment.exists() else now
         resumed = {"resumed": now} if self.environment.exists() else {}
-        write_atomically(self.environment, json.dumps({"started": started, **resumed, **facts, **environment()}, indent=2) + "\n")
+        write_atomically(
+            self.environment, json.dumps({"started": started, **resumed, **facts, **environment()}, indent=2) + "\n"
+        )
         return self.environment
 
     def log_handler(self, level: int = logging.INFO) -> logging.Handler:
@@ -141,7 +143,9 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "git_commit": git_commit(),
-        "packages": {d.name: d.version for d in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower())},
+        "packages": {
+            d.name: d.version for d in sorted(importlib.metadata.distributions(), key=lambda d: d.name.lower())
+        },
     }
 
 
@@ -164,8 +168,12 @@ def cpu_name() -> str:
 def git_commit() -> str | None:
     """Commit of the working folder, with "+changes" where files differ from it; None outside a repository."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10, check=True).stdout
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{commit}+changes" if changed.strip() else commit

@@ -8,11 +8,12 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 Point = tuple[float, float]
 
-WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 36
+WIDTH, HEIGHT = 560, 244
+LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 24
 COLOURS = 8
 
 
@@ -61,24 +62,27 @@ def line_chart(series: Sequence[Series], *, label: str, x_name: str = "step", lo
     ``label`` is the description that a screen reader speaks. The numbers of the read-out lie in the
     attribute ``data-chart`` as JSON, for the page's script.
     """
-    leading = [s for s in series if not s.faint and any(finite_runs(s.points))] or [s for s in series if any(finite_runs(s.points))]
+    leading = [s for s in series if not s.faint and any(finite_runs(s.points))] or [
+        s for s in series if any(finite_runs(s.points))
+    ]
     finite = [point for s in leading for run in finite_runs(s.points) for point in run if not log_y or point[1] > 0]
     if not finite:
         return ""
-    x_axis = Axis(*widen(min(x for x, _ in finite), max(x for x, _ in finite)), LEFT, WIDTH - RIGHT)
+    x_axis = Axis(*span(min(x for x, _ in finite), max(x for x, _ in finite)), LEFT, WIDTH - RIGHT)
     y_axis = Axis(*padded(min(y for _, y in finite), max(y for _, y in finite), log_y), HEIGHT - BOTTOM, TOP, log_y)
     curves = "".join(curve(s, x_axis, y_axis) for s in sorted(series, key=lambda s: not s.faint))
     data = escape(readout(leading, x_axis, y_axis))
     clip = f"clip-{zlib.crc32((label + data).encode()):08x}"
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}" data-chart="{data}">'
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}" '
+        f'data-chart="{data}">'
         f'<clipPath id="{clip}"><rect x="{LEFT - 4}" y="{TOP - 4}" width="{WIDTH - LEFT - RIGHT + 8}" '
         f'height="{HEIGHT - TOP - BOTTOM + 8}"/></clipPath>{grid(x_axis, y_axis, x_name)}'
         f'<g clip-path="url(#{clip})">{curves}</g><line class="cross" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
     )
 
 
-def sparkline(points: Sequence[Point], *, width: int = 120, height: int = 28) -> str:
+def sparkline(points: Sequence[Point], *, width: int = 168, height: int = 30) -> str:
     """A curve without axes, the last point marked; an empty string for fewer than two finite points."""
     finite = [point for run in finite_runs(points) for point in run]
     if len(finite) < 2:
@@ -87,7 +91,8 @@ def sparkline(points: Sequence[Point], *, width: int = 120, height: int = 28) ->
     y_axis = Axis(*widen(min(y for _, y in finite), max(y for _, y in finite)), height - 4, 4)
     x, y = x_axis(finite[-1][0]), y_axis(finite[-1][1])
     return (
-        f'<svg class="spark" viewBox="0 0 {width} {height}" aria-hidden="true"><path d="{path(finite, x_axis, y_axis)}"/>'
+        f'<svg class="spark" viewBox="0 0 {width} {height}" preserveAspectRatio="xMinYMid meet" aria-hidden="true">'
+        f'<path d="{path(finite, x_axis, y_axis)}"/>'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/></svg>'
     )
 
@@ -99,7 +104,9 @@ def curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     line = f'<path class="curve {css}{" faint" if series.faint else ""}" d="{lines}"/>'
     lonely = not series.faint and sum(map(len, runs)) == 1
     marked = (point for run in runs for point in run) if series.dots or lonely else ()
-    return line + "".join(f'<circle class="dot {css}" cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="2.6"/>' for x, y in marked)
+    return line + "".join(
+        f'<circle class="dot {css}" cx="{x_axis(x):.1f}" cy="{y_axis(y):.1f}" r="2.6"/>' for x, y in marked
+    )
 
 
 def path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
@@ -130,9 +137,10 @@ def grid(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     for value, text in zip(x_ticks, tick_texts(x_ticks), strict=True):
         x = x_axis(value)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 4}"/>')
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 17}" text-anchor="middle">{text}</text>')
+        anchor, shift = ("end", 8) if x > WIDTH - RIGHT - 12 else ("middle", 0)
+        parts.append(f'<text class="tick" x="{x + shift:.1f}" y="{base + 17}" text-anchor="{anchor}">{text}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
-    parts.append(f'<text class="tick name" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_name)}</text>')
+    parts.append(f'<text class="tick name" x="{LEFT - 20}" y="{base + 17}" text-anchor="end">{escape(x_name)}</text>')
     return "".join(parts)
 
 
@@ -143,7 +151,11 @@ def readout(series: Sequence[Series], x_axis: Axis, y_axis: Axis) -> str:
             "x": [x_axis.low, x_axis.high, x_axis.start, x_axis.end],
             "y": [y_axis.low, y_axis.high, y_axis.start, y_axis.end, int(y_axis.log)],
             "s": [
-                {"n": s.name, "c": s.colour % COLOURS, "p": [[short(x), short(y)] for run in finite_runs(s.points) for x, y in run]}
+                {
+                    "n": s.name,
+                    "c": s.colour % COLOURS,
+                    "p": [[short(x), short(y)] for run in finite_runs(s.points) for x, y in run],
+                }
                 for s in series
             ],
         },
@@ -160,7 +172,7 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
     """About ``count`` multiples of 1, 2 or 5 times a power of ten within [low, high]."""
     raw = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / raw)))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
@@ -171,12 +183,11 @@ def tick_texts(values: Sequence[float]) -> list[str]:
     if largest >= 1e4:
         unit, letter = (1e9, "G") if largest >= 1e9 else (1e6, "M") if largest >= 1e6 else (1e3, "k")
         return [f"{value / unit:g}{letter}" if value else "0" for value in values]
-    steps = [abs(b - a) for a, b in zip(values, values[1:])]
-    finest = min(steps, default=largest)
-    if largest < 1e-3 or finest >= 1 or finest == 0 or max(steps, default=finest) > finest * 1.5:
-        return [f"{value:g}".replace("e-0", "e-").replace("e+0", "e") for value in (0.0 if abs(v) < finest / 2 else v for v in values)]
-    decimals = math.ceil(-math.log10(finest) - 1e-9)
-    return [f"{value:.{decimals}f}" for value in (0.0 if abs(v) < finest / 2 else v for v in values)]
+    steps = [b - a for a, b in pairwise(values)]
+    if largest < 1e-3 or not steps or max(steps) > 1.5 * min(steps):  # tiny, lonely or logarithmic
+        return [f"{value:g}".replace("e-0", "e-") for value in values]
+    decimals = max(0, math.ceil(-math.log10(min(steps)) - 1e-9))
+    return [f"{value:,.{decimals}f}" if round(value, decimals) else "0" for value in values]
 
 
 def widen(low: float, high: float) -> tuple[float, float]:
@@ -185,6 +196,11 @@ def widen(low: float, high: float) -> tuple[float, float]:
         return low, high
     half = abs(low) / 2 or 0.5
     return low - half, high + half
+
+
+def span(low: float, high: float) -> tuple[float, float]:
+    """[low, high] for an axis along which things go on: from zero where that is near."""
+    return (0.0, high) if 0 <= low < high * 0.2 else widen(low, high)
 
 
 def padded(low: float, high: float, log: bool) -> tuple[float, float]:

@@ -36,5 +36,6 @@ _FILES = {
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
-    {name: f"{__name__}.{file}" for name, file in _FILES.items()} | {name: "arclight.trainer.callback" for name in ("Callback", "Checkpoint")},
+    {name: f"{__name__}.{file}" for name, file in _FILES.items()}
+    | dict.fromkeys(("Callback", "Checkpoint"), "arclight.trainer.callback"),
 )

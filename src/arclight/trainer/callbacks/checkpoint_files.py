@@ -14,7 +14,12 @@ from arclight.checkpoint import files
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
-def format_name(template: str, values: Mapping[str, Any], auto_insert_metric_name: bool = True, equals: str = "=") -> str:
+def format_name(
+    template: str,
+    values: Mapping[str, Any],
+    auto_insert_metric_name: bool = True,
+    equals: str = "=",
+) -> str:
     """``template`` with each ``{name}`` or ``{name:format}`` replaced by its value (0 where it has none).
 
     With ``auto_insert_metric_name`` the value is preceded by ``name=``, a ``/`` in the name becoming ``_`` so that
@@ -28,14 +33,16 @@ def format_name(template: str, values: Mapping[str, Any], auto_insert_metric_nam
         try:
             text = format(value, spec)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"ModelCheckpoint(filename={template!r}): {field[0]} cannot show {name} = {value!r}: {error}") from error
+            raise ValueError(
+                f"ModelCheckpoint(filename={template!r}): {field[0]} cannot show {name} = {value!r}: {error}",
+            ) from error
         return f"{name.replace('/', '_')}{equals}{text}" if auto_insert_metric_name else text
 
     return _FIELD.sub(fill, template)
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Make ``target`` a copy of ``source`` that costs no space: its files are hard links where the file system has them."""
+    """Make ``target`` a copy of ``source`` that costs no space: of hard links, where the file system has them."""
     staging = files.make_staging(target)
     for file in source.iterdir():  # a checkpoint has no folders in it
         link_or_copy(file, staging / file.name)

@@ -40,12 +40,27 @@ class EarlyStopping(Callback):
     runs_last = True
 
     def __init__(
-        self, monitor: str, min_delta: float = 0.0, patience: int = 3, verbose: bool = False, mode: str = "min", strict: bool = True,
-        check_finite: bool = True, stopping_threshold: float | None = None, divergence_threshold: float | None = None,
-        check_on_train_epoch_end: bool | None = None, log_rank_zero_only: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
         check_mode("EarlyStopping", mode)
-        self.monitor, self.min_delta, self.patience, self.verbose, self.mode = monitor, abs(min_delta), patience, verbose, mode
+        self.monitor, self.min_delta, self.patience, self.verbose, self.mode = (
+            monitor,
+            abs(min_delta),
+            patience,
+            verbose,
+            mode,
+        )
         self.strict, self.check_finite, self.log_rank_zero_only = strict, check_finite, log_rank_zero_only
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
@@ -60,7 +75,12 @@ class EarlyStopping(Callback):
         return self._generate_state_key(monitor=self.monitor, mode=self.mode)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wait_count": self.wait_count, "stopped_epoch": self.stopped_epoch, "best_score": self.best_score, "patience": self.patience}
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score,
+            "patience": self.patience,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
@@ -106,18 +126,29 @@ class EarlyStopping(Callback):
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
         name, best = self.monitor, self.best_score
         if self.check_finite and not math.isfinite(current):
-            return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} = {current} is not finite; the best value was {best:.5g}. Stopping."
+            return (
+                EarlyStoppingReason.NON_FINITE_METRIC,
+                f"{name} = {current} is not finite; the best value was {best:.5g}. Stopping.",
+            )
         if self.stopping_threshold is not None and self._better(current, self.stopping_threshold):
-            return EarlyStoppingReason.STOPPING_THRESHOLD, f"{name} = {current:.5g} reached the goal of {self.stopping_threshold}. Stopping."
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"{name} = {current:.5g} reached the goal of {self.stopping_threshold}. Stopping.",
+            )
         if self.divergence_threshold is not None and self._better(-current, -self.divergence_threshold):
-            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"{name} = {current:.5g} is past the limit of {self.divergence_threshold}. Stopping."
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"{name} = {current:.5g} is past the limit of {self.divergence_threshold}. Stopping.",
+            )
         if self._better(current, best, by=self.min_delta):
             self.best_score, self.wait_count = current, 0
             return EarlyStoppingReason.NOT_STOPPED, f"{name} improved from {best:.5g} to {current:.5g}"
         self.wait_count += 1
         if self.wait_count < self.patience:
             return EarlyStoppingReason.NOT_STOPPED, None
-        message = f"{name} did not improve in the last {self.wait_count} checks; the best value was {best:.5g}. Stopping."
+        message = (
+            f"{name} did not improve in the last {self.wait_count} checks; the best value was {best:.5g}. Stopping."
+        )
         return EarlyStoppingReason.PATIENCE_EXHAUSTED, message
 
     def _better(self, a: float, b: float, by: float = 0.0) -> bool:
@@ -129,4 +160,6 @@ def validates_once_per_epoch(trainer: Trainer) -> bool:
     if not trainer.num_val_batches:
         return True
     interval = trainer.val_check_interval
-    return trainer.check_val_every_n_epoch == 1 and (interval is None or (isinstance(interval, float) and interval == 1.0))
+    return trainer.check_val_every_n_epoch == 1 and (
+        interval is None or (isinstance(interval, float) and interval == 1.0)
+    )

@@ -11,7 +11,7 @@ HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_") or n
 
 
 class LambdaCallback(Callback):
-    """``LambdaCallback(on_train_start=lambda trainer, module: print("go"))``: each keyword is a hook's name and function.
+    """``LambdaCallback(on_train_start=lambda trainer, module: print("go"))``: hooks by name.
 
     Raises TypeError for a name that is no hook.
     """

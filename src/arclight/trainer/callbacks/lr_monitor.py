@@ -19,18 +19,34 @@ class LearningRateMonitor(Callback):
     ``logging_interval`` is ``step`` (at the trainer's ``log_every_n_steps``), ``epoch``, or None for whatever
     each optimizer's scheduler steps by. ``log_momentum`` and ``log_weight_decay`` log these under
     ``<name>-momentum`` and ``<name>-weight_decay``. A scheduler's ``name`` replaces ``lr-<Optimizer>``;
-    of two with the same name the second gets ``-1``, and so on. A value is the one used in the step at which it is logged.
+    of two with the same name the second gets ``-1``, and so on. A value is the one used in the step at which it is
+    logged.
     """
 
     def __init__(
-        self, logging_interval: Literal["step", "epoch"] | None = None, log_momentum: bool = False, log_weight_decay: bool = False,
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
         log_key_prefix: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if logging_interval not in (None, "step", "epoch"):
-            raise ValueError(f"LearningRateMonitor(logging_interval={logging_interval!r}): choose 'step', 'epoch' or None")
-        self.logging_interval, self.log_momentum, self.log_weight_decay = logging_interval, log_momentum, log_weight_decay
+            raise ValueError(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): choose 'step', 'epoch' or None",
+            )
+        self.logging_interval, self.log_momentum, self.log_weight_decay = (
+            logging_interval,
+            log_momentum,
+            log_weight_decay,
+        )
         self.log_key_prefix = log_key_prefix or ""
-        self.unused_hooks = frozenset({"on_train_batch_start"} if logging_interval == "epoch" else {"on_train_epoch_start"} if logging_interval == "step" else ())
+        self.unused_hooks = frozenset(
+            {"on_train_batch_start"}
+            if logging_interval == "epoch"
+            else {"on_train_epoch_start"}
+            if logging_interval == "step"
+            else (),
+        )
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
@@ -75,18 +91,30 @@ class LearningRateMonitor(Callback):
             key = f"{name}{suffix}"
             self.lrs[key].append(float(group["lr"]))
             stats[self.log_key_prefix + key] = self.lrs[key][-1]
-            if self.log_momentum and (momentum := group["betas"][0] if "betas" in group else group.get("momentum")) is not None:
+            if (
+                self.log_momentum
+                and (momentum := group["betas"][0] if "betas" in group else group.get("momentum")) is not None
+            ):
                 self.last_momentum_values[f"{key}-momentum"] = stats[f"{self.log_key_prefix}{key}-momentum"] = momentum
             if self.log_weight_decay and (decay := group.get("weight_decay")) is not None:
-                self.last_weight_decay_values[f"{key}-weight_decay"] = stats[f"{self.log_key_prefix}{key}-weight_decay"] = decay
+                self.last_weight_decay_values[f"{key}-weight_decay"] = stats[
+                    f"{self.log_key_prefix}{key}-weight_decay"
+                ] = decay
         return stats
 
 
 def watched_optimizers(trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
     """Name, optimizer and interval of each scheduler, then of each optimizer without one."""
-    scheduled = [(config.name or f"lr-{type(config.scheduler.optimizer).__name__}", config.scheduler.optimizer, config.interval) for config in trainer.lr_scheduler_configs]
+    scheduled = [
+        (config.name or f"lr-{type(config.scheduler.optimizer).__name__}", config.scheduler.optimizer, config.interval)
+        for config in trainer.lr_scheduler_configs
+    ]
     known = {id(optimizer) for _, optimizer, _ in scheduled}
-    free = [(f"lr-{type(optimizer).__name__}", optimizer, "step") for optimizer in trainer.optimizers if id(optimizer) not in known]
+    free = [
+        (f"lr-{type(optimizer).__name__}", optimizer, "step")
+        for optimizer in trainer.optimizers
+        if id(optimizer) not in known
+    ]
     named, counts = [], dict[str, int]()
     for name, optimizer, interval in [*scheduled, *free]:
         count = counts[name] = counts.get(name, -1) + 1

@@ -39,13 +39,20 @@ class ModelSummary(Callback):
         if trainer.is_global_zero and self.max_depth:
             from rich.console import Console
 
-            Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(summary_text(pl_module, self.max_depth))
+            Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
+                summary_text(pl_module, self.max_depth),
+            )
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> list[LayerSummary]:
     """Submodules down to ``max_depth`` levels (-1: all), in order of definition."""
     return [
-        LayerSummary(name, type(part).__name__, sum(p.numel() for p in part.parameters()), "train" if part.training else "eval")
+        LayerSummary(
+            name,
+            type(part).__name__,
+            sum(p.numel() for p in part.parameters()),
+            "train" if part.training else "eval",
+        )
         for name, part in module.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth)
     ]
@@ -54,10 +61,15 @@ def summarize(module: nn.Module, max_depth: int = 1) -> list[LayerSummary]:
 def summary_text(module: nn.Module, max_depth: int = 1) -> str:
     """The table as text, with totals and the size of the parameters in memory."""
     rows = [("", "name", "type", "parameters", "mode")]
-    rows += [(str(n), r.name, r.type, short_count(r.parameters), r.mode) for n, r in enumerate(summarize(module, max_depth))]
+    rows += [
+        (str(n), r.name, r.type, short_count(r.parameters), r.mode) for n, r in enumerate(summarize(module, max_depth))
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = [
-        "  ".join(cell.rjust(width) if column in (0, 3) else cell.ljust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            cell.rjust(width) if column in (0, 3) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     ]
     parameters = list(module.parameters())

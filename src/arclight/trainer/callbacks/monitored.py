@@ -15,7 +15,7 @@ class MissingMetricError(ValueError):
         hint = f"did you mean {near[0]!r}? " if near else ""
         super().__init__(
             f"{who}(monitor={monitor!r}): no such value is logged; {hint}logged: {', '.join(names) or 'nothing'}. "
-            f"Call self.log({monitor!r}, value) in the module, or monitor one of these"
+            f"Call self.log({monitor!r}, value) in the module, or monitor one of these",
         )
 
 

@@ -47,7 +47,11 @@ class RichProgressBar(Callback):
     """
 
     def __init__(
-        self, refresh_rate: int = 1, leave: bool = False, theme: RichProgressBarTheme | None = None, console_kwargs: dict[str, Any] | None = None
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
     ) -> None:
         self.refresh_rate, self.leave, self.theme = refresh_rate, leave, theme or RichProgressBarTheme()
         self._console_arguments = {"stderr": True, **(console_kwargs or {})}
@@ -157,20 +161,30 @@ class RichProgressBar(Callback):
 
         theme, (label, done, total, speed, clock) = self.theme, self._numbers(trainer)
         bar = ProgressBar(
-            total=total if math.isfinite(total) else None, completed=done, complete_style=theme.progress_bar,
-            finished_style=theme.progress_bar_finished, pulse_style=theme.progress_bar_pulse,
-        )  # fmt: skip
+            total=total if math.isfinite(total) else None,
+            completed=done,
+            complete_style=theme.progress_bar,
+            finished_style=theme.progress_bar_finished,
+            pulse_style=theme.progress_bar_pulse,
+        )
         table = Table.grid(padding=(0, 2), expand=True)
-        for _ in range(5):
-            table.add_column(no_wrap=True)
-        table.columns[1].ratio = 1
-        table.columns[2].justify = "right"
+        table.add_column(no_wrap=True)
+        table.add_column(ratio=1)
+        for width in (0, 9, 8):  # the least widths keep the bar from changing its length
+            table.add_column(no_wrap=True, justify="right", min_width=width)
         table.add_row(
-            Text(label, theme.description), bar, Text(count_text(done, total), theme.batch_progress), Text(speed, theme.processing_speed), Text(clock, theme.time)
+            Text(label, theme.description),
+            bar,
+            Text(count_text(done, total), theme.batch_progress),
+            Text(speed, theme.processing_speed),
+            Text(clock, theme.time),
         )
         metrics = Text()
         for name, value in self.get_metrics(trainer, pl_module).items():
-            metrics.append("   " if metrics else "").append(f"{name}\u00a0", theme.metrics_name).append(value_text(value), theme.metrics)
+            metrics.append("   " if metrics else "").append(f"{name}\u00a0", theme.metrics_name).append(
+                value_text(value),
+                theme.metrics,
+            )
         return Group(table, Padding(metrics, (0, 0, 0, 2))) if metrics else table
 
     def _line(self, trainer: Trainer, pl_module: Module) -> str:
@@ -184,13 +198,25 @@ class RichProgressBar(Callback):
         if stage in _LABELS:
             total = sum(trainer.num_eval_batches)
             done, clock = trainer.eval_batch, self._eval_clock
-            label = f"{epoch_text(trainer)}  {_LABELS[stage].lower()}" if trainer.training and stage == "validate" else _LABELS[stage]
+            label = (
+                f"{epoch_text(trainer)}  {_LABELS[stage].lower()}"
+                if trainer.training and stage == "validate"
+                else _LABELS[stage]
+            )
             time_text = clock_text(clock.elapsed) if self._finished else f"eta {clock_text(clock.left(total))}"
             return label, done, total, rate_text(clock.rate), time_text
         clock, done, total = self._clock, trainer.progress.batch, trainer.num_training_batches
         if not self._finished:
-            return epoch_text(trainer), done, total, rate_text(clock.rate), f"eta {clock_text(clock.left(total_batches(trainer)))}"
-        if done == 0 and math.isfinite(total):  # the last epoch is complete, and the count stands at the start of the next
+            return (
+                epoch_text(trainer),
+                done,
+                total,
+                rate_text(clock.rate),
+                f"eta {clock_text(clock.left(total_batches(trainer)))}",
+            )
+        if done == 0 and math.isfinite(
+            total,
+        ):  # the last epoch is complete, and the count stands at the start of the next
             done = int(total)
         return epoch_text(trainer), done, total, rate_text(clock.rate), clock_text(clock.elapsed)
 
@@ -211,5 +237,8 @@ def total_batches(trainer: Trainer) -> float:
         total = trainer.max_epochs * trainer.num_training_batches
     if trainer.max_steps != -1:
         progress = trainer.progress
-        total = min(total, progress.batches + (trainer.max_steps - progress.global_step) * trainer.accumulate_grad_batches)
+        total = min(
+            total,
+            progress.batches + (trainer.max_steps - progress.global_step) * trainer.accumulate_grad_batches,
+        )
     return total

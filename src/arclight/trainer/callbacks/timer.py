@@ -27,7 +27,10 @@ class Timer(Callback):
     """
 
     def __init__(
-        self, duration: str | timedelta | dict[str, int] | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True
+        self,
+        duration: str | timedelta | dict[str, int] | None = None,
+        interval: Literal["step", "epoch"] = "step",
+        verbose: bool = True,
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(f"Timer(interval={interval!r}): choose 'step' or 'epoch'")
@@ -101,13 +104,15 @@ class Timer(Callback):
 
 
 def as_timedelta(duration: str | timedelta | dict[str, int] | None) -> timedelta | None:
-    """A duration from text ``"DD:HH:MM:SS"``, keyword arguments of timedelta, or itself. Raises ValueError for other text."""
+    """A duration from text ``"DD:HH:MM:SS"`` or timedelta's keyword arguments. Raises ValueError for other text."""
     if isinstance(duration, dict):
         return timedelta(**duration)
     if not isinstance(duration, str):
         return duration
     parts = duration.strip().split(":")
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise ValueError(f"the duration {duration!r} is not of the form DD:HH:MM:SS, such as 00:12:00:00 for twelve hours")
+        raise ValueError(
+            f"the duration {duration!r} is not of the form DD:HH:MM:SS, such as 00:12:00:00 for twelve hours",
+        )
     days, hours, minutes, seconds = map(int, parts)
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)

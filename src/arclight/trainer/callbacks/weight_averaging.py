@@ -82,8 +82,11 @@ class WeightAveraging(Callback):
         if not self._averages:
             return
         if unknown := self._averages.keys() ^ self._owners.keys():
-            raise ValueError(f"the saved average and {type(pl_module).__name__} differ: {', '.join(sorted(unknown)[:5])} is in only one of them")
-        self._averages = {name: self._averages[name].to(self.device or tensor.device) for name, tensor in self._named_tensors()}
+            some = ", ".join(sorted(unknown)[:5])
+            raise ValueError(f"the saved average and {type(pl_module).__name__} differ: only one of them has {some}")
+        self._averages = {
+            name: self._averages[name].to(self.device or tensor.device) for name, tensor in self._named_tensors()
+        }
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.progress.global_step
@@ -102,15 +105,15 @@ class WeightAveraging(Callback):
         if not self._averages:
             self._averages = {name: averaged_copy(tensor, self.device) for name, tensor in self._named_tensors()}
             return
-        floats, copies = [], []
+        floats: list[tuple[torch.Tensor, torch.Tensor]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for (_, tensor), average in zip(self._named_tensors(), self._averages.values(), strict=True):
             (floats if average.is_floating_point() or average.is_complex() else copies).append((average, tensor))
         if floats:
-            averages, tensors = zip(*floats)
-            tensors = tuple(t if t.dtype == a.dtype and t.device == a.device else t.to(a) for a, t in floats)
-            torch._foreach_lerp_(averages, tensors, self.share(self.updates))
+            tensors = [t if t.dtype == a.dtype and t.device == a.device else t.to(a) for a, t in floats]
+            torch._foreach_lerp_([average for average, _ in floats], tensors, self.share(self.updates))
         if copies:
-            torch._foreach_copy_(*map(list, zip(*copies)))
+            torch._foreach_copy_([average for average, _ in copies], [tensor for _, tensor in copies])
 
     def _named_tensors(self) -> list[tuple[str, torch.Tensor]]:
         # Looked up each time: a module may replace its buffers' tensors, and .to() replaces them all.
@@ -157,15 +160,24 @@ class EMAWeightAveraging(WeightAveraging):
     """
 
     def __init__(
-        self, device: torch.device | str | None = None, use_buffers: bool = True, decay: float = 0.999, update_every_n_steps: int = 1,
-        update_starting_at_step: int | None = None, update_starting_at_epoch: int | None = None, update_every_n_epochs: int | None = None,
+        self,
+        device: torch.device | str | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        update_every_n_epochs: int | None = None,
         ramp_steps: float = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(device, use_buffers)
         if not 0 <= decay < 1:
             raise ValueError(f"EMAWeightAveraging(decay={decay}): must lie in [0, 1)")
         if ramp_steps < 0 or update_every_n_steps < 0:
-            raise ValueError(f"EMAWeightAveraging: ramp_steps={ramp_steps} and update_every_n_steps={update_every_n_steps} must not be negative")
+            raise ValueError(
+                f"EMAWeightAveraging(ramp_steps={ramp_steps}, update_every_n_steps={update_every_n_steps}): "
+                "neither may be negative",
+            )
         self.decay, self.ramp_steps = decay, ramp_steps
         self.update_every_n_steps, self.update_every_n_epochs = update_every_n_steps, update_every_n_epochs
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
@@ -177,7 +189,9 @@ class EMAWeightAveraging(WeightAveraging):
         if epoch_idx is not None:
             if self.update_starting_at_epoch is None and self.update_every_n_epochs is None:
                 return False
-            return epoch_idx >= (self.update_starting_at_epoch or 0) and epoch_idx % (self.update_every_n_epochs or 1) == 0
+            return (
+                epoch_idx >= (self.update_starting_at_epoch or 0) and epoch_idx % (self.update_every_n_epochs or 1) == 0
+            )
         return False
 
     def share(self, update: int) -> float:

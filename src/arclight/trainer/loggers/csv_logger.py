@@ -30,9 +30,13 @@ class CSVLogger(Logger):
     NAME_HPARAMS_FILE = "hparams.yaml"
 
     def __init__(
-        self, save_dir: str | Path | None = None, name: str | None = "arclight_logs", version: int | str | None = None, prefix: str = "",
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "arclight_logs",
+        version: int | str | None = None,
+        prefix: str = "",
         flush_logs_every_n_steps: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): must be at least 1")
         self._save_dir = Path(save_dir) if save_dir is not None else None
@@ -53,7 +57,10 @@ class CSVLogger(Logger):
         self._folder, self._columns = Path(folder), None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        row = {"step": str(step if step is not None else self._next_step()), **{k: number_text(v) for k, v in self._prefixed(metrics).items()}}
+        row = {
+            "step": str(step if step is not None else self._next_step()),
+            **{k: number_text(v) for k, v in self._prefixed(metrics).items()},
+        }
         if row in self._replayed and row["step"] == str(self._resumed_at):
             self._replayed.remove(row)
             return
@@ -96,7 +103,9 @@ class CSVLogger(Logger):
         self._replayed, self._resumed_at = [row for row in rows if row["step"] == str(step)], step
 
     def _next_step(self) -> int:
-        steps = [int(row["step"]) for row in self._waiting] or [int(row["step"]) for row in (read_rows(self.file) if self.file.exists() else [])]
+        steps = [int(row["step"]) for row in self._waiting] or [
+            int(row["step"]) for row in (read_rows(self.file) if self.file.exists() else [])
+        ]
         return max(steps, default=-1) + 1
 
     def _known_columns(self) -> list[str]:
@@ -140,7 +149,9 @@ class CSVLogger(Logger):
 
     def _run_folder(self) -> Path:
         if self._folder is None:
-            raise RuntimeError("CSVLogger has no folder yet: give it save_dir, or pass it to a Trainer, which brings the run folder")
+            raise RuntimeError(
+                "CSVLogger has no folder yet: give it save_dir, or pass it to a Trainer, which brings the run folder",
+            )
         return self._folder
 
 

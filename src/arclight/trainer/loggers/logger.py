@@ -45,7 +45,7 @@ class Logger:
         """A checkpoint is complete."""
 
     def resume(self, step: int) -> None:
-        """Training goes on from ``step``: forget what was logged at later steps by a run that did not live to save it."""
+        """Training goes on from ``step``: forget what a run that did not live to save it logged at later steps."""
 
     @property
     def needs_folder(self) -> bool:
@@ -88,7 +88,10 @@ class Logger:
         return "/"
 
     def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        return {f"{self.prefix}{self.group_separator}{name}" if self.prefix else name: value for name, value in metrics.items()}
+        return {
+            f"{self.prefix}{self.group_separator}{name}" if self.prefix else name: value
+            for name, value in metrics.items()
+        }
 
 
 class DummyLogger(Logger):
@@ -100,7 +103,11 @@ class DummyLogger(Logger):
 
 def next_version(folder: Path) -> int:
     """The number after the highest ``version_<n>`` in ``folder``."""
-    taken = [int(e.name.removeprefix("version_")) for e in folder.glob("version_*") if e.name.removeprefix("version_").isdigit()]
+    taken = [
+        int(e.name.removeprefix("version_"))
+        for e in folder.glob("version_*")
+        if e.name.removeprefix("version_").isdigit()
+    ]
     return max(taken, default=-1) + 1
 
 
@@ -118,8 +125,11 @@ def plain_hyperparams(params: Any) -> dict[str, Any]:
 
 
 def yaml_lines(values: Mapping[str, Any]) -> str:
-    """A flat mapping as YAML that any reader takes the same way (JSON's quoting; floats with a point, or they read as text)."""
-    return "".join(f"{json.dumps(name) if not name.isidentifier() else name}: {_yaml_scalar(value)}\n" for name, value in values.items())
+    """A flat mapping as YAML that any reader takes the same way: JSON's quoting, and floats with a point in them."""
+    return "".join(
+        f"{json.dumps(name) if not name.isidentifier() else name}: {_yaml_scalar(value)}\n"
+        for name, value in values.items()
+    )
 
 
 def _yaml_scalar(value: Any) -> str:

@@ -27,13 +27,24 @@ class TensorBoardLogger(Logger):
     """
 
     def __init__(
-        self, save_dir: str | Path | None = None, name: str | None = "arclight_logs", version: int | str | None = None, log_graph: bool = False,
-        default_hp_metric: bool = True, prefix: str = "", sub_dir: str | None = None, **writer_arguments: Any,
-    ) -> None:  # fmt: skip
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = "arclight_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | None = None,
+        **writer_arguments: Any,
+    ) -> None:
         require("tensorboard", extra="track")
         self._save_dir = Path(save_dir) if save_dir is not None else None
         self._name, self._version, self._sub_dir, self.prefix = name or "", version, sub_dir, prefix
-        self._log_graph, self._default_hp_metric, self._writer_arguments = log_graph, default_hp_metric, writer_arguments
+        self._log_graph, self._default_hp_metric, self._writer_arguments = (
+            log_graph,
+            default_hp_metric,
+            writer_arguments,
+        )
         self._folder: Path | None = None
         self._writer: SummaryWriter | None = None
         self.hparams: dict[str, Any] = {}
@@ -63,7 +74,13 @@ class TensorBoardLogger(Logger):
             else:
                 self.experiment.add_scalar(name, value, step)
 
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None, step: int | None = None, **kwargs: Any) -> None:
+    def log_hyperparams(
+        self,
+        params: Any,
+        metrics: Mapping[str, Any] | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Record ``params``, with the initial values of the ``metrics`` they will be compared by."""
         from torch.utils.tensorboard.summary import hparams
 
@@ -81,7 +98,9 @@ class TensorBoardLogger(Logger):
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if example is None:
-            log.warning("TensorBoardLogger(log_graph=True): no graph is written, because the module has no example_input_array")
+            log.warning(
+                "TensorBoardLogger(log_graph=True): no graph is written, because the module has no example_input_array",
+            )
             return
         self.experiment.add_graph(model, example)
 
@@ -132,5 +151,7 @@ class TensorBoardLogger(Logger):
 
     def _run_folder(self) -> Path:
         if self._folder is None:
-            raise RuntimeError("TensorBoardLogger has no folder yet: give it save_dir, or pass it to a Trainer, which brings the run folder")
+            raise RuntimeError(
+                "TensorBoardLogger has no folder yet: give it save_dir, or a Trainer, which brings the run folder",
+            )
         return self._folder
