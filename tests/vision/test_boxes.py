@@ -31,7 +31,9 @@ def reference_nms(prediction, conf, iou, max_det=300, multi_label=False):
         labels = range(num_classes) if multi_label else [int(np.argmax(scores))]
         candidates += [(-scores[c], position, c) for c in labels if scores[c] > conf]
     boxes = prediction[:, :4].astype(np.float32)
-    boxes = np.concatenate((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), axis=1).astype(np.float64)
+    boxes = np.concatenate((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), axis=1).astype(
+        np.float64
+    )
     kept = []
     for score, position, label in sorted(candidates):
         box = boxes[position]

@@ -26,8 +26,8 @@ def fit_anchors(
 
     k-means on logarithms of sizes, where distance is ratio, the measure by which boxes meet anchors. Ten starts compete
     by recall plus mean fit of a box to its best anchor; deterministic for a seed. Boxes under 2 pixels are left out,
-    boxes over ``image_size`` are cut to it. With fewer distinct sizes than ``num``, anchors are spread around them within
-    a factor of 2. Raises ValueError where no box is left.
+    boxes over ``image_size`` are cut to it. With fewer distinct sizes than ``num``, anchors are spread around them
+    within a factor of 2. Raises ValueError where no box is left.
     """
     sizes = box_sizes_wh_px.detach().double().cpu().reshape(-1, 2).clamp(max=image_size)
     sizes = sizes[(sizes >= 2).all(dim=1)]

@@ -54,7 +54,7 @@ class DetectionResults:
     f1_curve: Floats
     """(C, 1001) F1 at the same thresholds."""
     confusion: Ints
-    """(C + 1, C + 1) counts at confidence 0.25 and overlap 0.45: predicted class by true class; the last is background."""
+    """(C + 1, C + 1) counts at confidence 0.25 and overlap 0.45: predicted by true class; the last is background."""
     labels: Ints
     """(C,) true boxes."""
     images: int
@@ -140,9 +140,11 @@ class DetectionMetrics:
         predicted = predicted[np.argsort(-predicted[:, 4], kind="stable")]
         scores, classes, labels = predicted[:, 4], predicted[:, 5].astype(np.int64), true[:, 0].astype(np.int64)
         for what, numbers in (("prediction", classes), ("true box", labels)):
-            if numbers.size and not (0 <= numbers.min() and numbers.max() < self.num_classes):
-                wrong = numbers.min() if numbers.min() < 0 else numbers.max()
-                raise ValueError(f"a {what} has class {wrong}, but classes are numbered 0 to {self.num_classes - 1}")
+            strange = numbers[(numbers < 0) | (numbers >= self.num_classes)]
+            if len(strange):
+                raise ValueError(
+                    f"a {what} has class {strange[0]}, but classes are numbered 0 to {self.num_classes - 1}"
+                )
         iou = box_iou(predicted[:, :4], true[:, 1:])
         hits = np.zeros((len(predicted), len(IOU_THRESHOLDS)), np.bool_)
         counted = np.zeros(len(predicted), np.bool_)
@@ -247,7 +249,8 @@ def box_iou(a: Floats, b: Floats) -> Floats:
     size = np.minimum(a[:, None, 2:], b[:, 2:]) - np.maximum(a[:, None, :2], b[:, :2])
     common = np.clip(size, 0, None).prod(axis=-1)
     union = (a[:, 2:] - a[:, :2]).prod(axis=-1)[:, None] + (b[:, 2:] - b[:, :2]).prod(axis=-1) - common
-    return np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+    iou: Floats = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
+    return iou
 
 
 def match(iou: Floats) -> Bools:
@@ -284,7 +287,7 @@ def confusions(iou: Floats, predicted: Ints, true: Ints, background: int) -> Int
 
 
 def precision_at_recall(hits: Bools, positives: int) -> Floats:
-    """(T, 101) precision at each recall of the grid for ``hits`` (k, T), most confident first, of ``positives`` true boxes.
+    """(T, 101) precision at each recall of the grid, for ``hits`` (k, T), best first, and so many true boxes.
 
     The highest precision reached at that recall or beyond, 0 for a recall never reached (COCO's 101 points).
     """

@@ -1,0 +1,94 @@
+"""Boxes with labels on photos, and photos side by side; RGB uint8 arrays (height, width, 3) in and out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from arclight.fabric.extras import require
+
+cv2 = require("cv2", extra="vision")
+
+Image = NDArray[np.uint8]
+Colour = tuple[int, int, int]
+
+PALETTE: tuple[Colour, ...] = (
+    (47, 111, 222),
+    (224, 112, 27),
+    (31, 157, 97),
+    (163, 75, 209),
+    (214, 63, 108),
+    (15, 154, 168),
+    (176, 150, 22),
+    (92, 101, 117),
+)
+"""Colours of classes, RGB; each stands out on photographs and carries white or black text."""
+
+GROUND: Colour = (26, 28, 31)
+"""Behind the images of a grid."""
+
+
+def draw_boxes(image: Image, xyxy: ArrayLike, texts: Sequence[str], classes: Sequence[int]) -> Image:
+    """A copy of ``image`` with boxes (k, 4) in pixels, each labelled with its text and coloured by its class.
+
+    Lines and letters grow with the image. The first box is drawn last, so that the most confident one stays readable.
+    Letters that the font lacks appear as question marks.
+    """
+    canvas = np.ascontiguousarray(image).copy()
+    side = math.sqrt(canvas.shape[0] * canvas.shape[1])
+    line = max(round(side / 320), 1)
+    boxes = np.asarray(xyxy, dtype=np.float64).reshape(-1, 4)
+    for box, text, label in reversed(list(zip(boxes, texts, classes, strict=True))):
+        colour = PALETTE[int(label) % len(PALETTE)]
+        left, top, right, bottom = (round(float(v)) for v in np.clip(box, -1e6, 1e6))
+        # a pale edge under the line keeps it visible on any ground
+        cv2.rectangle(canvas, (left, top), (right, bottom), (255, 255, 255), line + 2, cv2.LINE_AA)
+        cv2.rectangle(canvas, (left, top), (right, bottom), colour, line, cv2.LINE_AA)
+        if text:
+            _draw_label(canvas, text, (left, top), colour, height=max(side / 38, 11))
+    return canvas
+
+
+def _draw_label(canvas: Image, text: str, corner: tuple[int, int], colour: Colour, height: float) -> None:
+    """``text`` on a filled plate above ``corner`` (left, top), or below it where there is no room; never outside."""
+    left, top = corner
+    font, weight = cv2.FONT_HERSHEY_SIMPLEX, max(round(height / 12), 1)
+    text = text.encode("ascii", "replace").decode()
+    scale = cv2.getFontScaleFromHeight(font, round(height * 0.72), weight)
+    (width, _), _ = cv2.getTextSize(text, font, scale, weight)
+    padding = round(height * 0.3)
+    plate_w, plate_h = width + 2 * padding, round(height + padding)
+    x = min(max(left, 0), max(canvas.shape[1] - plate_w, 0))
+    y = top - plate_h if top >= plate_h else min(max(top, 0), max(canvas.shape[0] - plate_h, 0))
+    cv2.rectangle(canvas, (x, y), (x + plate_w, y + plate_h), colour, cv2.FILLED)
+    bright = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] > 150
+    ink = (20, 20, 20) if bright else (255, 255, 255)
+    cv2.putText(canvas, text, (x + padding, y + round(plate_h * 0.76)), font, scale, ink, weight, cv2.LINE_AA)
+
+
+def grid(images: Sequence[Image], *, columns: int = 4, side: int = 320, gap: int = 8) -> Image:
+    """``images`` of any sizes side by side, each fitted into a square of ``side`` pixels; ValueError for none."""
+    if not images:
+        raise ValueError("a grid needs at least one image")
+    columns = min(columns, len(images))
+    rows = math.ceil(len(images) / columns)
+    step = side + gap
+    canvas = np.full((rows * step + gap, columns * step + gap, 3), GROUND, np.uint8)
+    for i, image in enumerate(images):
+        small = _fit(image, side)
+        height, width = small.shape[:2]
+        y = gap + i // columns * step + (side - height) // 2
+        x = gap + i % columns * step + (side - width) // 2
+        canvas[y : y + height, x : x + width] = small
+    return canvas
+
+
+def _fit(image: Image, side: int) -> Any:
+    """``image`` at the largest size that fits into a square of ``side`` pixels, but at most doubled."""
+    scale = min(side / image.shape[0], side / image.shape[1], 2.0)
+    size = (max(round(image.shape[1] * scale), 1), max(round(image.shape[0] * scale), 1))
+    return cv2.resize(image, size, interpolation=cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC)

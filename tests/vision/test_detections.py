@@ -1,0 +1,207 @@
+"""Detections as an object, drawn on photos, and scores as charts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+
+from arclight.fabric.extras import MissingExtraError
+from arclight.vision import Detections
+from arclight.vision.metrics import DetectionMetrics, DetectionResults
+
+cv2 = pytest.importorskip("cv2")
+
+from arclight.vision import charts  # noqa: E402
+from arclight.vision.draw import draw_boxes, grid  # noqa: E402
+
+NAMES = ["qr_code", "bar code"]
+
+
+def photo(height=240, width=320, value=90):
+    return np.full((height, width, 3), value, np.uint8)
+
+
+def example(**options):
+    boxes = [[10, 20, 60, 90], [100, 100, 200, 180]]
+    return Detections.from_arrays(boxes, [0.5, 0.75], [1, 0], names=NAMES, **options)
+
+
+def test_holds_boxes_best_first():
+    found = example(image=photo(), path="a.jpg")
+    assert len(found) == 2
+    assert found.boxes.xyxy.tolist() == [[100, 100, 200, 180], [10, 20, 60, 90]]
+    assert found.boxes.conf.tolist() == [0.75, 0.5]
+    assert found.boxes.cls.tolist() == [0, 1]
+    assert found.boxes.xywh.tolist() == [[150, 140, 100, 80], [35, 55, 50, 70]]
+    assert found.labels == ["qr_code", "bar code"]
+    assert found.names == ("qr_code", "bar code")
+    assert found.path == "a.jpg"
+    assert {a.dtype for a in (found.boxes.xyxy, found.boxes.conf, found.boxes.cls)} == {np.dtype(np.float32)}
+
+
+def test_cannot_be_changed():
+    boxes = np.array([[0.0, 0, 1, 1]], np.float32)
+    found = Detections.from_arrays(boxes, [0.5], [0], names=NAMES)
+    with pytest.raises(ValueError, match="read-only"):
+        found.boxes.xyxy[0, 0] = 5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.path = "b.jpg"
+    boxes[0, 0] = 5  # the caller's array is the caller's own
+    assert found.boxes.xyxy[0, 0] == 0
+
+
+def test_nothing_found_is_an_ordinary_result():
+    found = Detections.from_arrays([], [], [], names=NAMES, image=photo())
+    assert len(found) == 0
+    assert found.boxes.xyxy.shape == (0, 4)
+    assert found.to_coco(3) == []
+    assert (found.plot() == photo()).all()
+
+
+@pytest.mark.parametrize(
+    ("conf", "labels", "message"),
+    [([0.5], [0, 0], "they are 2, 1 and 2"), ([0.5, 0.5], [0, 2], r"0 to 1, there are \[0.0, 2.0\]")],
+)
+def test_boxes_that_do_not_fit_together_are_refused(conf, labels, message):
+    with pytest.raises(ValueError, match=message):
+        Detections.from_arrays([[0, 0, 1, 1], [0, 0, 2, 2]], conf, labels, names=NAMES)
+
+
+def test_coco_rows():
+    first, second = example().to_coco(7, category_ids=[1, 90])
+    assert first == {"image_id": 7, "category_id": 1, "bbox": [100, 100, 100, 80], "score": 0.75}
+    assert second["category_id"] == 90
+    assert [row["category_id"] for row in example().to_coco(7)] == [0, 1]
+
+
+def test_pandas_table_or_a_clear_word():
+    if importlib.util.find_spec("pandas") is None:
+        with pytest.raises(MissingExtraError, match="pip install pandas"):
+            example().to_pandas()
+    else:
+        table = example().to_pandas()
+        assert list(table.columns) == ["xmin", "ymin", "xmax", "ymax", "confidence", "class", "name"]
+        assert table.iloc[0].tolist() == [100, 100, 200, 180, 0.75, 0, "qr_code"]
+
+
+def test_plot_draws_each_box_in_its_place_and_leaves_the_photo_alone():
+    image = photo()
+    plotted = example(image=image).plot()
+    assert (image == 90).all()
+    assert plotted.shape == image.shape
+    changed = (plotted != image).any(axis=2)
+    for left, top, right, bottom in ((100, 100, 200, 180), (10, 20, 60, 90)):
+        assert changed[bottom, (left + right) // 2]
+        assert changed[(top + bottom) // 2, left]
+        assert changed[(top + bottom) // 2, right]
+        assert not changed[top + 20 : bottom - 5, left + 5 : right - 5].any()
+    assert changed.mean() < 0.2
+    with pytest.raises(ValueError, match="no image to draw on"):
+        example().plot()
+
+
+def test_labels_stay_inside_the_image():
+    image = photo(60, 80)
+    corners = [[-5, -5, 20, 20], [70, 50, 200, 200], [79, 0, 80, 1]]
+    drawn = draw_boxes(image, corners, ["naïve and much longer than the image is wide"] * 3, [0, 1, 9])
+    assert drawn.shape == image.shape
+    blank = draw_boxes(image, corners[:1], [""], [0])
+    labelled = draw_boxes(image, corners[:1], ["a"], [0])
+    assert (blank != labelled).any()
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg"])
+def test_save_writes_what_plot_shows(tmp_path, suffix):
+    found = example(image=np.random.default_rng(0).integers(60, 90, (240, 320, 3), dtype=np.uint8))
+    path = found.save(tmp_path / "new folder" / f"found{suffix}")
+    back = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
+    assert np.abs(back.astype(int) - found.plot()).mean() < (0.01 if suffix == ".png" else 12)
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("name", ["found.txt", "found"])
+def test_save_refuses_other_files(tmp_path, name):
+    with pytest.raises(ValueError, match=r"use \.jpg or \.png"):
+        example(image=photo()).save(tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_grid_places_images_side_by_side():
+    sheet = grid([photo(value=v) for v in (50, 100, 150, 200, 250)], columns=3, side=100, gap=10)
+    assert sheet.shape == (2 * 110 + 10, 3 * 110 + 10, 3)
+    centres = [sheet[60 + 110 * row, 60 + 110 * column, 0] for row, column in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1))]
+    assert centres == [50, 100, 150, 200, 250]
+    assert sheet[60 + 110, 60 + 220].tolist() == sheet[0, 0].tolist()
+    assert grid([photo()], columns=4, side=64).shape[1] == 64 + 16
+    with pytest.raises(ValueError, match="at least one"):
+        grid([])
+
+
+# -- charts --------------------------------------------------------------------------------------------------------
+
+
+def results(num_classes: int) -> DetectionResults:
+    rng = np.random.default_rng(0)
+    metrics = DetectionMetrics(num_classes)
+    for _ in range(20):
+        xy, wh = rng.uniform(0, 400, (num_classes, 2)), rng.uniform(40, 100, (num_classes, 2))
+        boxes, labels = np.concatenate((xy, xy + wh), axis=1), np.arange(num_classes)[:, None]
+        shifted = boxes + rng.normal(0, 8, boxes.shape)
+        found = np.concatenate((shifted, rng.random((num_classes, 1)), labels), axis=1)
+        metrics.update([found], [np.concatenate((labels, boxes), axis=1)])
+    return metrics.compute()
+
+
+def texts(svg: str) -> list[str]:
+    return [element.text for element in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.mark.parametrize("num_classes", [1, 3, 30])
+@pytest.mark.parametrize("draw", [charts.pr_curve, charts.confusion_matrix])
+def test_charts_are_self_contained_svg_with_any_names(draw, num_classes):
+    names = ['<script>"&', "naïve", *map(str, range(30))][:num_classes]
+    svg = draw(results(num_classes), names)
+    root = ET.fromstring(svg)
+    assert root.tag.endswith("svg")
+    assert "prefers-color-scheme:dark" in svg
+    assert "<script" not in svg
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+    width, height = (float(root.get(side)) for side in ("width", "height"))
+    for element in root.iter():
+        if element.get("x") and element.get("y"):
+            assert 0 <= float(element.get("x")) <= width
+            assert 0 <= float(element.get("y")) <= height
+
+
+def test_pr_curve_says_the_scores_and_follows_them():
+    scored = results(2)
+    svg = charts.pr_curve(scored, NAMES)
+    for expected in ("qr_code", "bar code", f"{scored.map50:.3f}", f"best F1 {scored.f1:.3f}", "recall", "precision"):
+        assert expected in texts(svg)
+    curves = [e for e in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}path") if "curve" in e.get("class")]
+    assert len(curves) == 3
+    first = [tuple(map(float, p.split())) for p in curves[0].get("d")[1:].split("L")]
+    reached = int((scored.precision_at_recall[0] > 0).sum())
+    assert len(first) == reached
+    lows = [e for e in ET.fromstring(svg).iter() if e.get("class") == "grid" and e.get("y1") == e.get("y2")]
+    zero, one = float(lows[0].get("y1")), float(lows[-1].get("y1"))
+    drawn = [(zero - y) / (zero - one) for _, y in first]
+    np.testing.assert_allclose(drawn, scored.precision_at_recall[0][:reached], atol=1e-3)
+
+
+def test_confusion_matrix_shows_its_counts():
+    scored = results(2)
+    shown = texts(charts.confusion_matrix(scored, NAMES))
+    for count in scored.confusion[scored.confusion > 0]:
+        assert str(count) in shown
+    assert "background" in shown
+
+
+def test_charts_of_an_empty_validation_set():
+    nothing = DetectionMetrics(2).compute()
+    assert "no labelled boxes" in texts(charts.pr_curve(nothing, NAMES))
+    ET.fromstring(charts.confusion_matrix(nothing, NAMES))
