@@ -148,7 +148,7 @@ def confusion_matrix(results: DetectionResults, names: Sequence[str]) -> str:
         number = _numbers(x, y, cell, count, part) if numbered and count else ""
         marks.append(f'<g><title>{title}</title><rect class="{css}" {square}/>{number}</g>')
     marks += _names_of_cells(labels, left, top, cell, font)
-    below = 46 if n <= 3 else round(0.64 * (left - 44)) + 34
+    below = 46 if n <= 3 else round((0.64 if numbered else 1) * (left - 44)) + 34
     marks.append(_text(left + side / 2, top + side + below, "labelled as", "muted", anchor="middle"))
     marks.append(_text(22, top + side / 2, "found as", "muted", anchor="middle", turn=-90))
     boxes = _count(int(results.labels.sum()), "labelled box")
@@ -168,12 +168,14 @@ def _numbers(x: float, y: float, cell: int, count: int, part: float) -> str:
 def _names_of_cells(labels: Sequence[str], left: float, top: float, cell: int, font: int) -> list[str]:
     """Names of rows at the left and of columns below, turned where they would meet."""
     marks = []
-    turned = len(labels) > 3
+    anchor, turn = ("middle", 0) if len(labels) <= 3 else ("end", -40 if len(labels) <= NUMBERED_CELLS else -90)
     for i, label in enumerate(labels):
         middle = (i + 0.5) * cell
         marks.append(_text(left - 8, top + middle + font * 0.35, label, "tick", anchor="end", size=font))
-        x, y = left + middle, top + cell * len(labels) + 16
-        anchor, turn = ("end", -40) if turned else ("middle", 0)
+        x, y = (
+            left + middle + (font * 0.35 if turn == -90 else 0),
+            top + cell * len(labels) + (8 if turn == -90 else 16),
+        )
         marks.append(_text(x, y, label, "tick", anchor=anchor, size=font, turn=turn))
     return marks
 
