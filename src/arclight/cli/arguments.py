@@ -1,0 +1,59 @@
+"""Reading the words after a verb: a recipe with overrides, or plain options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from arclight.cli.schema import Recipe
+from arclight.recipe import RecipeError, read
+
+
+class UsageError(ValueError):
+    """What was typed cannot be done."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are one line, like all others of the command."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def recipe_parser(verb: str, about: str) -> Parser:
+    """A parser for the options that a verb has beside its recipe."""
+    usage = f"arclight {verb} [recipe.toml] [options] [--table.field value ...]"
+    return Parser(prog=f"arclight {verb}", usage=usage, description=about, add_help=False)
+
+
+def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
+    """The recipe named first, with the flags that are not the verb's own laid over it; and the verb's own options.
+
+    ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program where that is asked
+    for. Raises UsageError with every problem.
+    """
+    if any(word in ("-h", "--help") for word in arguments):
+        from arclight.cli.help import recipe_help
+
+        print(recipe_help(parser, Recipe))
+        raise SystemExit(0)
+    words = list(arguments)
+    source = words.pop(0) if words and not words[0].startswith("-") else None
+    options, overrides = parser.parse_known_args(words)
+    options.source = source
+    # Classes named as package.module:Class are looked for here too, as `python -m` does, after all that is installed.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return read(Recipe, source if source is not None else {}, overrides), options
+    except RecipeError as error:
+        if len(error.problems) == 1:
+            raise
+        lines = "".join(f"\n  {problem}" for problem in error.problems)
+        raise UsageError(f"{source or 'the recipe'} cannot be used:{lines}") from error

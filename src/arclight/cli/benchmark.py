@@ -1,0 +1,59 @@
+"""``arclight benchmark``: programs side by side on the same input."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import Parser, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from arclight.deploy import Program
+
+
+def benchmark(arguments: list[str]) -> None:
+    parser = Parser(
+        prog="arclight benchmark", description="Time programs in turns on one random input; ratios are to the first."
+    )
+    parser.add_argument("program", nargs="+", type=Path, metavar="FILE", help="exported programs (.onnx)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples per call (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=None, metavar="N", help="for sizes that a program leaves open")
+    parser.add_argument(
+        "--rounds", type=int, default=30, metavar="N", help="calls of each program (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="CPU threads (default: all)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    options = parser.parse_args(arguments)
+
+    import rich
+
+    from arclight import deploy
+
+    programs = {str(path): deploy.Program.load(path) for path in options.program}
+    first = next(iter(programs.values()))
+    table = deploy.benchmark(
+        programs, random_inputs(first, options.batch, options.size), rounds=options.rounds, threads=options.threads
+    )
+    rich.print(table)
+    if options.json is not None:
+        options.json.write_text(json.dumps(table.json(), indent=2) + "\n", encoding="utf-8")
+
+
+def random_inputs(program: Program, batch: int, size: int | None) -> list[torch.Tensor]:
+    """Numbers in [0, 1) in the shapes that ``program`` takes; the first dimension is the batch."""
+    import torch
+
+    inputs = []
+    for spec in program.inputs:
+        open_size = size if size is not None else program.metadata.get("image_size")
+        shape: list[Any] = [batch, *(open_size if isinstance(length, str) else length for length in spec.shape[1:])]
+        if None in shape or not spec.dtype.startswith("float"):
+            raise UsageError(f"{program.path}: input {spec} cannot be made up; --size says how long its open sizes are")
+        inputs.append(torch.rand(shape, dtype=getattr(torch, spec.dtype)))
+    return inputs

@@ -1,0 +1,59 @@
+"""``arclight checkpoint``: look into checkpoints, check them, convert them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from arclight.cli.arguments import Parser
+
+
+def checkpoint(arguments: list[str]) -> int:
+    about = "Inspect, verify or convert a checkpoint. Nothing in it is ever unpickled."
+    parser = Parser(prog="arclight checkpoint", description=about)
+    verbs = parser.add_subparsers(required=True, metavar="inspect|verify|convert")
+
+    verb = verbs.add_parser("inspect", help="what it holds, read without its tensors")
+    verb.add_argument("path", type=Path)
+    verb.add_argument("--json", action="store_true", help="as JSON")
+    verb.set_defaults(run=inspect)
+
+    verb = verbs.add_parser("verify", help="whether every file is what was written; status 1 if not")
+    verb.add_argument("path", type=Path)
+    verb.set_defaults(run=verify)
+
+    verb = verbs.add_parser("convert", help="between a checkpoint folder, .safetensors and foreign .pt or .ckpt files")
+    verb.add_argument("source", type=Path)
+    verb.add_argument("target", type=Path)
+    verb.set_defaults(run=convert)
+
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def inspect(options: Namespace) -> int:
+    import rich
+
+    from arclight.checkpoint import inspect as summary_of
+
+    found = summary_of(options.path)
+    if options.json:
+        print(found.to_json())
+    else:
+        rich.print(found)
+    return 0
+
+
+def verify(options: Namespace) -> int:
+    from arclight.checkpoint import verify as problems_of
+
+    problems = problems_of(options.path)
+    print("\n".join(problems) or f"{options.path} is sound: every file is what was written")
+    return 1 if problems else 0
+
+
+def convert(options: Namespace) -> int:
+    from arclight.checkpoint import convert as convert_checkpoint
+
+    print(f"wrote {convert_checkpoint(options.source, options.target)}")
+    return 0

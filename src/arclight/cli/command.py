@@ -1,0 +1,92 @@
+"""From the words typed after ``arclight`` to the function that does it. Nothing is imported before it is needed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import arclight
+
+# A group, then verb -> (module:function, one line of help). The function takes the words after the verb.
+VERBS: dict[str, dict[str, tuple[str, str]]] = {
+    "Learn": {
+        "train": ("arclight.cli.train:train", "train as a recipe says, or resume where a run stopped"),
+        "validate": ("arclight.cli.evaluate:validate", "measure a checkpoint on the validation data"),
+        "test": ("arclight.cli.evaluate:test", "measure a checkpoint on the test data"),
+    },
+    "Use": {
+        "predict": ("arclight.cli.predict:predict", "draw what a program finds in images, folders and videos"),
+        "scan": ("arclight.cli.scan:scan", "find and read payment codes in images"),
+        "serve": ("arclight.cli.serve:serve", "answer over HTTP, with a page to try it"),
+        "benchmark": ("arclight.cli.benchmark:benchmark", "compare the speed of programs"),
+    },
+    "Look after": {
+        "data": ("arclight.cli.data:data", "draw a data set of payment codes, check a data set"),
+        "checkpoint": ("arclight.cli.checkpoint:checkpoint", "inspect, verify or convert a checkpoint"),
+        "doctor": ("arclight.cli.doctor:doctor", "explain this machine: devices, speed, what is missing"),
+    },
+}
+FAULTS_OF_USE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+USAGE_STATUS, INTERRUPTED_STATUS, BROKEN_PIPE_STATUS = 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    A user's mistake is one line on standard error and status 2; a fault of ours is a traceback and status 1.
+    """
+    verb, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    try:
+        status = dispatch(verb, rest)
+        sys.stdout.flush()  # here, where a pipe that nobody reads any more is told apart from a fault
+        return status
+    except KeyboardInterrupt:
+        print("arclight: interrupted", file=sys.stderr)
+        return INTERRUPTED_STATUS
+    except BrokenPipeError:  # the reader of a pipe, such as `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE_STATUS
+    except Exception as error:
+        if not is_fault_of_use(error):
+            raise
+        print(f"arclight: {error}", file=sys.stderr)
+        return USAGE_STATUS
+
+
+def dispatch(verb: str, rest: list[str]) -> int:
+    """Call the verb's function."""
+    verbs = {name: target for group in VERBS.values() for name, (target, _) in group.items()}
+    if verb in verbs:
+        module, _, function = verbs[verb].partition(":")
+        return int(getattr(importlib.import_module(module), function)(rest) or 0)
+    if verb in ("", "-h", "--help", "help"):
+        print(overview())
+        return 0
+    if verb in ("-V", "--version"):
+        print(f"arclight {arclight.__version__}")
+        return 0
+    near = difflib.get_close_matches(verb, verbs, 1)
+    advice = f"did you mean {near[0]}?" if near else "see arclight --help"
+    print(f"arclight: there is no verb {verb}; {advice}", file=sys.stderr)
+    return USAGE_STATUS
+
+
+def is_fault_of_use(error: Exception) -> bool:
+    """Whether the message says all that a person needs: our own errors do, and those about files that were named."""
+    return type(error).__module__.partition(".")[0] == "arclight" or isinstance(error, FAULTS_OF_USE)
+
+
+def overview() -> str:
+    from arclight.cli.style import bold, dim
+
+    lines = [
+        f"{bold('arclight')} {arclight.__version__}  from a first batch to a deployed int8 program",
+        "",
+        "  arclight <verb> [recipe.toml] [--table.field value ...]",
+    ]
+    for group, verbs in VERBS.items():
+        lines += ["", bold(group), *(f"  {verb:<12}{dim(about)}" for verb, (_, about) in verbs.items())]
+    return "\n".join([*lines, "", "arclight <verb> --help says everything about a verb."])

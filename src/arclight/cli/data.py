@@ -1,0 +1,69 @@
+"""``arclight data``: draw a data set of payment codes, check any data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from arclight.cli.arguments import Parser
+
+
+def data(arguments: list[str]) -> int:
+    parser = Parser(prog="arclight data", description="Draw a data set of payment codes, or check a data set.")
+    verbs = parser.add_subparsers(required=True, metavar="qris|check")
+
+    verb = verbs.add_parser("qris", help="draw scenes with payment codes, labelled")
+    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    verb.add_argument("--count", type=int, required=True, metavar="N", help="number of images")
+    verb.add_argument("--seed", type=int, default=0, help="same seed, same images (default: %(default)s)")
+    verb.add_argument("--size", type=int, default=640, help="side of an image, pixels (default: %(default)s)")
+    verb.set_defaults(run=qris)
+
+    verb = verbs.add_parser("check", help="what is wrong with a data set in YOLO's format; status 1 if anything is")
+    verb.add_argument("path", type=Path, metavar="data.yaml")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the report here")
+    verb.set_defaults(run=check)
+
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def qris(options: Namespace) -> int:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from arclight.vision.qris.generate import generate
+
+    started = time.monotonic()
+    columns = (TextColumn("drawing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task("", total=options.count)
+        description = generate(
+            options.out,
+            options.count,
+            options.seed,
+            size=options.size,
+            progress=lambda done, _: progress.update(bar, completed=done),
+        )
+    seconds = time.monotonic() - started
+    print(f"{options.count} images in {seconds:.1f} s ({options.count / seconds:.0f} per second): {description}")
+    return 0
+
+
+def check(options: Namespace) -> int:
+    """Report every split that the data set has. The labels are read afresh, and nothing is written beside them."""
+    from arclight.vision.data_yaml import read_data_yaml
+    from arclight.vision.labels import scan
+
+    spec = read_data_yaml(options.path)
+    splits = [split for split in ("train", "val", "test") if getattr(spec, split)]
+    reports = [scan(spec.images(split), len(spec.names), name=split, cache=False).report for split in splits]
+    names = ", ".join(spec.names[:8]) + (", ..." if len(spec.names) > 8 else "")
+    print(f"{options.path}: {len(spec.names)} classes ({names})")
+    print("\n".join(map(str, reports)))
+    if options.json is not None:
+        found = {report.name: dataclasses.asdict(report) for report in reports}
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 1 if any(report.corrupt or report.malformed for report in reports) else 0

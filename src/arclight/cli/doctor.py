@@ -1,0 +1,193 @@
+"""``arclight doctor``: what this machine offers, and why something on it would be slow or refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from arclight.cli.arguments import Parser
+
+INSTRUCTIONS = {
+    "AVX2": "avx2",
+    "AVX-512": "avx512f",
+    "VNNI": "avx512_vnni avx_vnni",
+    "BF16": "avx512_bf16",
+    "AMX BF16": "amx_bf16",
+    "AMX INT8": "amx_int8",
+}
+"""Instruction sets that decide speed here, and the names Linux gives them."""
+
+
+def doctor(arguments: list[str]) -> None:
+    parser = Parser(
+        prog="arclight doctor", description="Explain this machine: devices, threads, packages, what is slow and why."
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options = parser.parse_args(arguments)
+    facts = {
+        "software": software(),
+        "cpu": cpu(),
+        "accelerators": accelerators(),
+        "room": room(Path()),
+        "extras": extras(),
+    }
+    remarks = advice(facts)
+    if options.json:
+        print(json.dumps({**facts, "remarks": remarks}, indent=2))
+        return
+
+    from rich.console import Console
+
+    console = Console()
+    for topic, table in facts.items():
+        console.print(grid(topic, table))
+    console.print("[bold]remarks[/bold]" if remarks else "Nothing here makes Arclight slow.")
+    for remark in remarks:
+        console.print(f"  - {remark}", highlight=False, markup=False)
+
+
+def grid(topic: str, table: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    shown = Table(
+        title=topic, title_style="bold", title_justify="left", box=None, show_header=False, padding=(0, 1, 0, 2)
+    )
+    for name, value in (table or {"none": ""}).items():
+        text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+        shown.add_row(name, text)
+    return shown
+
+
+def software() -> dict[str, Any]:
+    import torch
+
+    import arclight
+
+    return {
+        "arclight": arclight.__version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "torch": torch.__version__,
+        "torch's CUDA": torch.version.cuda or "none",
+        "system": platform.platform(),
+    }
+
+
+def cpu() -> dict[str, Any]:
+    import torch
+
+    flags = cpu_flags()
+    return {
+        "model": cpu_model(),
+        "cores": os.cpu_count(),
+        "usable cores": usable_cores(),
+        "torch's threads": torch.get_num_threads(),
+        "torch's kernels": torch.backends.cpu.get_cpu_capability(),
+        "instruction sets": [name for name, linux in INSTRUCTIONS.items() if flags & set(linux.split())],
+    }
+
+
+def cpu_flags() -> set[str]:
+    """Instruction sets as Linux names them; empty elsewhere."""
+    return set(cpu_line("flags").split())
+
+
+def cpu_model() -> str:
+    return cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def cpu_line(name: str) -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(rf"^{name}\s*:(.*)$", info.read_text(encoding="utf-8"), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else ""
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: those it is bound to, or fewer where its container has a quota."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    limit, _, period = quota.read_text(encoding="utf-8").partition(" ") if quota.exists() else ("max", "", "")
+    return float(bound) if limit == "max" else min(bound, round(int(limit) / int(period), 2))
+
+
+def accelerators() -> dict[str, Any]:
+    """Name to description of each GPU that torch can use."""
+    import torch
+
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    if torch.backends.mps.is_available():
+        found["mps"] = "Apple GPU"
+    return found
+
+
+def room(folder: Path) -> dict[str, Any]:
+    """Memory, and disk below ``folder``, in GiB."""
+    facts = {"disk free GiB": round(shutil.disk_usage(folder).free / 2**30, 1)}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        facts["memory GiB"] = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    if Path("/dev/shm").is_dir():  # noqa: S108  (looked at, not written to)
+        facts["shared memory GiB"] = round(shutil.disk_usage("/dev/shm").free / 2**30, 2)  # noqa: S108
+    return facts
+
+
+def extras() -> dict[str, Any]:
+    """Extra to the packages that it brings, each with its version, or a mark where it is missing."""
+    found: dict[str, list[str]] = {}
+    for requirement in importlib.metadata.requires("arclight") or []:
+        package = re.match(r"[\w.-]+", requirement)
+        extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
+        if package and extra and extra[1] != "dev":
+            found.setdefault(extra[1], []).append(f"{package[0]} {version(package[0]) or 'MISSING'}")
+    return dict(found)
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def advice(facts: dict[str, Any]) -> list[str]:
+    """Sentences about what is slow or impossible here, and what to do about it."""
+    cpu, room = facts["cpu"], facts["room"]
+    has = set(cpu["instruction sets"])
+    remarks = []
+    if not facts["accelerators"]:
+        remarks.append("No GPU that torch can use: training runs on the CPU.")
+        if shutil.which("nvidia-smi") and facts["software"]["torch's CUDA"] == "none":
+            remarks.append(
+                "There is an NVIDIA driver, but this torch was built without CUDA: install a CUDA build of torch."
+            )
+        if not has & {"BF16", "AMX BF16"}:
+            remarks.append("This CPU does not compute in bfloat16: precision bf16-mixed will be slower than 32-true.")
+    if platform.machine() in ("x86_64", "AMD64") and not has & {"VNNI", "AMX INT8"}:
+        remarks.append(
+            "This CPU has no int8 dot product (VNNI): int8 programs will be small, but hardly faster than fp32."
+        )
+    threads, cores = cpu["torch's threads"], cpu["usable cores"]
+    if threads < int(cores):
+        reason = "OMP_NUM_THREADS is set" if "OMP_NUM_THREADS" in os.environ else "it counts physical cores"
+        remarks.append(f"torch uses {threads} of {cores:g} cores ({reason}).")
+    if threads > cores:
+        remarks.append(f"torch uses {threads} threads on {cores:g} usable cores: set OMP_NUM_THREADS to fewer.")
+    if room.get("shared memory GiB", 1.0) < 0.25:
+        remarks.append(
+            "Little shared memory (/dev/shm): loader processes may fail; give the container more, or workers = 0."
+        )
+    if room["disk free GiB"] < 2:
+        remarks.append("Less than 2 GiB of disk free here: checkpoints may not fit.")
+    for extra in ("vision", "deploy", "serve"):
+        missing = [name.split()[0] for name in facts["extras"].get(extra, []) if name.endswith("MISSING")]
+        if missing:
+            remarks.append(f'{", ".join(missing)} not installed: pip install "arclight[{extra}]"')
+    return remarks

@@ -1,0 +1,41 @@
+"""``arclight validate`` and ``arclight test``: a checkpoint measured on the data of its recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from arclight.cli.arguments import UsageError, read_recipe, recipe_parser
+from arclight.cli.train import build_task, make_trainer, run_of
+
+
+def validate(arguments: list[str]) -> None:
+    evaluate("validate", arguments)
+
+
+def test(arguments: list[str]) -> None:
+    evaluate("test", arguments)
+
+
+def evaluate(stage: str, arguments: list[str]) -> None:
+    parser = recipe_parser(stage, f"Measure a checkpoint on the {'validation' if stage == 'validate' else stage} data.")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="PATH", help="a checkpoint; default: the newest beside a run's recipe.toml"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
+    recipe, options = read_recipe(parser, arguments)
+    checkpoint = options.checkpoint or newest_checkpoint(run_of(options))
+    module, data = build_task(recipe)
+    trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)
+    results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
+    if options.json is not None and trainer.is_global_zero:
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def newest_checkpoint(run: Path | None) -> Path:
+    from arclight.checkpoint import find_last
+
+    found = find_last(run / "checkpoints") if run is not None else None
+    if found is None:
+        raise UsageError("which checkpoint? name it with --checkpoint, or give the recipe.toml of a run that has one")
+    return found

@@ -1,0 +1,76 @@
+"""The help of a verb that takes a recipe: its options, then every field that a recipe may have."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import textwrap
+from argparse import ArgumentParser
+from typing import Any
+
+from arclight.cli.style import bold, coloured, dim
+from arclight.recipe import MISSING, Setting, explain
+
+INTRODUCTION = """
+A recipe is a .toml or .yaml file, my_runs.py:function or package.module:function. Every field below may also be
+typed, as in --trainer.max_epochs 3 or --task.optimizer.kind sgd; it then wins over the file. A list is typed 1,2 and
+the absence of a value none. A class of your own is kind = "package.module:Class".
+"""
+TYPE_WIDTH = 28
+"""Space for the type and default of a field, in characters; longer ones push the explanation to the next line."""
+
+
+def recipe_help(parser: ArgumentParser, schema: type) -> str:
+    """``parser``'s own options and the fields of ``schema``, as wide as the terminal."""
+    width = min(shutil.get_terminal_size((120, 24)).columns, 130)
+    settings = explain(schema)
+    fields = {setting.path: setting for setting in settings if not setting.path.endswith(".kind")}
+    tables: dict[tuple[str, str], list[Setting]] = {}
+    for setting in settings:
+        tables.setdefault((setting.path.rpartition(".")[0], setting.kind), []).append(setting)
+    lines = [parser.format_help().rstrip(), "", *textwrap.wrap(INTRODUCTION, width)]
+    for (table, kind), rows in tables.items():
+        lines += ["", *heading(table, kind, fields.get(table), rows[0], width)]
+        shown_rows = [row for row in rows if row.path != f"{table}.kind" and (row.path, "") not in tables]
+        longest = max(len(row.path.rpartition(".")[2]) for row in shown_rows)
+        lines += [line for row in shown_rows for line in described(row, longest, width)]
+    return "\n".join(lines)
+
+
+def heading(table: str, kind: str, field: Setting | None, first: Setting, width: int) -> list[str]:
+    """The table as it is written in a recipe, and what it is for. ``field`` is the table as a field of its parent."""
+    if field is None:
+        return [bold("Fields outside any table")]
+    title = f"[{table}]" + (f' kind = "{kind}"' if kind else "")
+    if kind and shown(field.default) == kind:
+        title += ", the default"
+    doc = first.doc if kind else field.doc
+    return [bold(title), *(dim(line) for line in textwrap.wrap(doc, width))]
+
+
+def described(setting: Setting, longest: int, width: int) -> list[str]:
+    """One field: name, type and default at the left, what it means at the right or below."""
+    name, default = setting.path.rpartition(".")[2], shown(setting.default)
+    kind = setting.type + ("  (required)" if default is None else f"  [{default}]")
+    column = longest + TYPE_WIDTH + 4
+    docs = textwrap.wrap(setting.doc, max(width - column, 30)) or [""]
+    lines = [" " * column + line for line in docs]
+    left = f"  {coloured(name)}{' ' * (longest - len(name))}  "
+    if len(kind) < TYPE_WIDTH:
+        lines[0] = left + kind.ljust(TYPE_WIDTH) + docs[0]
+    else:
+        lines.insert(0, left + kind)
+    return [line.rstrip() for line in lines]
+
+
+def shown(default: Any) -> str | None:
+    """A default as it would be typed; None where there is none."""
+    if default is MISSING:
+        return None
+    if dataclasses.is_dataclass(default):
+        return type(default).__name__.lower()
+    if isinstance(default, list | tuple):
+        return ",".join(str(shown(item)) for item in default) or "[]"
+    if default is None:
+        return "none"
+    return str(default).lower() if isinstance(default, bool) else str(default)

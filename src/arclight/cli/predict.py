@@ -1,0 +1,50 @@
+"""``arclight predict``: what a program finds in images, folders and videos."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from arclight.cli.arguments import Parser
+
+
+def predict(arguments: list[str]) -> None:
+    parser = Parser(prog="arclight predict", description="Find objects in images, folders, patterns and videos.")
+    parser.add_argument(
+        "source", nargs="+", metavar="SOURCE", help="an image, a folder, a pattern such as 'a/*.jpg', or a video"
+    )
+    parser.add_argument("--program", type=Path, required=True, metavar="FILE", help="an exported detector (.onnx)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the images with their boxes here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here")
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="of a video, look at every N-th frame")
+    options = parser.parse_args(arguments)
+
+    from arclight.deploy import Program
+    from arclight.vision.sources import Frames
+
+    program = Program.load(options.program)
+    frames = Frames(options.source, vid_stride=options.stride)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for frame in frames:
+        (detections,) = program.predict([frame.image])
+        name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
+        found[name] = [
+            {
+                "label": label,
+                "confidence": round(float(confidence), 4),
+                "box_xyxy_px": [round(x, 1) for x in box.tolist()],
+            }
+            for label, confidence, box in zip(detections.labels, detections.boxes.conf, detections.boxes.xyxy)
+        ]
+        print(f"{name}: {summary(detections.labels)}")
+        if options.out is not None:
+            detections.save(options.out / f"{len(found):06d}-{Path(frame.path).stem}.jpg")
+    print(f"{len(found)} images, {sum(map(len, found.values()))} objects, {len(frames.skipped)} files skipped")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def summary(labels: list[str]) -> str:
+    """Counts by class, as in "2 person, 1 dog"."""
+    return ", ".join(f"{labels.count(label)} {label}" for label in dict.fromkeys(labels)) or "nothing"

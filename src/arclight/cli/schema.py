@@ -1,0 +1,35 @@
+"""What a recipe for a training run may say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arclight.trainer.settings import EMA, Checkpointing, Stopping, TrainerSettings
+from arclight.vision.settings import Detection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run, completely described."""
+
+    name: str = "run"
+    """What the run is called; its files lie in <root>/<name>/<number>/."""
+    root: Path = Path("runs")
+    """Folder of all runs."""
+    seed: int = 0
+    """Seed of every random stream, from 0 to 2**32 - 1."""
+    task: Detection
+    """What is learned, from which data; or kind = "package.module:Class", a class of your own with a method build()."""
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    """How long, how precisely and where to train."""
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    """Which checkpoints are kept."""
+    stopping: Stopping | None = None
+    """Stop early when a value no longer improves."""
+    ema: EMA | None = None
+    """Keep an exponential moving average of the weights and evaluate with it."""
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.task, "build", None)):
+            raise ValueError(f"{type(self.task).__name__} has no method build() that makes a module and its data")

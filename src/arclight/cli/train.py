@@ -1,0 +1,93 @@
+"""``arclight train``: a recipe becomes a run folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import UsageError, read_recipe, recipe_parser
+
+if TYPE_CHECKING:
+    from arclight.cli.schema import Recipe
+    from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
+
+
+def train(arguments: list[str]) -> None:
+    parser = recipe_parser("train", "Train as a recipe says, into a new run folder.")
+    parser.add_argument(
+        "--resume",
+        metavar="last|PATH",
+        help="go on where a run stopped: last is the newest run of this name, PATH a run folder or a checkpoint",
+    )
+    recipe, options = read_recipe(parser, arguments)
+
+    from arclight.cli.run_record import RunRecord
+
+    folder, checkpoint = resume_from(options.resume)
+    module, data = build_task(recipe)
+    trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe)], run_folder=folder)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    if trainer.is_global_zero:
+        print(f"\nThe run is in {trainer.run_folder.path}")
+        if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
+            print(f"The best checkpoint is {best}")
+
+
+def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
+    """The module and its data, on seeded generators. Raises UsageError where settings of the task do not fit."""
+    from arclight import Module, seed_everything
+
+    seed_everything(recipe.seed, workers=True)
+    try:
+        built = recipe.task.build()
+    except ValueError as error:
+        raise UsageError(f"task: {error}") from error
+    module, data = built if isinstance(built, tuple) else (built, None)
+    if not isinstance(module, Module):
+        made = type(module).__name__
+        raise UsageError(f"task: build() must give an arclight.Module, or one and a DataModule; it gave {made}")
+    return module, data
+
+
+def make_trainer(recipe: Recipe, **objects: Any) -> Trainer:
+    """A trainer as the recipe says, writing where the recipe says. Raises UsageError where its settings do not fit."""
+    from arclight import Trainer
+
+    try:
+        return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
+    except ValueError as error:
+        raise UsageError(f"trainer: {error}") from error
+
+
+def callbacks(recipe: Recipe) -> list[Callback]:
+    """The callbacks that the recipe has settings for."""
+    from arclight import LearningRateMonitor
+
+    parts = [part for part in (recipe.ema, recipe.stopping, recipe.checkpoint) if part is not None]
+    return [LearningRateMonitor(), *(part.build() for part in parts)]
+
+
+def resume_from(place: str | None) -> tuple[RunFolder | None, str | Path | None]:
+    """The run folder to go on in (None for a new or the newest one) and the checkpoint to start from."""
+    from arclight.checkpoint import find_last
+    from arclight.trainer import RunFolder
+
+    if place is None or place == "last":
+        return None, place
+    path = Path(place)
+    if (path / "checkpoints").is_dir():
+        found = find_last(path / "checkpoints")
+        if found is None:
+            raise UsageError(f"--resume: {path} has no checkpoint to go on from")
+        return RunFolder.open(path), found
+    if not path.is_dir():
+        raise UsageError(f"--resume: {path} is neither a run folder nor a checkpoint")
+    inside_a_run = path.parent.name == "checkpoints"
+    return (RunFolder.open(path.parent.parent) if inside_a_run else None), path
+
+
+def run_of(options: argparse.Namespace) -> Path | None:
+    """The run folder whose recipe.toml is the recipe, if it is."""
+    folder = Path(options.source).parent if options.source is not None else None
+    return folder if folder is not None and (folder / "checkpoints").is_dir() else None

@@ -1,0 +1,146 @@
+"""The command as a whole: what it lists, what it imports, how it fails."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+import arclight
+from arclight.cli.command import VERBS, main
+
+Typed = Callable[[str], tuple[int, str, str]]
+verbs = {verb: target for group in VERBS.values() for verb, (target, _) in group.items()}
+takes_a_recipe = ["train", "validate", "test"]
+
+
+def test_the_overview_names_every_verb(typed: Typed) -> None:
+    for line in ("", "--help", "-h", "help"):
+        status, out, _ = typed(line)
+        assert status == 0
+        assert all(f"\n  {verb} " in out for verb in verbs)
+        assert len(out.splitlines()) < 40
+        assert "\x1b" not in out  # this is no terminal
+
+
+def test_the_version(typed: Typed) -> None:
+    assert typed("--version") == (0, f"arclight {arclight.__version__}\n", "")
+
+
+@pytest.mark.parametrize("verb", verbs)
+def test_every_verb_exists_and_has_help(typed: Typed, verb: str) -> None:
+    module, _, function = verbs[verb].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    status, out, err = typed(f"{verb} --help")
+    assert (status, err) == (0, "")
+    assert f"arclight {verb}" in out
+
+
+@pytest.mark.parametrize("verb", takes_a_recipe)
+def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> None:
+    from arclight.cli.help import shown
+    from arclight.cli.schema import Recipe
+    from arclight.recipe import explain
+
+    _, out, _ = typed(f"{verb} --help")
+    words = " ".join(out.split())
+    settings = explain(Recipe)
+    tables = {setting.path.rpartition(".")[0] for setting in settings}
+    assert len(settings) > 70
+    for setting in settings:
+        assert setting.doc, f"{setting.path} has no docstring"
+        assert " ".join(setting.doc.split()) in words
+        if setting.path not in tables and not setting.path.endswith(".kind"):
+            default = shown(setting.default)
+            line = f"{setting.path.rpartition('.')[2]} {setting.type} "
+            assert line + ("(required)" if default is None else f"[{default}]") in words
+    assert '[task.schedule] kind = "cosine", the default' in out
+    assert "arclight train --resume" not in out
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("trian", "arclight: there is no verb trian; did you mean train?\n"),
+        ("qqq", "arclight: there is no verb qqq; see arclight --help\n"),
+        ("train x.toml", "arclight: x.toml cannot be read: No such file or directory\n"),
+        ("train --task.data x --sed 3", "arclight: --sed is not a field of Recipe; did you mean --seed?\n"),
+        (
+            "train --sed 3",
+            "arclight: the recipe cannot be used:\n"
+            "  --sed is not a field of Recipe; did you mean --seed?\n"
+            "  task is missing; Recipe needs it: detection\n",
+        ),
+        ("train --resume", "arclight: argument --resume: expected one argument (see arclight train --help)\n"),
+        ("scan a.jpg", "arclight: the following arguments are required: --program (see arclight scan --help)\n"),
+        ("data", "arclight: the following arguments are required: qris|check (see arclight data --help)\n"),
+        ("checkpoint inspect x", "arclight: there is no checkpoint at x: nothing has that name\n"),
+        ("train --task os.path:join", "arclight: --task.kind: need a kind, got <function join"),
+        ("train --task tiny_task:Fit", "arclight: --task.kind: tiny_task:Fit cannot be imported: No module named"),
+    ],
+)
+def test_a_users_mistake_is_told_plainly(typed: Typed, line: str, said: str) -> None:
+    status, out, err = typed(line)
+    assert (status, out) == (2, "")
+    assert err.startswith(said)
+    assert "Traceback" not in err
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: list[str]) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("arclight.cli.doctor.doctor", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+def test_an_interruption_is_no_fault(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("arclight.cli.doctor.doctor", interrupted)
+    assert typed("doctor") == (130, "", "arclight: interrupted\n")
+
+
+def test_a_reader_who_has_seen_enough_is_no_fault() -> None:
+    line = f"{sys.executable} -m arclight.cli train --help | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    first, status = done.stdout.splitlines()
+    assert first.startswith("usage: arclight train")
+    assert status in ("0", "141")  # the whole help may fit into the pipe
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from arclight.cli import main; main([]); help = main(['--help'])\n"
+    code += "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('torch' in sys.modules or 'numpy' in sys.modules or 'pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def cpu_seconds(*words: str) -> float:
+    """CPU time of a Python process, which other processes on the machine disturb little."""
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_help_is_much_faster_than_importing_torch() -> None:
+    torch = cpu_seconds("-c", "import torch")
+    assert cpu_seconds("-m", "arclight.cli", "--help") < 0.3 * torch
+    assert cpu_seconds("-c", "import arclight") < 0.15 * torch  # so that both together are within 1.15 of torch alone
+
+
+def test_the_package_brings_its_names_when_asked() -> None:
+    names = ["Trainer", "Fabric", "Module", "DataModule", "Callback", "seed_everything", "ModelCheckpoint"]
+    names += ["EarlyStopping", "LearningRateMonitor", "EMAWeightAveraging", "RichProgressBar"]
+    assert sorted(names) == dir(arclight)
+    for name in names:
+        assert callable(getattr(arclight, name)), name
