@@ -19,7 +19,7 @@ Grey = npt.NDArray[np.uint8]
 
 LARGEST = 1600
 """Longest side of an enlarged picture, pixels: beyond it enlarging costs much and reads nothing more."""
-FINEST = 1.25
+FINEST = 1.7
 """Fewest pixels per module at which laying a grid still reads something."""
 
 
@@ -128,8 +128,8 @@ def _variants(grey: Grey, box: Box) -> Iterator[_View]:
         return _enlarged(crop, origin, (round(width * factor), round(height * factor)))
 
     def square(side: float, *, close: bool = False) -> _View:
-        side = round(min(max(side, 1.25 * longest), LARGEST))
-        return _enlarged(tight if close else crop, tight_origin if close else origin, (side, side))
+        pixels = round(min(max(side, 1.25 * longest), LARGEST))
+        return _enlarged(tight if close else crop, tight_origin if close else origin, (pixels, pixels))
 
     def sharp(view: _View, amount: float, radius: float) -> _View:
         return _View(sharpened(view.image, amount, radius), view.origin, view.scale)
@@ -149,19 +149,17 @@ def _variants(grey: Grey, box: Box) -> Iterator[_View]:
     yield sharp(times(6), 1.5, 6)
 
 
-def read_box(grey: Grey, box: Box, *, patient: bool = True) -> list[Read]:
-    """Codes in and around ``box`` (x0, y0, x1, y1 pixels of ``grey``): the first view that reads one decides.
-
-    Where no view does and ``patient``, a module grid is laid over the picture and its modules are read one by one.
-    """
+def read_box(grey: Grey, box: Box) -> list[Read]:
+    """Codes in and around ``box`` (x0, y0, x1, y1 pixels of ``grey``): the first view that reads any decides."""
     for view in _variants(grey, box):
         codes = _zxing(view.image)
         if codes:
             return [view.back(_read(code)) for code in codes]
-    return _read_by_grid(grey, box) if patient else []
+    return []
 
 
-def _read_by_grid(grey: Grey, box: Box) -> list[Read]:
+def read_grid(grey: Grey, box: Box) -> list[Read]:
+    """The code in ``box`` by laying a module grid over the picture and reading the modules one by one."""
     crop, origin = _crop(grey, box, 0.2)
     side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
     largest = min(10, int((side / FINEST - 17) / 4))
@@ -173,7 +171,7 @@ def _read_by_grid(grey: Grey, box: Box) -> list[Read]:
     corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
     local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
     for grid in find_grids(picture, local, range(1, largest + 1), _proposals(picture)):
-        code = _read_grid(picture, grid)
+        code = _decoded(picture, grid)
         if code is not None:
             text = _read(code).text
             return [view.back(Read(text, grid.corners))]
@@ -183,7 +181,8 @@ def _read_by_grid(grey: Grey, box: Box) -> list[Read]:
 def _stretched(image: Grey) -> Floats:
     """Brightness from 0 to 255 between the darkest and lightest hundredth."""
     low, high = np.percentile(image, (1, 99))
-    return np.clip((image.astype(np.float32) - low) * (255 / max(high - low, 1.0)), 0, 255).astype(np.float32)
+    stretched = (image.astype(np.float32) - low) * (255 / max(high - low, 1.0))
+    return np.asarray(stretched.clip(0, 255), np.float32)
 
 
 def _proposals(picture: Floats) -> list[Floats]:
@@ -197,7 +196,7 @@ def _proposals(picture: Floats) -> list[Floats]:
     return [quad for quad in quads if np.abs(np.diff(quad, axis=0)).max() > 0.2 * extent]
 
 
-def _read_grid(picture: Floats, grid: Grid) -> Any:
+def _decoded(picture: Floats, grid: Grid) -> Any:
     """Decode the modules under a grid: each against a threshold, more and more sharpened; then as a flat picture."""
     seen = modules_seen(picture, grid)
     middle = (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2

@@ -130,7 +130,7 @@ def scores(picture: Floats, shapes: Floats, version: int) -> Floats:
 def modules_seen(picture: Floats, grid: Grid) -> Floats:
     """Brightness at the centre of every module, (n, n)."""
     middle = (np.arange(grid.modules, dtype=np.float32) + 0.5) / grid.modules
-    points = np.stack(np.meshgrid(middle, middle), -1).reshape(-1, 2)
+    points = np.stack(np.meshgrid(middle, middle), -1).reshape(-1, 2).astype(np.float32)
     return sample(picture, place(grid.shape[None], points)).reshape(grid.modules, grid.modules)
 
 
@@ -138,7 +138,7 @@ def flattened(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> 
     """The code seen straight on, ``cell`` pixels per module, with ``quiet`` modules around it."""
     size = (grid.modules + 2 * quiet) * cell
     along = ((np.arange(size, dtype=np.float32) + 0.5) / cell - quiet) / grid.modules
-    points = np.stack(np.meshgrid(along, along), -1).reshape(-1, 2)
+    points = np.stack(np.meshgrid(along, along), -1).reshape(-1, 2).astype(np.float32)
     return sample(picture, place(grid.shape[None], points).reshape(size, size, 2))
 
 
@@ -163,7 +163,7 @@ def parallelograms(box: Box, steps: int = 9) -> Floats:
     p, q, zero = p[fat], q[fat], np.zeros(int(fat.sum()))
     corners = ((p, zero), (zero + 1, q), (1 - p, zero + 1), (zero, 1 - q))
     unit = np.stack([np.stack(corner, -1) for corner in corners], 1) - 0.5
-    quads = np.concatenate([unit * scale for scale in (0.86, 0.93, 1.0, 1.07)])
+    quads = np.concatenate([unit * scale for scale in (0.88, 0.96, 1.04)])
     x0, y0, x1, y1 = box
     return _shapes(quads * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
 

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from arclight.vision.qris.decode import LARGEST, Grey, Read, read_box, read_zxing, sharpened, to_grey
+from arclight.vision.qris.decode import LARGEST, Grey, Read, read_box, read_grid, read_zxing, sharpened, to_grey
 from arclight.vision.qris.grid import Box, cv2
 from arclight.vision.qris.payload import Kind, Payload, parse
 from arclight.vision.qris.tlv import QrisError
 
+if TYPE_CHECKING:
+    from arclight.vision.detections import Detections
+
 NOT_READ = "a code was detected here but could not be read"
+PATIENCE = 8
+"""Boxes per photo on which a module grid is tried, the surest first: it costs a hundred times a plain reader."""
 
 
-class _Boxes(Protocol):
-    xyxy: npt.NDArray[np.float32]
-    conf: npt.NDArray[np.float32]
-
-
-class _Detections(Protocol):
-    boxes: _Boxes
-
-
-Detector = Callable[[npt.NDArray[np.uint8]], Any]
-"""RGB image -> something with ``boxes.xyxy`` (N, 4) pixels and ``boxes.conf`` (N,), such as Detections."""
+Detector = Callable[[npt.NDArray[np.uint8]], "Detections"]
+"""RGB image -> its Detections, of which ``boxes.xyxy`` (pixels) and ``boxes.conf`` are used."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Code:
     """One code in a photo; ``text`` is None where it was detected but not read."""
 
     corners_px: tuple[tuple[float, float], ...]
-    """The code's own top left, top right, bottom right and bottom left (x, y); the box's corners where it was not read."""
+    """The code's own top left, top right, bottom right, bottom left (x, y); the box's corners where it was not read."""
     box_xyxy_px: Box
     confidence: float
     """Of the detector, in [0, 1]; 1 for a code that was read without being detected."""
@@ -76,12 +72,14 @@ def scan(image: npt.NDArray[np.uint8], detector: Detector | None = None) -> list
         return []
     found = read_zxing(grey)
     boxes = [] if detector is None else _boxes(detector(image), grey.shape)
-    unread = [box for box in boxes if not any(_inside(read, box.xyxy) for read in found)]
-    for box in unread:
-        if not any(_inside(read, box.xyxy) for read in found):
+    for box in boxes:
+        if not _is_read(box, found):
             found = _merged(found, read_box(grey, box.xyxy))
-    if detector is None or any(not any(_inside(read, box.xyxy) for read in found) for box in boxes) or not boxes:
+    if not boxes or not all(_is_read(box, found) for box in boxes):
         found = _merged(found, _read_enlarged(grey))
+    for box in [box for box in boxes if not _is_read(box, found)][:PATIENCE]:
+        if not _is_read(box, found):
+            found = _merged(found, read_grid(grey, box.xyxy))
     return _codes(found, boxes)
 
 
@@ -97,19 +95,16 @@ def describe(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
 
 
 def _checked(image: npt.NDArray[np.uint8]) -> Grey:
-    shape, kind = getattr(image, "shape", None), getattr(image, "dtype", None)
-    if (
-        not isinstance(image, np.ndarray)
-        or kind != np.uint8
-        or not (image.ndim == 2 or image.ndim == 3 and image.shape[2] == 3)
-    ):
+    shape: tuple[int, ...] = getattr(image, "shape", ())
+    kind = getattr(image, "dtype", type(image).__name__)
+    if kind != np.uint8 or not (len(shape) == 2 or (len(shape) == 3 and shape[2] == 3)):
         raise ValueError(f"need an image as a uint8 array (H, W, 3) RGB or (H, W) grey; got {kind} {shape}")
     if image.size == 0:
         return np.zeros((0, 0), np.uint8)
     return np.ascontiguousarray(to_grey(image))
 
 
-def _boxes(detections: _Detections, shape: tuple[int, ...]) -> list[_Box]:
+def _boxes(detections: Detections, shape: tuple[int, ...]) -> list[_Box]:
     """The detector's boxes, clipped to the picture, surest first; empty ones are dropped."""
     xyxy = np.asarray(detections.boxes.xyxy, np.float64).reshape(-1, 4)
     confidence = np.asarray(detections.boxes.conf, np.float64).reshape(-1)
@@ -128,6 +123,10 @@ def _inside(read: Read, box: Box) -> bool:
     return bool(box[0] <= x <= box[2] and box[1] <= y <= box[3])
 
 
+def _is_read(box: _Box, found: list[Read]) -> bool:
+    return any(_inside(read, box.xyxy) for read in found)
+
+
 def _hull(read: Read) -> Box:
     (x0, y0), (x1, y1) = read.corners.min(0), read.corners.max(0)
     return float(x0), float(y0), float(x1), float(y1)
@@ -137,9 +136,8 @@ def _merged(known: list[Read], new: list[Read]) -> list[Read]:
     """``known`` and those of ``new`` that are not the same code once more: same text, one's centre inside the other."""
     result = list(known)
     for read in new:
-        if not any(
-            read.text == other.text and (_inside(read, _hull(other)) or _inside(other, _hull(read))) for other in result
-        ):
+        twins = [other for other in result if other.text == read.text]
+        if not any(_inside(read, _hull(other)) or _inside(other, _hull(read)) for other in twins):
             result.append(read)
     return result
 
@@ -149,7 +147,7 @@ def _read_enlarged(grey: Grey) -> list[Read]:
     if 2 * max(grey.shape) > LARGEST:
         return []
     double = cv2.resize(grey, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
-    return [replace(read, corners=read.corners / 2) for read in read_zxing(sharpened(double, 1.5, 2))]
+    return [replace(read, corners=read.corners * np.float32(0.5)) for read in read_zxing(sharpened(double, 1.5, 2))]
 
 
 def _codes(found: list[Read], boxes: list[_Box]) -> list[Code]:
@@ -163,7 +161,7 @@ def _codes(found: list[Read], boxes: list[_Box]) -> list[Code]:
         codes.append(Code(corners, xyxy, holder.confidence if holder else 1.0, read.text, kind, payload, problems))
     codes.sort(key=lambda code: (code.box_xyxy_px[0], code.box_xyxy_px[1]))
     for box in boxes:
-        if any(_inside(read, box.xyxy) for read in found):
+        if _is_read(box, found):
             continue
         x0, y0, x1, y1 = box.xyxy
         corners = ((x0, y0), (x1, y0), (x1, y1), (x0, y1))
