@@ -23,10 +23,10 @@ def find_codes(image: np.ndarray, *, imagine: bool = False) -> Detections:
         for at in (code.position for code in zxingcpp.read_barcodes(image))
     ]
     xyxy = [[*np.min(points, axis=0), *np.max(points, axis=0)] for points in corners]
-    xyxy += [[0, 0, 90, 90]] if imagine else []
+    confidence = [0.9] * len(xyxy) + [0.3] * imagine
+    xyxy += [[0, 0, 90, 90]] * imagine
     boxes = np.array(xyxy, np.float32).reshape(-1, 4)
-    certain, qr_code = np.ones(len(boxes), np.float32), np.zeros(len(boxes), np.float32)
-    return Detections.from_arrays(boxes, certain, qr_code, names=["qr_code"], image=image)
+    return Detections.from_arrays(boxes, confidence, [0] * len(boxes), names=["qr_code"], image=image)
 
 
 def main() -> None:

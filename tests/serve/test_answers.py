@@ -50,6 +50,13 @@ def test_a_code_that_is_no_payment_is_reported_as_its_text(server, sample):
     assert "qris" in texts
 
 
+def test_codes_are_looked_for_in_the_surest_boxes_only(serve_with, sample):
+    server = serve_with("--imagine", codes=1)
+    answer = server.detect(sample("counter")).json()
+    assert [box["confidence"] for box in answer["boxes"]] == [0.9, 0.3]
+    assert [code["text"] is None for code in answer["codes"]] == [False]
+
+
 def test_health_names_the_program(server):
     health = server.get("/health").json()
     assert health.pop("version")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.serve.refusals import Refusal
+from arclight.serve.settings import Limits
 
 if TYPE_CHECKING:
     from arclight.vision.detections import Detections
@@ -53,24 +54,21 @@ class Answer:
     milliseconds: Milliseconds
 
 
-def answer(photo: bytes, detector: Detect, *, max_pixels: int) -> Answer:
+def answer(photo: bytes, detector: Detect, limits: Limits) -> Answer:
     """Decode, detect and read the codes; raises Refusal 422 where ``photo`` is not an image that can be read."""
     from arclight.vision.images import ImageError, decode_image
     from arclight.vision.qris import scan
 
     started = time.perf_counter()
     try:
-        image = decode_image(photo, max_pixels=max_pixels)
+        image = decode_image(photo, max_pixels=limits.pixels)
     except ImageError as error:
         raise Refusal(422, one_sentence(error)) from None
     decoded = time.perf_counter()
     detections = detector(image)
     detected = time.perf_counter()
 
-    def detector_of_scan(view: Image) -> Detections:
-        return detections if view is image else detector(view)
-
-    codes = scan(image, detector_of_scan)
+    codes = scan(image, lambda _: surest(detections, limits.codes))
     scanned = time.perf_counter()
     return Answer(
         image=Size(width=image.shape[1], height=image.shape[0]),
@@ -83,6 +81,13 @@ def answer(photo: bytes, detector: Detect, *, max_pixels: int) -> Answer:
             total=milliseconds(started, scanned),
         ),
     )
+
+
+def surest(detections: Detections, most: int) -> Detections:
+    """The ``most`` boxes of highest confidence."""
+    found = detections.boxes
+    kept = np.argsort(-found.conf, kind="stable")[:most]
+    return type(detections).from_arrays(found.xyxy[kept], found.conf[kept], found.cls[kept], names=detections.names)
 
 
 def boxes(detections: Detections) -> list[Box]:

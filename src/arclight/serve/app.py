@@ -96,7 +96,7 @@ def create_app(
             await read_body(request, body, buffered, limits)
 
             def work() -> Answer:
-                return answer(image_bytes(bytes(body), content_type), detector, max_pixels=limits.pixels)
+                return answer(image_bytes(bytes(body), content_type), detector, limits)
 
             return JSONResponse(asdict(await workers.run(work, abandoned=request.is_disconnected)))
 

@@ -13,6 +13,8 @@ class Limits:
     """Largest request body, bytes."""
     pixels: int = 50_000_000
     """Largest image, pixels; read from the file's header before anything is decoded."""
+    codes: int = 40
+    """Boxes of a photo in which a code is looked for, the surest first: an unreadable one may take half a second."""
     buffered_bytes: int = 200_000_000
     """Bodies held in memory at one time, bytes, over all clients."""
     workers: int = 2

@@ -2,11 +2,12 @@
 
 import { count } from "./words.js";
 
+const BADGE = 14; // radius, CSS pixels
+
 export class Stage {
   constructor({ frame, photo, overlay, unseen, onSeen }) {
     Object.assign(this, { frame, photo, overlay, unseen, onSeen, marks: [], size: null, lit: null, address: null });
     new ResizeObserver(() => this.draw()).observe(photo);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
   // Show a picture file at once, before the server has seen it; a format this browser cannot show says so.
@@ -69,15 +70,18 @@ export class Stage {
     const place = this.place();
     if (!place) return;
     pen.scale(density, density);
-    const styles = getComputedStyle(document.documentElement);
+    const colours = getComputedStyle(document.documentElement);
+    const within = (value, size) => Math.min(Math.max(value, BADGE + 2), size - BADGE - 2);
     for (const mark of this.marks) {
       const corners = mark.corners.map(([x, y]) => [place.left + x * place.scale, place.top + y * place.scale]);
-      drawMark(pen, corners, mark, styles.getPropertyValue(`--mark-${mark.tone}`).trim(), mark.number === this.lit);
+      const colour = colours.getPropertyValue(`--mark-${mark.tone}`).trim();
+      drawOutline(pen, corners, colour, mark.number === this.lit);
+      drawNumber(pen, within(corners[0][0], width), within(corners[0][1], height), mark.number, colour);
     }
   }
 }
 
-function drawMark(pen, corners, mark, colour, lit) {
+function drawOutline(pen, corners, colour, lit) {
   const path = new Path2D();
   corners.forEach(([x, y], index) => (index ? path.lineTo(x, y) : path.moveTo(x, y)));
   path.closePath();
@@ -94,12 +98,11 @@ function drawMark(pen, corners, mark, colour, lit) {
   pen.strokeStyle = colour;
   pen.lineWidth = lit ? 4 : 3;
   pen.stroke(path);
-  drawNumber(pen, corners[0], String(mark.number), colour);
 }
 
-function drawNumber(pen, [x, y], text, colour) {
+function drawNumber(pen, x, y, number, colour) {
   pen.beginPath();
-  pen.arc(x, y, 14, 0, 2 * Math.PI);
+  pen.arc(x, y, BADGE, 0, 2 * Math.PI);
   pen.fillStyle = colour;
   pen.fill();
   pen.strokeStyle = "rgb(255 255 255 / .95)";
@@ -109,5 +112,5 @@ function drawNumber(pen, [x, y], text, colour) {
   pen.font = "700 14px -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
   pen.textAlign = "center";
   pen.textBaseline = "middle";
-  pen.fillText(text, x, y + 0.5);
+  pen.fillText(String(number), x, y + 0.5);
 }

@@ -18,6 +18,7 @@ export function printable(text) {
 }
 
 export function milliseconds(value) {
+  if (value >= 1000) return `${(value / 1000).toFixed(1)} s`;
   return value < 10 ? `${value.toFixed(1)} ms` : `${Math.round(value)} ms`;
 }
 
