@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.fabric import Fabric as Fabric
     from arclight.fabric import seed_everything as seed_everything
     from arclight.trainer import Callback as Callback
     from arclight.trainer import DataModule as DataModule
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks import LearningRateMonitor as LearningRateMonitor
     from arclight.trainer.callbacks import ModelCheckpoint as ModelCheckpoint
     from arclight.trainer.callbacks import RichProgressBar as RichProgressBar
+    from arclight.trainer.fabric import Fabric as Fabric
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ __getattr__, __dir__, __all__ = lazy(
         "DataModule": "arclight.trainer",
         "EMAWeightAveraging": "arclight.trainer.callbacks",
         "EarlyStopping": "arclight.trainer.callbacks",
-        "Fabric": "arclight.fabric",
+        "Fabric": "arclight.trainer.fabric",
         "LearningRateMonitor": "arclight.trainer.callbacks",
         "Module": "arclight.trainer",
         "ModelCheckpoint": "arclight.trainer.callbacks",

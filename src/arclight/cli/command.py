@@ -12,6 +12,9 @@ import arclight
 
 # A group, then verb -> (module:function, one line of help). The function takes the words after the verb.
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
+    "Start": {
+        "demo": ("arclight.cli.demo:demo", "the whole product in small: draw, train, quantize, export, scan"),
+    },
     "Learn": {
         "train": ("arclight.cli.train:train", "train as a recipe says, or resume where a run stopped"),
         "validate": ("arclight.cli.evaluate:validate", "measure a checkpoint on the validation data"),

@@ -5,6 +5,7 @@ A precision is a handful of functions that a loop composes once; full precision 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -116,15 +117,39 @@ NAMES = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
 def resolve_precision(choice: str | int | Precision | None, device: str) -> Precision:
-    """The precision a user asked for on a kind of device. Raises ValueError for an unknown name."""
+    """The precision a user asked for on a kind of device; ``auto`` measures. Raises ValueError for an unknown name."""
     if isinstance(choice, Precision):
         return choice
+    if choice == "auto":
+        choice = faster_precision(device)
     name = _ALIASES.get(str(choice), str(choice)) if choice is not None else "32-true"
     if name not in NAMES:
-        raise ValueError(f"precision={choice!r} is not known; choose one of {', '.join(NAMES)}, 16, 32, 64, bf16")
+        raise ValueError(f"precision={choice!r} is not known; choose auto, {', '.join(NAMES)}, 16, 32, 64, bf16")
     if name == "32-true":
         return Precision()
     return MixedPrecision(name, device) if name.endswith("mixed") else HalfPrecision(name)
+
+
+def faster_precision(device: str) -> str:
+    """``bf16-mixed`` where a convolution's forward and backward is at least a fifth faster in it than in float32."""
+    if device == "cuda":
+        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
+    if device != "cpu":
+        return "32-true"
+    seconds = {dtype: _time_convolution(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    return "bf16-mixed" if seconds[torch.bfloat16] < seconds[torch.float32] / 1.2 else "32-true"
+
+
+def _time_convolution(dtype: torch.dtype) -> float:
+    """Seconds of the fastest of five forward and backward passes; the layout is the one that bfloat16 kernels want."""
+    images = torch.ones(4, 64, 40, 40, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weight = torch.ones(64, 64, 3, 3, dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        nn.functional.conv2d(images, weight, padding=1).sum().backward()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 class _default_dtype(AbstractContextManager[None]):

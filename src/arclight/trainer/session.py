@@ -189,6 +189,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         tree = state.load(trainer, path)
         trainer.data_seed = tree.get("data", {}).get("seed", trainer.data_seed)
         state.restore_model(trainer, tree)
+        trainer.adopt_precision(tree.get("precision", {}).get("name"))
     _place(trainer, module)
     optimizers = module.configure_optimizers()
     trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(optimizers)

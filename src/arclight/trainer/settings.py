@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from arclight.trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
-Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
+Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class TrainerSettings:
     strategy: str = "auto"
     """How devices share the work: auto, ddp, ddp_spawn, ddp_fork."""
     precision: Precision = "32-true"
-    """Arithmetic of forward and backward."""
+    """Arithmetic of forward and backward; auto measures whether bf16-mixed is faster here than 32-true."""
     max_epochs: int | None = None
     """Passes over the training data; none with max_steps unset means 1000."""
     max_steps: int = -1

@@ -41,7 +41,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
-            "precision": trainer.precision_plugin.state_dict(),
+            "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
             "datamodule": trainer.datamodule.state_dict() if isinstance(trainer.datamodule, DataModule) else {},
             "logged": trainer.training_values.state_dict(),
             "rng": trainer.strategy.all_gather_object(rng_state()),
@@ -103,7 +103,7 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
             callback.load_state_dict(tree["callbacks"][callback.state_key])
         if hasattr(callback, "load_averages"):
             callback.load_averages(tree)
-    trainer.precision_plugin.load_state_dict(tree["precision"])
+    trainer.precision_plugin.load_state_dict(tree["precision"]["state"])
     if isinstance(trainer.datamodule, DataModule) and tree["datamodule"]:
         trainer.datamodule.load_state_dict(tree["datamodule"])
     trainer.progress.load_state_dict(tree["progress"])

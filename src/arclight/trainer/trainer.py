@@ -52,6 +52,7 @@ class Trainer:
         self.fast_dev_run = fast_dev_run
         self.accelerator = resolve_accelerator(accelerator)
         self.strategy = resolve_strategy(strategy, self.accelerator, devices, self.settings.num_nodes, detect_environment())
+        self._precision_choice = precision
         self.precision_plugin = resolve_precision(precision, self.accelerator.name)
         self._adopt(self.settings)
         self.max_epochs = limits.resolve_max_epochs(self.settings.max_epochs, self.settings.max_steps)
@@ -143,6 +144,11 @@ class Trainer:
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint folder; every rank must call this."""
         state.save(self, filepath, weights_only)
+
+    def adopt_precision(self, name: str | None) -> None:
+        """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""
+        if name is not None and self._precision_choice == "auto":
+            self.precision_plugin = resolve_precision(name, self.accelerator.name)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

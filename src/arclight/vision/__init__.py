@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from arclight.vision import qris
     from arclight.vision.detections import Detections
     from arclight.vision.detector import Detector
-    from arclight.vision.letterbox import letterbox
+    from arclight.vision.letterboxing import letterbox
     from arclight.vision.yolo import fuse
     from arclight.vision.zoo import build_model
 
@@ -23,7 +23,7 @@ __getattr__, __dir__, __all__ = lazy(
         "Detector": "arclight.vision.detector",
         "build_model": "arclight.vision.zoo",
         "fuse": "arclight.vision.yolo",
-        "letterbox": "arclight.vision.letterbox",
+        "letterbox": "arclight.vision.letterboxing",
         "qris": "arclight.vision.qris",
     },
 )

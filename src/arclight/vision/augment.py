@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from arclight.fabric.extras import require
 from arclight.vision.images import Image
-from arclight.vision.letterbox import GREY
+from arclight.vision.letterboxing import GREY
 from arclight.vision.settings import Augment
 
 cv2 = require("cv2", extra="vision")

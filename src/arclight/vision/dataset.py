@@ -22,7 +22,7 @@ from arclight.vision import augment as changes
 from arclight.vision.data_yaml import DataSpec, read_data_yaml
 from arclight.vision.images import Image, ImageError, decode_image, decode_reduced
 from arclight.vision.labels import DatasetError, DatasetReport, scan
-from arclight.vision.letterbox import Letterbox, letterbox
+from arclight.vision.letterboxing import Letterbox, letterbox
 from arclight.vision.settings import Augment
 
 cv2 = require("cv2", extra="vision")

@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from arclight.trainer import Callback, DataModule, Module
+from arclight.vision.anchors import fit_anchors
 from arclight.vision.boxes import nms
 from arclight.vision.dataset import DetectionDataset, collate, read_data_yaml
 from arclight.vision.detections import Detections
 from arclight.vision.layout import faster_memory_format
-from arclight.vision.loss import detection_loss, scaled_gains
+from arclight.vision.loss import scaled_gains, yolo_loss
 from arclight.vision.metrics import DetectionMetrics
 from arclight.vision.processing import DetectionProcessing
 from arclight.vision.settings import Detection
@@ -89,6 +90,15 @@ class Detector(Module):
         schedule = self.settings.schedule.build(optimizer, int(steps) if steps != float("inf") else 1_000_000)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def setup(self, stage: str) -> None:
+        """Fit the anchors to the training boxes, where the settings ask for it; a resumed run gets its own back later."""
+        data = self.trainer.datamodule
+        if stage == "fit" and self.settings.anchors == "fitted" and isinstance(data, DetectionData):
+            sizes = torch.from_numpy(np.concatenate([labels[:, 3:5] for labels in data.train.labels])) * self.settings.image_size
+            anchors = fit_anchors(sizes, self.settings.image_size).view_as(self.model.anchors)
+            strides = torch.tensor(self.model.stride, dtype=anchors.dtype).view(-1, 1, 1)
+            self.model.head.anchors.copy_(anchors / strides)
+
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
         if self.memory_format is None:
@@ -113,10 +123,10 @@ class Detector(Module):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         raw = self.model(self.prepare(batch["images"]))
-        loss, parts = detection_loss(raw, batch["targets"], self.model.anchors, self.gains)
+        loss, parts = yolo_loss(raw, batch["targets"], self.model.anchors, self.gains)
         size = len(batch["images"])
-        self.log("train/loss", parts.box + parts.obj + parts.cls, prog_bar=True, batch_size=size)
-        for name, value in parts._asdict().items():
+        self.log("train/loss", sum(parts.values()), prog_bar=True, batch_size=size)
+        for name, value in parts.items():
             self.log(f"train/{name}", value, batch_size=size)
         return loss
 
@@ -129,8 +139,8 @@ class Detector(Module):
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
         images, targets = self.prepare(batch["images"]), batch["targets"]
         raw = self.model.raw(images)
-        _, parts = detection_loss(raw, targets, self.model.anchors, self.gains)
-        self.log(f"{stage}/loss", parts.box + parts.obj + parts.cls, batch_size=len(images))
+        _, parts = yolo_loss(raw, targets, self.model.anchors, self.gains)
+        self.log(f"{stage}/loss", sum(parts.values()), batch_size=len(images))
         kept = nms(self.model.decode(raw), CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=len(self.names) > 1)
         self.metrics.update_batch(kept, targets, size=images.shape[-1])
 
@@ -176,6 +186,10 @@ class DetectionData(DataModule):
 
     def _open(self, split: str, **options: Any) -> DetectionDataset:
         return DetectionDataset.open(self.spec, split, image_size=self.settings.image_size, **options)
+
+    def train_photos(self) -> DetectionDataset:
+        """The training images as they are, for calibration."""
+        return self._open("train")
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self._loader(self.train, shuffle=True)

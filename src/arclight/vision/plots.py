@@ -11,6 +11,7 @@ import numpy as np
 from arclight.trainer import Callback
 from arclight.vision import charts
 from arclight.vision.draw import grid
+from arclight.vision.images import decode_image
 
 if TYPE_CHECKING:
     from arclight.trainer import Trainer
@@ -48,7 +49,7 @@ def write_plots(detector: Detector, photos: DetectionDataset | None, folder: Pat
     }
     if photos is not None and len(photos):
         picks = np.linspace(0, len(photos) - 1, min(SAMPLES, len(photos))).astype(int)
-        images = [photos.read(int(i)) for i in picks]
+        images = [decode_image(photos.images[int(i)]) for i in picks]
         shown = [found.plot() for found in detector.detect(images)]
         sheet = grid(shown, columns=4, side=320)
         cv2.imwrite(str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 85])

@@ -11,7 +11,7 @@ import torch
 
 from arclight.vision.boxes import nms
 from arclight.vision.detections import Detections
-from arclight.vision.letterbox import letterbox, unletterbox
+from arclight.vision.letterboxing import letterbox, unletterbox
 
 
 @dataclass(frozen=True)

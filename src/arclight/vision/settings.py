@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from arclight.optim.settings import SGD, WSD, AdamW, Constant, Cosine
 
@@ -52,6 +52,8 @@ class Detection:
     """The data set: a data.yaml with train, val and names."""
     model: str = "yolov5n"
     """Architecture: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x."""
+    anchors: Literal["coco", "fitted"] = "coco"
+    """Box shapes that the head starts from: the published ones, or ones fitted to this data set's boxes."""
     image_size: int = 640
     """Side of the square input, pixels; a multiple of 32."""
     batch_size: int = 16

@@ -1,0 +1,93 @@
+"""A run killed at any step and resumed ends with the same bits as one that was never killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from arclight import checkpoint
+
+SCRIPT = Path(__file__).parent / "resume_script.py"
+
+
+def run(root: Path, *arguments: str, killed: bool = False) -> None:
+    process = subprocess.run([sys.executable, str(SCRIPT), str(root), *arguments], capture_output=True, text=True, timeout=300, check=False)
+    if killed:
+        assert process.returncode == -9, process.stderr
+    else:
+        assert process.returncode == 0, process.stderr
+
+
+def end_of(root: Path) -> tuple[dict, bytes]:
+    state = checkpoint.load(root / "end.ckpt")
+    return state, (root / "run" / "1" / "metrics.csv").read_bytes()
+
+
+def assert_same(left: object, right: object, where: str = "") -> None:
+    if isinstance(left, torch.Tensor):
+        assert torch.equal(left, right), where
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_same(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), where
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            assert_same(a, b, f"{where}[{index}]")
+    else:
+        assert left == right or (left != left and right != right), where
+
+
+def compare(whole: Path, resumed: Path) -> None:
+    (left, left_rows), (right, right_rows) = end_of(whole), end_of(resumed)
+    for entry in ("model", "ema", "progress", "optimizers", "schedulers", "rng", "logged"):
+        assert_same(left[entry], right[entry], entry)
+    assert left_rows == right_rows
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    run(root)
+    return root
+
+
+# Steps 1 to 10 are the first epoch: before the first checkpoint, mid-epoch, just before and at an epoch's end, after it.
+@pytest.mark.parametrize("step", [1, 5, 9, 10, 11, 26])
+def test_killed_at_a_step(whole: Path, tmp_path: Path, step: int) -> None:
+    run(tmp_path, "--die-at-step", str(step), killed=True)
+    run(tmp_path, "--resume")
+    if step == 1:  # nothing had been saved: the second run is a new one from the start
+        left, right = checkpoint.load(whole / "end.ckpt"), checkpoint.load(tmp_path / "end.ckpt")
+        assert_same(left["model"], right["model"])
+    else:
+        compare(whole, tmp_path)
+
+
+def test_killed_twice_with_worker_processes(whole: Path, tmp_path: Path) -> None:
+    """Workers load ahead of training; and what they load does not depend on how many they are."""
+    run(tmp_path, "--workers", "2", "--die-at-step", "7", killed=True)
+    run(tmp_path, "--workers", "2", "--resume", "--die-at-step", "18", killed=True)
+    run(tmp_path, "--workers", "1", "--resume")
+    compare(whole, tmp_path)
+
+
+def test_killed_while_accumulating(tmp_path: Path) -> None:
+    run(tmp_path / "whole", "--accumulate", "3")
+    run(tmp_path / "killed", "--accumulate", "3", "--die-at-step", "7", killed=True)
+    run(tmp_path / "killed", "--accumulate", "3", "--resume")
+    compare(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    run(tmp_path / "whole", "--devices", "2")
+    state = checkpoint.load(tmp_path / "whole" / "end.ckpt")
+    assert len(state["rng"]) == 2
+    saved = sorted((tmp_path / "whole" / "run" / "1" / "checkpoints").glob("*step=6*"))
+    assert saved, "a checkpoint after step 6"
+    for path in (tmp_path / "whole" / "run" / "1" / "checkpoints").iterdir():
+        assert not checkpoint.verify(path)
