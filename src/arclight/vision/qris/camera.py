@@ -12,10 +12,10 @@ from arclight.vision.qris.symbols import Image
 def photograph(rng: np.random.Generator, scene: Image, finest: float | None) -> Image:
     """``scene`` (S, S, 3) as a phone would take it; blur stays below what ``finest``, pixels per module, can bear."""
     picture = _light(rng, scene)
-    if rng.random() < 0.2:
+    if rng.random() < 0.15:
         picture = _glare(rng, picture)
     limit = 2.0 if finest is None else float(np.clip(finest * rng.uniform(0.3, 1.3), 0.3, 5.0))
-    if rng.random() < 0.55:
+    if rng.random() < 0.45:
         picture = soften(picture, float(rng.uniform(0.2, 0.7)) * limit)
     if rng.random() < 0.12:
         picture = _motion(rng, picture, limit * float(rng.uniform(1.0, 2.5)))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.fabric.extras import require
-from arclight.vision.qris.grid import Box, Floats, Grid, find_grids, flattened, modules_seen
+from arclight.vision.qris.grid import LARGEST_VERSION, Box, Floats, Grid, find_grids, flattened, modules_seen
 
 cv2 = require("cv2", extra="vision")
 zxingcpp = require("zxingcpp", extra="vision")
@@ -162,7 +162,7 @@ def read_grid(grey: Grey, box: Box) -> list[Read]:
     """The code in ``box`` by laying a module grid over the picture and reading the modules one by one."""
     crop, origin = _crop(grey, box, 0.2)
     side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
-    largest = min(10, int((side / FINEST - 17) / 4))
+    largest = min(LARGEST_VERSION, int((side / FINEST - 17) / 4))
     if largest < 1 or min(crop.shape) < 4:
         return []
     factor = float(np.clip(200 / max(crop.shape), 0.5, 6))
@@ -170,7 +170,7 @@ def read_grid(grey: Grey, box: Box) -> list[Read]:
     picture = _stretched(view.image)
     corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
     local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
-    for grid in find_grids(picture, local, range(1, largest + 1), _proposals(picture)):
+    for grid in find_grids(picture, local, largest, _proposals(picture)):
         code = _decoded(picture, grid)
         if code is not None:
             text = _read(code).text
@@ -189,7 +189,10 @@ def _proposals(picture: Floats) -> list[Floats]:
     """Quadrilaterals that readers take for a code, though they cannot read it."""
     image = picture.astype(np.uint8)
     quads = [_corners(code) for code in _zxing(image, return_errors=True)]
-    found, points = cv2.QRCodeDetectorAruco().detectMulti(image)
+    try:
+        found, points = cv2.QRCodeDetectorAruco().detectMulti(image)
+    except cv2.error:  # it gives up on some pictures; the other proposals remain
+        found = False
     if found:
         quads += [np.asarray(quad, np.float32).reshape(4, 2) for quad in points]
     extent = max(image.shape)

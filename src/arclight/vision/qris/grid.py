@@ -8,7 +8,7 @@ by the cross-entropy method (Rubinstein and Kroese 2004) over the corners and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,6 +21,10 @@ cv2 = require("cv2", extra="vision")
 
 Floats = npt.NDArray[np.float32]
 Box = tuple[float, float, float, float]
+
+LARGEST_VERSION = 16
+"""A payment code has at most version 15; larger codes seldom come small or blurred."""
+_COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,10 @@ def parallelograms(box: Box, steps: int = 9) -> Floats:
     return _shapes(quads * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
 
 
-def refine(picture: Floats, start: Floats, version: int, *, rounds: int, count: int = 64) -> Grid:
-    """The best grid near ``start`` (8, 2): sample around it, keep the best sixth, and again, ``rounds`` times."""
+def refine(picture: Floats, near: Grid, *, rounds: int, count: int = 64) -> Grid:
+    """The best grid of the same version around ``near``: sample around it, keep the best sixth, ``rounds`` times."""
     rng = np.random.default_rng(0)
+    start = near.shape
     size = start.size
     reach = float(np.hypot(*(start[2] - start[0])) + np.hypot(*(start[3] - start[1]))) / 2
     mean = start.reshape(-1).astype(np.float64)
@@ -181,7 +186,7 @@ def refine(picture: Floats, start: Floats, version: int, *, rounds: int, count: 
         tries = mean + rng.standard_normal((count, size)) @ root.T
         tries[0] = best.reshape(-1)
         shapes = tries.reshape(count, *start.shape).astype(np.float32)
-        fit = scores(picture, shapes, version)
+        fit = scores(picture, shapes, near.version)
         elite = np.argsort(-fit)[: count // 6]
         if fit[elite[0]] > best_score:
             best, best_score = shapes[elite[0]], float(fit[elite[0]])
@@ -189,13 +194,11 @@ def refine(picture: Floats, start: Floats, version: int, *, rounds: int, count: 
         centred = tries[elite] - mean
         # Half of the old spread stays on the diagonal: ten samples alone would collapse the search too early.
         covariance = 0.6 * (centred.T @ centred) / len(elite) + 0.2 * np.diag(np.diag(covariance))
-    return Grid(version, best, best_score)
+    return Grid(near.version, best, best_score)
 
 
-def find_grids(
-    picture: Floats, box: Box, versions: Iterable[int], quads: Sequence[npt.NDArray[np.generic]] = ()
-) -> list[Grid]:
-    """The likeliest grids of one code near ``box`` (x0, y0, x1, y1 in pixels of ``picture``), best first.
+def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
+    """The likeliest grids of one code, up to version ``largest``, near ``box`` (x0, y0, x1, y1 in pixels), best first.
 
     ``quads`` are corners (4, 2) that other finders propose; their order does not matter.
     """
@@ -205,7 +208,7 @@ def find_grids(
     extent = max(box[2] - box[0], box[3] - box[1])
     soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
     rough: list[Grid] = []
-    for version in versions:
+    for version in (version for version in _COARSE_VERSIONS if version <= largest):
         fit = scores(soft, shapes, version)
         kept: list[Grid] = []
         for index in np.argsort(-fit)[:40]:
@@ -213,10 +216,18 @@ def find_grids(
             if all(np.abs(grid.corners - other.corners).max() > 0.08 * extent for other in kept):
                 kept.append(grid)
         rough += kept[:3]
-    rough = sorted(rough, key=_by_score)[:10]
-    middle = sorted((refine(picture, g.shape, g.version, rounds=8) for g in rough), key=_by_score)[:3]
-    return sorted((refine(picture, g.shape, g.version, rounds=14) for g in middle), key=_by_score)
+    rough = sorted(rough, key=_worst_last)[:10]
+    near = (refine(picture, grid, rounds=8) for grid in rough)
+    middle = sorted((_right_version(picture, grid, largest) for grid in near), key=_worst_last)[:3]
+    return sorted((refine(picture, grid, rounds=14) for grid in middle), key=_worst_last)
 
 
-def _by_score(grid: Grid) -> float:
+def _right_version(picture: Floats, grid: Grid, largest: int) -> Grid:
+    """The same grid as the neighbouring version that fits best: finder patterns alone say little about it."""
+    around = range(max(1, grid.version - 2), min(largest, grid.version + 2) + 1)
+    tried = [Grid(v, grid.shape, float(scores(picture, grid.shape[None], v)[0])) for v in around]
+    return min(tried, key=_worst_last)
+
+
+def _worst_last(grid: Grid) -> float:
     return -grid.score

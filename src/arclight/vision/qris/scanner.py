@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from arclight.vision.detections import Detections
 
 NOT_READ = "a code was detected here but could not be read"
-PATIENCE = 8
+PATIENCE = 4
 """Boxes per photo on which a module grid is tried, the surest first: it costs a hundred times a plain reader."""
 
 
@@ -97,11 +97,12 @@ def describe(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
 def _checked(image: npt.NDArray[np.uint8]) -> Grey:
     shape: tuple[int, ...] = getattr(image, "shape", ())
     kind = getattr(image, "dtype", type(image).__name__)
-    if kind != np.uint8 or not (len(shape) == 2 or (len(shape) == 3 and shape[2] == 3)):
+    if kind != np.uint8 or not (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))):
         raise ValueError(f"need an image as a uint8 array (H, W, 3) RGB or (H, W) grey; got {kind} {shape}")
     if image.size == 0:
         return np.zeros((0, 0), np.uint8)
-    return np.ascontiguousarray(to_grey(image))
+    flat = image[..., 0] if len(shape) == 3 and shape[2] == 1 else image
+    return to_grey(np.ascontiguousarray(flat))
 
 
 def _boxes(detections: Detections, shape: tuple[int, ...]) -> list[_Box]:
@@ -125,6 +126,19 @@ def _inside(read: Read, box: Box) -> bool:
 
 def _is_read(box: _Box, found: list[Read]) -> bool:
     return any(_inside(read, box.xyxy) for read in found)
+
+
+def _overlap(box: _Box, read: Read) -> float:
+    """Intersection over union of a box and a read's hull."""
+    (a0, b0, a1, b1), (c0, d0, c1, d1) = box.xyxy, _hull(read)
+    shared = max(0.0, min(a1, c1) - max(a0, c0)) * max(0.0, min(b1, d1) - max(b0, d0))
+    return shared / max((a1 - a0) * (b1 - b0) + (c1 - c0) * (d1 - d0) - shared, 1e-9)
+
+
+def _holder(read: Read, boxes: list[_Box]) -> _Box | None:
+    """The box around a read's centre that fits it best."""
+    around = (box for box in boxes if _inside(read, box.xyxy))
+    return max(around, key=lambda box: _overlap(box, read), default=None)
 
 
 def _hull(read: Read) -> Box:
@@ -151,10 +165,10 @@ def _read_enlarged(grey: Grey) -> list[Read]:
 
 
 def _codes(found: list[Read], boxes: list[_Box]) -> list[Code]:
-    """Reads paired with boxes (each with the surest that holds its centre), then the boxes nothing was read in."""
+    """Reads from left to right, each with its box; then the boxes that nothing was read in."""
     codes: list[Code] = []
     for read in found:
-        holder = next((box for box in boxes if _inside(read, box.xyxy)), None)
+        holder = _holder(read, boxes)
         kind, payload, problems = describe(read.text)
         corners = tuple((float(x), float(y)) for x, y in read.corners)
         xyxy = holder.xyxy if holder else _hull(read)

@@ -88,13 +88,13 @@ def draw_scene(rng: np.random.Generator, size: int) -> Scene:
     elif story < 0.62:
         _add_carrier(rng, stage, float(np.exp(rng.uniform(np.log(0.13), np.log(0.85)))) * size)
     elif story < 0.94:
-        share = float(np.exp(rng.uniform(np.log(0.07), np.log(0.33))))
+        share = float(np.exp(rng.uniform(np.log(0.08), np.log(0.36))))
         for _ in range(int(rng.integers(2, 5))):
             _add_carrier(rng, stage, share * float(rng.uniform(0.7, 1.4)) * size)
     else:
         _add_distractors(rng, stage, int(rng.integers(3, 9)))  # a scene without codes
     _add_distractors(rng, stage, int(rng.integers(0, 3)))
-    if rng.random() < 0.3:
+    if rng.random() < 0.22:
         _add_occluder(rng, stage)
     return Scene(photograph(rng, stage.canvas, _finest(stage.codes)), stage.codes)
 
@@ -113,7 +113,7 @@ def _side(corners: npt.NDArray[np.float64]) -> float:
 def _add_carrier(rng: np.random.Generator, stage: _Stage, side: float) -> None:
     draws, weights = zip(*_CARRIERS, strict=True)
     draw = draws[int(rng.choice(len(draws), p=np.array(weights) / sum(weights)))]
-    steep = 1.0 if rng.random() < 0.7 else 1.8
+    steep = 1.0 if rng.random() < 0.8 else 1.8
     placed = _add(rng, stage, draw, side, steep=steep, bent=rng.random() < 0.1)
     if placed and draw in (posters.phone_screen, posters.wallet_card) and rng.random() < 0.5:
         _add_holding_hand(rng, stage, placed)
