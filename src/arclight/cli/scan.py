@@ -20,7 +20,10 @@ def scan(arguments: list[str]) -> None:
         "source", nargs="+", metavar="SOURCE", help="an image, a folder, a pattern such as 'a/*.jpg', or a video"
     )
     parser.add_argument(
-        "--program", type=Path, required=True, metavar="FILE", help="an exported detector of codes (.onnx)"
+        "--program",
+        type=Path,
+        metavar="FILE",
+        help="an exported detector of codes (.onnx); without one a plain reader looks",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write an object here: image to a list of its codes")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="of a video, look at every N-th frame")
@@ -33,11 +36,12 @@ def scan(arguments: list[str]) -> None:
     from arclight.vision.sources import Frames
 
     console = Console()
-    program = Program.load(options.program)
+    program = Program.load(options.program) if options.program is not None else None
+    detector = (lambda image: program.predict([image])[0]) if program is not None else None
     frames = Frames(options.source, vid_stride=options.stride)
     found: dict[str, list[dict[str, Any]]] = {}
     for frame in frames:
-        codes = qris.scan(frame.image, lambda image: program.predict([image])[0])
+        codes = qris.scan(frame.image, detector)
         name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
         found[name] = [code.to_json() for code in codes]
         console.print(listing(name, found[name]))
@@ -66,7 +70,7 @@ def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
         at = ", ".join(f"{value:.0f}" for value in code["box_xyxy_px"])
         branch = tree.add(Text.assemble((kind, "bold"), f"  confidence {code['confidence']:.2f} at {at}"))
         for field, value in (code["payload"] or {}).items():
-            if value not in (None, "", [], {}):
+            if isinstance(value, str) and value:
                 branch.add(Text.assemble((f"{field} ", "dim"), printable(value)))
         if code["text"] is not None and not code["payload"]:
             branch.add(Text(printable(code["text"])))
@@ -76,6 +80,6 @@ def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:
 
 
 def printable(value: Any) -> str:
-    """Text without control characters, which could command the terminal."""
+    """Text on one line and without control characters, which could command the terminal."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.splitlines()))
