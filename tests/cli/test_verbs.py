@@ -61,6 +61,29 @@ def test_checkpoints_are_inspected_verified_and_converted(typed: Typed) -> None:
     assert damaged.name in out
 
 
+def test_scan_reads_payment_codes(typed: Typed) -> None:
+    pytest.importorskip("zxingcpp")
+    segno, qris = pytest.importorskip("segno"), pytest.importorskip("arclight.vision.qris")
+    text = qris.build(merchant_name="WARUNG SENJA", city="BANDUNG", mcc="5812", nmid="ID1020021181745")
+    Path("photos").mkdir()
+    segno.make(text, error="m").save("photos/payment.png", scale=8, border=4)
+    segno.make("https://example.org", error="m").save("photos/link.png", scale=8, border=4)
+    Path("photos/broken.png").write_text("not an image")
+    status, out, err = typed("scan photos --json codes.json")
+    assert status == 0
+    assert "2 images, 2 codes found, 2 read, 1 are payment codes (QRIS), 1 files skipped" in " ".join(out.split())
+    assert "WARUNG SENJA" in out
+    codes = json.loads(Path("codes.json").read_text())
+    (payment,), (link,) = codes["photos/payment.png"], codes["photos/link.png"]
+    fields = {"corners_px", "box_xyxy_px", "confidence", "text", "kind", "payload", "problems"}
+    assert set(payment) == set(link) == fields
+    assert (payment["kind"], payment["text"], payment["payload"]["merchant_name"]) == ("qris", text, "WARUNG SENJA")
+    assert (link["kind"], link["text"], link["payload"]) == ("other", "https://example.org", None)
+
+    status, _, err = typed("scan nowhere.jpg")
+    assert (status, err[:10]) == (2, "arclight: ")
+
+
 def test_what_a_code_says_cannot_command_the_terminal() -> None:
     from rich.console import Console
 
