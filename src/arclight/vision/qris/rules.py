@@ -55,6 +55,9 @@ LANGUAGE = {
     "01": Rule(_UNICODE + "{1,25}", "a merchant name of 1 to 25 characters", required=True),
     "02": Rule(_UNICODE + "{1,15}", "a merchant city of 1 to 15 characters"),
 }
+_EVERY_TAG = [f"{tag:02d}" for tag in range(1, 100)]
+ACCOUNT = dict.fromkeys(_EVERY_TAG, TEXT) | {"00": GUID}
+UNRESERVED = dict.fromkeys(_EVERY_TAG, Rule(_UNICODE + "{1,99}", "text without control characters")) | {"00": GUID}
 QRIS = {
     "00": Rule(re.escape(QRIS_GUID), QRIS_GUID, required=True),
     "02": Rule(r"ID[0-9]{13}", "a national merchant identifier (NMID): ID and 13 digits", required=True),
@@ -119,9 +122,7 @@ def _check_template(field: Field) -> Iterator[Problem]:
     if number in ACCOUNT_TEMPLATES or number in UNRESERVED_TEMPLATES:
         inner, problems = nested(field)
         yield from problems
-        free = TEXT if number in ACCOUNT_TEMPLATES else Rule(_UNICODE + "{1,99}", "text without control characters")
-        rules = {f"{tag:02d}": free for tag in range(1, 100)} | {"00": GUID}
-        yield from apply(rules, inner, end=end, inside=field.tag)
+        yield from apply(ACCOUNT if number in ACCOUNT_TEMPLATES else UNRESERVED, inner, end=end, inside=field.tag)
     elif field.tag in {"62", "64"}:
         inner, problems = nested(field)
         yield from problems
