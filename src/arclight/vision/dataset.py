@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -51,6 +51,20 @@ class Sample:
     """How the original went into the square; None for training images."""
 
 
+class Samples(list[Sample]):
+    """The samples of one batch, whose images lie in one tensor (N, 3, S, S) already: to collate them copies nothing."""
+
+    def __init__(self, size: int, count: int) -> None:
+        super().__init__()
+        self.images = torch.empty(count, 3, size, size, dtype=torch.uint8)
+
+    def add(self, image: Image, targets: NDArray[np.float32], path: Path, *placed: Any) -> None:
+        """Append a sample; ``image`` (S, S, 3) is copied into the tensor, ``placed`` are its shape and letterbox."""
+        planes = self.images[len(self)]
+        cv2.split(image, list(planes.numpy()))
+        self.append(Sample(planes, torch.from_numpy(targets), str(path), *placed))
+
+
 def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     """A batch: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
 
@@ -58,8 +72,9 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
     validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image.
     """
     rows = [torch.nn.functional.pad(sample.targets, (1, 0), value=place) for place, sample in enumerate(samples)]
+    whole = isinstance(samples, Samples) and len(samples) == len(samples.images)
     batch: dict[str, Any] = {
-        "images": torch.stack([sample.image for sample in samples]),
+        "images": cast(Samples, samples).images if whole else torch.stack([sample.image for sample in samples]),
         "targets": torch.cat(rows),
         "paths": [sample.path for sample in samples],
     }
@@ -74,7 +89,7 @@ class _Tile(NamedTuple):
 
     image: Image
     boxes: changes.Boxes
-    path: str
+    path: Path
 
 
 class DetectionDataset(Dataset[Sample]):
@@ -144,17 +159,22 @@ class DetectionDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+    def __getitems__(self, indices: Sequence[int]) -> Samples:
         """The samples of one batch."""
+        samples = Samples(self.image_size, len(indices))
         if self.augment is None:
-            return [self._letterboxed(int(index)) for index in indices]
+            for index in indices:
+                self._add_letterboxed(samples, int(index))
+            return samples
         rng = np.random.default_rng(random.getrandbits(128))
-        pool = np.concatenate((np.asarray(indices), rng.integers(len(self), size=max(4, len(indices) // 4))))
-        samples = [self._augmented(int(index), pool, rng, self.augment) for index in indices]
+        drawn = rng.integers(len(self), size=max(8 - len(indices), len(indices) // 8))
+        pool = np.concatenate((np.asarray(indices), drawn))
+        for index in indices:
+            self._add_augmented(samples, int(index), pool, rng, self.augment)
         self._forget_oldest()
         return samples
 
-    def _letterboxed(self, index: int) -> Sample:
+    def _add_letterboxed(self, samples: Samples, index: int) -> None:
         image, index = self._first_sound(index, decode_image)
         square, placed = letterbox(image, self.image_size)
         height, width = image.shape[:2]
@@ -163,11 +183,13 @@ class DetectionDataset(Dataset[Sample]):
         targets[:, 1:] *= np.array([width, height, width, height]) * scale
         targets[:, 1:3] += (pad_x, pad_y)
         targets[:, 1:] /= self.image_size
-        return Sample(_planes(square), torch.from_numpy(targets), str(self.images[index]), (height, width), placed)
+        samples.add(square, targets, self.images[index], (height, width), placed)
 
     # Training
 
-    def _augmented(self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment) -> Sample:
+    def _add_augmented(
+        self, samples: Samples, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
+    ) -> None:
         labelled = self._composed(index, pool, rng, augment)
         if self.mosaic_open and rng.random() < augment.mixup:
             labelled = changes.mixup(labelled, self._composed(int(rng.choice(pool)), pool, rng, augment), rng)
@@ -177,7 +199,7 @@ class DetectionDataset(Dataset[Sample]):
         targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
         targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
         targets[:, 1:] /= self.image_size
-        return Sample(_planes(image), torch.from_numpy(targets), self._tile(index).path)
+        samples.add(image, targets, self._tile(index).path)
 
     def _composed(
         self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
@@ -207,7 +229,7 @@ class DetectionDataset(Dataset[Sample]):
         rows = self.labels[index]
         low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
         boxes = np.concatenate((rows[:, :1], low * (width, height), high * (width, height)), 1, dtype=np.float32)
-        return _Tile(image, boxes, str(self.images[index]))
+        return _Tile(image, boxes, self.images[index])
 
     def _forget_oldest(self) -> None:
         # Only between batches: within one, each image is decoded once whatever its size.
@@ -238,13 +260,6 @@ class DetectionDataset(Dataset[Sample]):
                     self._damaged[candidate] = 1
                     log.warning("%s: %s; the next sound image stands in for it", self.images[candidate], error)
         raise DatasetError(f"none of the {len(self)} images can be read any more; the first is {self.images[0]}")
-
-
-def _planes(image: Image) -> Tensor:
-    """(S, S, 3) as a tensor (3, S, S)."""
-    planes = np.empty((3, *image.shape[:2]), np.uint8)
-    cv2.split(image, list(planes))
-    return torch.from_numpy(planes)
 
 
 def _available_memory() -> int | None:
