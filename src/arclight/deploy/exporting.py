@@ -20,6 +20,7 @@ from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.metadata import check as check_metadata
 from arclight.deploy.metadata import seal
 from arclight.deploy.parity import Parity, compare
+from arclight.deploy.processing import check_name
 from arclight.deploy.program import Program
 from arclight.deploy.quantization import QuantizedModel
 from arclight.fabric.extras import require
@@ -65,6 +66,8 @@ def export(
         require(package, extra="deploy")
     described = dict(metadata or {})
     check_metadata(described, reserved={"precision", "parity", "quantization", "versions"})
+    if "processing" in described:
+        check_name(described["processing"])
     path, inputs = Path(path), as_inputs(example_inputs)
     quantized = model if isinstance(model, QuantizedModel) else None
     module = quantized.graph if quantized else frozen_copy(model)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from arclight.deploy import pt2e
 from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy
 from arclight.deploy.errors import QuantizeError
 from arclight.deploy.parity import compare
-from arclight.deploy.quantizer import PlacementQuantizer
+from arclight.deploy.quantizer import STEM_CHANNELS, PlacementQuantizer
 from arclight.deploy.quiet import quiet
 from arclight.deploy.settings import Int8
 
@@ -84,8 +84,8 @@ def quantize(
             prepared = pt2e.prepare(graph, quantizer)
         if not quantizer.quantized_layers:
             raise QuantizeError(
-                f"no layer of {type(model).__name__} can run on integers: a convolution needs another layer after it, "
-                f"and none may be skipped; the layers are {quantizer.float_layers}"
+                f"no layer of {type(model).__name__} can run on integers: a convolution needs {STEM_CHANNELS} input "
+                f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
             )
         for batch in batches:
             prepared(*batch)

@@ -1,0 +1,177 @@
+"""Export: a program is written only if it computes what the model computes, and says what it is."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor, nn
+
+from arclight.deploy import ExportError, Program, QuantizedModel, export, quantize
+
+
+class Affine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).tanh()
+
+
+@pytest.fixture
+def affine() -> nn.Module:
+    return Affine()
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*"))
+
+
+def test_program_equals_model_at_any_batch_size(model: nn.Module, fp32_program: Program, images: Tensor) -> None:
+    for batch in (1, 2, 5):
+        with torch.no_grad():
+            torch.testing.assert_close(fp32_program(images[:batch]), model(images[:batch]), rtol=1e-4, atol=1e-3)
+
+
+def test_recorded_parity_is_what_one_measures(model: nn.Module, fp32_program: Program, images: Tensor) -> None:
+    parity = fp32_program.metadata["parity"]
+    with torch.no_grad():
+        measured = max(float((fp32_program(images[:n]) - model(images[:n])).abs().max()) for n in (1, 2, 3))
+    assert parity["batch_sizes"] == [1, 2, 3]
+    assert parity["max_difference"] == pytest.approx(measured, rel=1e-6)
+
+
+def test_a_program_beyond_the_bound_is_refused_and_nothing_is_left(affine: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="no program was written"):
+        export(affine, tmp_path / "p.onnx", example_inputs=torch.randn(64, 4), max_difference=1e-12)
+    assert leftovers(tmp_path) == []
+
+
+def test_a_refused_export_does_not_touch_the_program_before_it(affine: nn.Module, tmp_path: Path) -> None:
+    path, x = tmp_path / "p.onnx", torch.randn(3, 4)
+    export(affine, path, example_inputs=x)
+    before = path.read_bytes()
+    for bad in ({"max_difference": -1.0}, {"metadata": {"precision": "fp16"}}, {"format": "tflite"}):
+        with pytest.raises(ExportError):
+            export(affine, path, example_inputs=x, **bad)  # type: ignore[arg-type]
+    assert path.read_bytes() == before
+    assert leftovers(tmp_path) == ["p.onnx"]
+
+
+class FixedBatch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(3, 4) * torch.arange(3.0).view(3, 1)
+
+
+def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    with pytest.raises(ExportError, match="dynamic_batch=False"):
+        export(FixedBatch(), tmp_path / "p.onnx", example_inputs=x)
+    assert leftovers(tmp_path) == []
+    program = export(FixedBatch(), tmp_path / "p.onnx", example_inputs=x, dynamic_batch=False)
+    assert program.inputs[0].shape == (3, 4)
+    assert torch.equal(program(x), FixedBatch()(x))
+
+
+def test_metadata_comes_back(fp32_program: Program) -> None:
+    metadata = Program.load(fp32_program.path).metadata
+    assert metadata["names"] == ["código", "二维码"]
+    assert metadata["image_size"] == 64
+    assert metadata["format"] == 1
+    assert metadata["precision"] == "fp32"
+    stored = {p.key: p.value for p in onnx.load(fp32_program.path).metadata_props}
+    assert json.loads(stored["arclight"]) == metadata
+
+
+@pytest.mark.parametrize("metadata", [{"sha256": "0"}, {"parity": {}}, {"a": {1, 2}}, {"a": float("nan")}])
+def test_metadata_that_cannot_be_stored_is_refused(affine: nn.Module, metadata: dict, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="metadata"):
+        export(affine, tmp_path / "p.onnx", example_inputs=torch.randn(3, 4), metadata=metadata)
+    assert leftovers(tmp_path) == []
+
+
+def test_the_file_is_valid_onnx_and_tells_nothing_about_this_machine(fp32_program: Program) -> None:
+    onnx.checker.check_model(onnx.load(fp32_program.path), full_check=True)
+    content = fp32_program.path.read_bytes()
+    for private in (Path(__file__).parent, Path.home(), Path(torch.__file__).parent):
+        assert str(private).encode() not in content
+    assert b"stack_trace" not in content
+    assert fp32_program.inputs[0].shape == ("batch", 3, 64, 64)
+    assert fp32_program.outputs[0].shape == ("batch", 320, 7)
+
+
+def test_int8_runs_on_integer_kernels(int8_program: Program, quantized: QuantizedModel, tmp_path: Path) -> None:
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(str(int8_program.path), options)
+    operators = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+    assert operators["QLinearConv"] == len(quantized.quantized_layers) == 18
+    assert operators["QLinearConv"] / (operators["QLinearConv"] + operators["Conv"]) > 0.85  # but for stem and 2 heads
+    assert operators["DequantizeLinear"] <= 3  # integers end only where the heads begin
+    assert int8_program.metadata["quantization"]["integer_kernels"] == {"QLinearConv": 18}
+
+
+def test_int8_says_how_far_it_is_from_float(int8_program: Program, model: nn.Module, images: Tensor) -> None:
+    with torch.no_grad():
+        reference = model(images).double().numpy()
+    noise = int8_program(images.numpy()).astype(np.float64) - reference
+    measured = 10 * np.log10((reference**2).sum() / (noise**2).sum())
+    report = int8_program.metadata["quantization"]
+    assert int8_program.precision == "int8"
+    assert measured >= 30
+    assert report["against_float"]["sqnr_db"] == pytest.approx(measured, abs=0.01)
+    assert report["calibration_batches"] == 4
+    assert report["observer"] == "histogram"
+
+
+def test_int8_without_integer_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(2, 4, 16, 16)
+    quantized = quantize(nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)), [x])
+    optimization = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+
+    class NoFusion(onnxruntime.SessionOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph_optimization_level = optimization
+
+    monkeypatch.setattr(onnxruntime, "SessionOptions", NoFusion)
+    with pytest.raises(ExportError, match="only 0 of 1 quantized layers"):
+        export(quantized, tmp_path / "p.onnx", example_inputs=x)
+    assert leftovers(tmp_path) == []
+
+
+def test_int8_stores_integers(int8_program: Program, fp32_program: Program) -> None:
+    stored = [sum(len(t.raw_data) for t in onnx.load(p.path).graph.initializer) for p in (int8_program, fp32_program)]
+    assert stored[0] < 0.4 * stored[1]
+    assert int8_program.nbytes < fp32_program.nbytes
+
+
+def test_training_mode_and_device_of_the_model_do_not_matter(affine: nn.Module, tmp_path: Path) -> None:
+    affine.train().double()
+    program = export(affine, tmp_path / "deep" / "er" / "p.onnx", example_inputs=torch.randn(3, 4))
+    assert affine.training
+    assert affine.layer.weight.dtype == torch.float64
+    assert program.inputs[0].dtype == "float32"
+
+
+def test_export_is_silent(affine: nn.Module, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    export(affine, tmp_path / "p.onnx", example_inputs=torch.randn(3, 4))
+    assert capfd.readouterr() == ("", "")
+
+
+class Untranslatable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.bessel_j0(x)
+
+
+def test_what_onnx_cannot_express_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="bessel_j0"):
+        export(Untranslatable(), tmp_path / "p.onnx", example_inputs=torch.randn(3, 4))
+    assert leftovers(tmp_path) == []

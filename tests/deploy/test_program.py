@@ -1,0 +1,243 @@
+"""Programs: what runs them, what they refuse, and what they never do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+
+from arclight.deploy import Program, ProgramError, export
+from arclight.deploy.metadata import seal
+
+
+class Largest:
+    """Takes numbers, answers how often the program's best score exceeds each."""
+
+    def __init__(self, offset: float = 0.0) -> None:
+        self.offset, self.batches = offset, []
+
+    def preprocess(self, inputs: Sequence[float]) -> tuple[np.ndarray, list[float]]:
+        self.batches.append(len(inputs))
+        return np.stack([np.full((3, 64, 64), value, dtype=np.float32) for value in inputs]), list(inputs)
+
+    def postprocess(self, outputs: np.ndarray, context: list[float]) -> list[tuple[float, float]]:
+        return [(value, float(output.max()) + self.offset) for value, output in zip(context, outputs)]
+
+
+def plain_onnx(program: Program, path: Path) -> Path:
+    """The same model without a word about arclight."""
+    model = onnx.load(program.path)
+    del model.metadata_props[:]
+    onnx.save(model, path)
+    return path
+
+
+def test_numpy_gives_numpy_and_tensors_give_tensors(fp32_program: Program, images: Tensor) -> None:
+    array, tensor = fp32_program(images.numpy()), fp32_program(images)
+    assert isinstance(array, np.ndarray)
+    assert isinstance(tensor, Tensor)
+    assert np.array_equal(array, tensor.numpy())
+    assert np.array_equal(fp32_program(images.numpy()[:, :, ::-1, ::-1]), fp32_program(images.flip(2, 3).numpy()))
+
+
+@pytest.mark.parametrize(
+    ("value", "given"),
+    [
+        (np.zeros((1, 3, 32, 64), np.float32), r"float32 \(1, 3, 32, 64\)"),
+        (np.zeros((3, 64, 64), np.float32), r"float32 \(3, 64, 64\)"),
+        (np.zeros((1, 3, 64, 64), np.uint8), r"uint8 \(1, 3, 64, 64\)"),
+        (torch.zeros(1, 3, 64, 64, dtype=torch.bfloat16), r"bfloat16 \(1, 3, 64, 64\)"),
+        ([[1.0]], r"float64 \(1, 1\)"),
+    ],
+)
+def test_a_wrong_input_is_named_with_what_was_expected(fp32_program: Program, value: Any, given: str) -> None:
+    with pytest.raises(ProgramError, match=rf"images: float32 \(batch, 3, 64, 64\), got {given}"):
+        fp32_program(value)
+
+
+def test_a_wrong_number_of_inputs_is_refused(fp32_program: Program, images: Tensor) -> None:
+    with pytest.raises(ProgramError, match=r"takes 1 inputs .*images.* got 2"):
+        fp32_program(images, images)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.9, 0.99, 0.9999])
+def test_a_truncated_file_is_refused(copied: Path, share: float) -> None:
+    content = copied.read_bytes()
+    copied.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ProgramError, match=r"copy\.onnx"):
+        Program.load(copied)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04" * 100, b"\x00" * 64])
+def test_what_is_not_onnx_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "p.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ProgramError, match=r"p\.onnx"):
+        Program.load(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match="there is no program at"):
+        Program.load(tmp_path / "nothing.onnx")
+    with pytest.raises(ProgramError, match="there is no program at"):
+        Program.load(tmp_path)
+
+
+def test_a_changed_weight_is_noticed(copied: Path) -> None:
+    content = bytearray(copied.read_bytes())
+    weights = max(onnx.load(copied).graph.initializer, key=lambda tensor: len(tensor.raw_data)).raw_data
+    content[content.index(weights) + len(weights) // 2] ^= 1
+    copied.write_bytes(content)
+    with pytest.raises(ProgramError, match="checksum"):
+        Program.load(copied)
+
+
+def test_a_changed_description_is_noticed(copied: Path) -> None:
+    copied.write_bytes(copied.read_bytes().replace(b'"image_size": 64', b'"image_size": 65'))
+    assert Program.load(copied).metadata["image_size"] == 65  # what it says is not sealed, what it computes is
+    copied.write_bytes(copied.read_bytes().replace(b'"format": 1', b'"format": 9'))
+    with pytest.raises(ProgramError, match="format 9"):
+        Program.load(copied)
+    copied.write_bytes(copied.read_bytes().replace(b'{"format"', b'{{"forma"'))
+    with pytest.raises(ProgramError, match="malformed"):
+        Program.load(copied)
+
+
+def test_onnx_from_elsewhere_runs_raw(fp32_program: Program, images: Tensor, tmp_path: Path) -> None:
+    program = Program.load(plain_onnx(fp32_program, tmp_path / "plain.onnx"))
+    assert torch.equal(program(images), fp32_program(images))
+    assert program.metadata == {}
+    assert program.precision == "unknown"
+    with pytest.raises(ProgramError, match="processing="):
+        program.predict([0.5])
+
+
+def test_predict_keeps_order_and_batch_size(fp32_program: Program) -> None:
+    processing = Largest()
+    program = Program.load(fp32_program.path, processing=processing)
+    values = [i / 7 for i in range(7)]
+    results = program.predict(iter(values), batch_size=3)
+    assert processing.batches == [3, 3, 1]
+    assert [value for value, _ in results] == values
+    singles = [program.predict([value])[0][1] for value in values]
+    assert [score for _, score in results] == pytest.approx(singles, rel=1e-5)
+    assert program.predict([]) == []
+    with pytest.raises(ValueError, match="batch_size"):
+        program.predict(values, batch_size=0)
+
+
+def test_postprocessing_that_loses_results_is_noticed(fp32_program: Program) -> None:
+    class Lossy(Largest):
+        def postprocess(self, outputs: np.ndarray, context: list[float]) -> list[tuple[float, float]]:
+            return super().postprocess(outputs, context)[1:]
+
+    with pytest.raises(ProgramError, match="1 results for 2 inputs"):
+        Program.load(fp32_program.path, processing=Lossy()).predict([0.1, 0.2])
+
+
+@pytest.fixture(scope="module")
+def bare(fp32_program: Program, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The float program without metadata."""
+    return plain_onnx(fp32_program, tmp_path_factory.mktemp("bare") / "bare.onnx").read_bytes()
+
+
+@pytest.fixture
+def named(bare: bytes, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a program whose file names a processing."""
+
+    def write(name: object, **arguments: object) -> Path:
+        path = tmp_path / "named.onnx"
+        path.write_bytes(bare)
+        seal(path, {"processing": name, "processing_args": arguments})
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os:system", "arclightevil.mod:Class", "arclight:Trainer.fit", "arclight.deploy.program:os.system", "x", 7, None],
+)
+def test_processing_outside_the_package_is_refused(named: Callable[..., Path], tmp_path: Path, name: object) -> None:
+    with pytest.raises(ProgramError, match="only classes of the arclight package"):
+        Program.load(named(name))
+    with pytest.raises(ProgramError, match="only classes of the arclight package"):
+        export(nn.Identity(), tmp_path / "p.onnx", example_inputs=torch.zeros(1, 2), metadata={"processing": name})
+    assert not (tmp_path / "p.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("arclight.deploy.program:os", "no class"),
+        ("arclight.deploy.program:Path", "no class"),
+        ("arclight.deploy.program:Program", "no class"),
+        ("arclight.deploy.program:Nothing", "no class"),
+        ("arclight.deploy.nowhere:Class", "has no arclight.deploy.nowhere"),
+    ],
+)
+def test_what_is_no_processing_is_refused(named: Callable[..., Path], images: Tensor, name: str, message: str) -> None:
+    program = Program.load(named(name))
+    with pytest.raises(ProgramError, match=message):
+        program.predict([0.5])
+    assert program(images).shape == (8, 320, 7)  # raw use needs none
+
+
+def test_processing_is_made_with_the_arguments_in_the_file(
+    named: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shipped(Largest):
+        pass
+
+    module = types.ModuleType("arclight.example_processing")
+    Shipped.__module__ = module.__name__
+    module.Shipped = Shipped  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    name = "arclight.example_processing:Shipped"
+    without = Program.load(named(name)).predict([0.5])[0][1]
+    assert Program.load(named(name, offset=100.0)).predict([0.5])[0][1] == pytest.approx(without + 100)
+    with pytest.raises(ProgramError, match="processing_args"):
+        Program.load(named(name, colour="red")).predict([0.5])
+
+
+def test_threads_may_share_a_program(int8_program: Program, images: Tensor) -> None:
+    batches = [images[i : i + 1].numpy() for i in range(8)]
+    expected = [int8_program(batch) for batch in batches]
+    start = threading.Barrier(4)
+
+    def run(_: int) -> list[np.ndarray]:
+        start.wait(timeout=30)
+        return [int8_program(batch) for batch in batches * 5]
+
+    with ThreadPoolExecutor(4) as pool:
+        for outputs in pool.map(run, range(4)):
+            assert all(np.array_equal(a, b) for a, b in zip(outputs, expected * 5))
+
+
+def test_number_of_threads_does_not_change_results(int8_program: Program, images: Tensor) -> None:
+    two = Program.load(int8_program.path, threads=2)
+    assert torch.equal(two(images), Program.load(int8_program.path, threads=1)(images))
+    with pytest.raises(ValueError, match="threads"):
+        Program.load(int8_program.path, threads=0)
+
+
+def test_a_program_runs_without_torch(int8_program: Program) -> None:
+    code = (
+        "import sys, numpy as np\n"
+        "from arclight.deploy import Program\n"
+        f"out = Program.load({str(int8_program.path)!r}, threads=1)(np.zeros((2, 3, 64, 64), np.float32))\n"
+        "assert out.shape == (2, 320, 7)\n"
+        "assert 'torch' not in sys.modules and 'onnx' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,240 @@
+"""Quantization: what becomes integers, how close it stays, and that the user's model is left alone."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.deploy import Int8, Program, QuantizedModel, QuantizeError, export, quantize
+
+
+def sqnr_db(reference: Tensor, other: Tensor) -> float:
+    a, b = reference.double().numpy(), other.double().numpy()
+    return float(10 * np.log10((a**2).sum() / ((a - b) ** 2).sum()))
+
+
+def small(**changes: nn.Module) -> nn.Sequential:
+    """Convolutions enough to quantize, in a second."""
+    layers = {
+        "first": nn.Conv2d(4, 8, 3), "act": nn.SiLU(), "second": nn.Conv2d(8, 8, 3), "relu": nn.ReLU(),
+        "last": nn.Conv2d(8, 4, 1),
+    }  # fmt: skip
+    return nn.Sequential(OrderedDict(layers | changes)).eval()
+
+
+def test_outputs_stay_close_at_any_batch_size(model: nn.Module, quantized: QuantizedModel, images: Tensor) -> None:
+    for batch in (1, 2, 5):
+        with torch.no_grad():
+            assert sqnr_db(model(images[:batch]), quantized(images[:batch])) >= 30
+    assert 30 <= quantized.sqnr_db <= 80
+
+
+def test_every_score_stays_close(model: nn.Module, quantized: QuantizedModel, images: Tensor) -> None:
+    with torch.no_grad():  # boxes in pixels would hide them in the ratio above
+        assert sqnr_db(model(images)[..., 4:], quantized(images)[..., 4:]) >= 25
+
+
+def test_stem_and_heads_stay_in_float_everything_else_does_not(model: nn.Module, quantized: QuantizedModel) -> None:
+    convolutions = {name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    assert set(quantized.float_layers) == {"stem.0", "head.0", "head.1"}
+    assert set(quantized.quantized_layers) == convolutions - set(quantized.float_layers)
+
+
+def test_the_users_model_is_untouched(images: Tensor) -> None:
+    model = small()
+    model.train()
+    model.first.eval()
+    model.last.weight.requires_grad_(False)
+    state = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    grads = [parameter.requires_grad for parameter in model.parameters()]
+    quantize(model, [torch.rand(2, 4, 16, 16)])
+    assert [module.training for module in model.modules()] == modes
+    assert [parameter.requires_grad for parameter in model.parameters()] == grads
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert list(model.state_dict()) == list(state)
+
+
+def test_skip_keeps_a_module_and_what_is_inside_in_float(model: nn.Module, images: Tensor) -> None:
+    kept = quantize(model, [images], recipe=Int8(skip=("stage2", "neck.out")))
+    assert "neck.out.0" in kept.float_layers
+    assert {name for name in kept.quantized_layers if name.startswith("stage2")} == set()
+    assert any(name.startswith("stage2.block") for name in kept.float_layers)
+    assert "neck.a.0" in kept.quantized_layers
+
+
+def test_skip_that_names_nothing_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(QuantizeError, match="did you mean 'second'"):
+        quantize(small(), [torch.rand(2, 4, 16, 16)], recipe=Int8(skip=("secnd",)))
+
+
+@pytest.mark.parametrize(
+    ("calibration", "message"),
+    [
+        ([], "no batch"),
+        (torch.rand(2, 4, 16, 16), r"give \[batch\]"),
+        ([torch.rand(2, 4, 16, 16), torch.full((2, 4, 16, 16), torch.nan)], "batch 1 holds NaN"),
+        ([{"images": torch.rand(2, 4, 16, 16)}], "batch 0"),
+    ],
+)
+def test_calibration_data_is_checked(calibration: object, message: str) -> None:
+    with pytest.raises(QuantizeError, match=message):
+        quantize(small(), calibration)  # type: ignore[arg-type]
+
+
+def test_a_model_without_integers_is_refused() -> None:
+    with pytest.raises(QuantizeError, match="no layer of Conv2d"):
+        quantize(nn.Conv2d(4, 8, 1), [torch.rand(2, 4, 8, 8)])
+
+
+def test_an_unfaithful_model_is_refused() -> None:
+    with pytest.raises(QuantizeError, match="signal-to-noise ratio"):
+        quantize(small(), [torch.rand(2, 4, 16, 16)], recipe=Int8(min_sqnr_db=90))
+
+
+def test_only_as_many_batches_are_read_as_asked() -> None:
+    read = []
+
+    def batches() -> Iterator[Tensor]:
+        for i in range(100):
+            read.append(i)
+            yield torch.rand(2, 4, 16, 16)
+
+    assert quantize(small(), batches(), recipe=Int8(calibration_batches=3)).batches == 3
+    assert len(read) <= 4
+
+
+def test_ranges_come_from_the_calibration_data() -> None:
+    model, narrow = small(), torch.rand(4, 4, 16, 16)
+    wide = narrow * 10
+    with torch.no_grad():
+        right, wrong = (quantize(model, [data], recipe=Int8(min_sqnr_db=0)) for data in (wide, narrow))
+        assert sqnr_db(model(wide), right(wide)) > sqnr_db(model(wide), wrong(wide)) + 10
+
+
+@pytest.mark.parametrize(("reduce_range", "largest"), [(False, 127), (True, 63)])
+def test_weights_are_rounded_per_channel(reduce_range: bool, largest: int, tmp_path: Path) -> None:
+    model, batch = small(), torch.rand(4, 4, 16, 16)
+    with torch.no_grad():
+        model.second.weight[3] *= 100  # one scale for all channels would crush the others
+    quantized = quantize(model, [batch], recipe=Int8(reduce_range=reduce_range))
+    program = export(quantized, tmp_path / "q.onnx", example_inputs=batch)
+    stored = [onnx.numpy_helper.to_array(t) for t in onnx.load(program.path).graph.initializer]
+    integers = next(a for a in stored if a.dtype == np.int8 and a.shape == (8, 8, 3, 3))
+    weight = model.second.weight.detach().double().numpy()
+    scale = np.abs(weight).max((1, 2, 3), keepdims=True) / largest
+    assert np.abs(integers).max() == largest
+    assert np.array_equal(integers, np.round(weight / scale).astype(np.int8))
+
+
+def test_a_nearly_dead_channel_does_not_overflow_the_bias(tmp_path: Path) -> None:
+    model, batch = small(), torch.rand(4, 4, 16, 16)
+    with torch.no_grad():
+        model.second.weight[2] *= 1e-12
+        model.second.bias[2] = 3.0
+    quantized = quantize(model, [batch])
+    program = export(quantized, tmp_path / "q.onnx", example_inputs=batch)
+    with torch.no_grad():
+        assert sqnr_db(model(batch), program(batch)) >= 30
+
+
+class Towers(nn.Module):
+    """One convolution applied to two levels with ranges of their own, as detection heads share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(4, 8, 3, 2, padding=1)
+        self.shared, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = self.fine(x), self.coarse(x) * 30
+        return self.last(F.relu(self.shared(a))), self.last(F.relu(self.shared(b)))
+
+
+def test_a_shared_convolution_is_exact_at_each_place(tmp_path: Path) -> None:
+    model, batch = Towers().eval(), torch.rand(4, 4, 16, 16)
+    program = export(quantize(model, [batch]), tmp_path / "q.onnx", example_inputs=batch)
+    with torch.no_grad():
+        for expected, given in zip(model(batch), program(batch)):
+            assert sqnr_db(expected, given) >= 30
+
+
+class InPlace(nn.Module):
+    """A residual read after ReLU has overwritten it: what it adds is the clipped value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        y = self.b(F.relu(x, inplace=True))
+        return self.c(x + y)
+
+
+def test_operations_in_place_keep_their_meaning() -> None:
+    model, batch = InPlace().eval(), torch.randn(4, 4, 16, 16)
+    with torch.no_grad():
+        assert sqnr_db(model(batch), quantize(model, [batch])(batch)) >= 30
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn = nn.Conv2d(3, 16, 3, 2), nn.BatchNorm2d(16)
+        self.conv2, self.conv3 = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 32, 1)
+        self.norm, self.hidden, self.out = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 5)
+
+    def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        x = F.relu6(self.conv2(F.leaky_relu(self.bn(self.conv1(x)), 0.1)))
+        features = F.adaptive_avg_pool2d(F.relu(self.conv3(x)), 1).flatten(1)
+        return {"features": features, "logits": self.out(F.gelu(self.hidden(self.norm(features)))) * scale}
+
+
+def test_other_layers_and_several_inputs_and_outputs(tmp_path: Path) -> None:
+    model = Classifier()
+    for _ in range(10):
+        model(torch.rand(8, 3, 32, 32), torch.ones(8, 1))
+    model.eval()
+    inputs = (torch.rand(8, 3, 32, 32), torch.rand(8, 1) + 0.5)
+    quantized = quantize(model, [inputs, inputs])
+    assert set(quantized.quantized_layers) == {"conv2", "conv3", "hidden", "out"}
+    program = export(quantized, tmp_path / "q.onnx", example_inputs=inputs)
+    kernels = program.metadata["quantization"]["integer_kernels"]
+    assert kernels["QLinearConv"] == 2
+    assert sum(kernels.values()) == 4
+    with torch.no_grad():
+        expected = model(*inputs)
+    for reference, given in zip(expected.values(), program(*inputs)):
+        assert sqnr_db(reference, given) >= 30
+
+
+def test_settings_are_checked_and_need_no_torch() -> None:
+    with pytest.raises(ValueError, match="calibration_batches"):
+        Int8(calibration_batches=0)
+    with pytest.raises(ValueError, match="observer"):
+        Int8(observer="median")  # type: ignore[arg-type]
+    code = "import sys; from arclight.deploy import Int8; Int8(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_importing_torchao_is_silent() -> None:
+    code = "import arclight.deploy.pt2e"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout + run.stderr == ""
+
+
+def test_the_program_runs_what_was_simulated(int8_program: Program, quantized: QuantizedModel, images: Tensor) -> None:
+    for batch in (1, 2, 5):
+        assert sqnr_db(quantized(images[:batch]), int8_program(images[:batch])) >= 40
