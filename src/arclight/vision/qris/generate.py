@@ -9,8 +9,9 @@ import json
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,25 +73,31 @@ def generate(
             for split in ("train", "val"):
                 (folder / part / split).mkdir(parents=True)
         codes: dict[str, Any] = {}
-        for done, (name, found) in enumerate(_drawn(job, os.cpu_count() or 1 if workers is None else workers), 1):
-            codes[name] = found
-            if progress:
-                progress(done, count)
+        with closing(_drawn(job, os.cpu_count() or 1 if workers is None else workers)) as drawn:
+            for done, (name, found) in enumerate(drawn, 1):
+                codes[name] = found
+                if progress:
+                    progress(done, count)
         (folder / "codes.json").write_text(json.dumps(dict(sorted(codes.items())), indent=1) + "\n")
         (folder / "data.yaml").write_text(f"path: .\ntrain: images/train\nval: images/val\nnames: [{CLASS_NAME}]\n")
-        os.replace(folder, out)
+        if out.exists():
+            out.rmdir()
+        folder.replace(out)
     return out / "data.yaml"
 
 
-def _drawn(job: _Job, workers: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _drawn(job: _Job, workers: int) -> Generator[tuple[str, list[dict[str, Any]]]]:
     """Every image's name and codes, as they get done; the files are written on the way."""
     draw = partial(draw_files, job)
     if workers <= 1 or job.count < 8:
         yield from map(draw, range(job.count))
         return
     spawn = multiprocessing.get_context("spawn")  # a forked copy of a process with threads can hang
-    with ProcessPoolExecutor(min(workers, job.count), mp_context=spawn, initializer=_one_thread) as pool:
+    pool = ProcessPoolExecutor(min(workers, job.count), mp_context=spawn, initializer=_one_thread)
+    try:
         yield from pool.map(draw, range(job.count), chunksize=min(16, max(1, job.count // (4 * workers))))
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted run stops here instead of drawing to the end
 
 
 def _one_thread() -> None:
