@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from arclight.vision import augment as changes
-from arclight.vision.letterbox import GREY, letterbox
+from arclight.vision.letterboxing import GREY, letterbox
 from arclight.vision.settings import Augment
 
 SIZE = 320
