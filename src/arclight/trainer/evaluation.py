@@ -60,6 +60,7 @@ def run_evaluation(trainer: Trainer, module: Module, loaders: list[Any]) -> list
     """One pass over ``loaders``; the epoch's values for each of them."""
     hook = _HOOK[trainer.stage]
     trainer.logged = values = LoggedValues(trainer.stage)
+    trainer.eval_loaders, trainer.eval_batch = loaders, 0
     with evaluating(trainer, module, hook):
         trainer.call(f"on_{hook}_start", monitors=False)
         trainer.call(f"on_{hook}_epoch_start", monitors=False)
@@ -104,7 +105,7 @@ def _run_loader(trainer: Trainer, module: Module, loader: Any, number: int, coun
                 function(batch, index, number)
         trainer.enter(f"{hook}_step", suffix)
         output = step(batch, *((index, *extra) if arguments > 1 else ()))
-        trainer.eval_batch = index + 1
+        trainer.eval_batch += 1
         if trainer.stage == "predict":
             trainer.collect_prediction(output, number)
         if end:

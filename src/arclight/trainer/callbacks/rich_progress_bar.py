@@ -60,7 +60,7 @@ class RichProgressBar(Callback):
         self._clock = ProgressClock(0)
         self._eval_clock = ProgressClock(0)
         self._plain_at = 0.0
-        self._finished = False
+        self._fitting = self._finished = False
 
     def get_metrics(self, trainer: Trainer, pl_module: Module) -> dict[str, Any]:
         """Name and value of what is shown; override to add or leave out some."""
@@ -68,8 +68,11 @@ class RichProgressBar(Callback):
 
     # -- fit -------------------------------------------------------------------------------------------------------
 
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._fitting, self._finished = True, False
+
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._clock, self._finished = ProgressClock(trainer.progress.batches), False
+        self._clock = ProgressClock(trainer.progress.batches)
         self._start(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -79,7 +82,7 @@ class RichProgressBar(Callback):
             self._live.console.print(self._drawing(trainer, pl_module))
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._finished = True
+        self._fitting, self._finished = False, True
         self._show(trainer, pl_module, force=True)
         self._stop()
 
@@ -89,6 +92,7 @@ class RichProgressBar(Callback):
         self._show(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        self._fitting = False
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
@@ -116,13 +120,12 @@ class RichProgressBar(Callback):
 
     def _begin_evaluation(self, trainer: Trainer) -> None:
         self._clock.pause()
-        trainer.eval_batch = 0
-        self._eval_clock = ProgressClock(0)
+        self._eval_clock, self._finished = ProgressClock(0), False
         self._start(trainer)
 
     def _end_evaluation(self, trainer: Trainer, pl_module: Module) -> None:
         self._clock.resume(trainer.progress.batches)
-        if not trainer.training:
+        if not self._fitting:
             self._finished = True
             self._show(trainer, pl_module, force=True)
             self._stop()
@@ -181,10 +184,8 @@ class RichProgressBar(Callback):
         )
         metrics = Text()
         for name, value in self.get_metrics(trainer, pl_module).items():
-            metrics.append("   " if metrics else "").append(f"{name}\u00a0", theme.metrics_name).append(
-                value_text(value),
-                theme.metrics,
-            )
+            metrics.append("   " if metrics else "")
+            metrics.append(f"{name}\u00a0", theme.metrics_name).append(value_text(value), theme.metrics)
         return Group(table, Padding(metrics, (0, 0, 0, 2))) if metrics else table
 
     def _line(self, trainer: Trainer, pl_module: Module) -> str:
@@ -194,31 +195,17 @@ class RichProgressBar(Callback):
 
     def _numbers(self, trainer: Trainer) -> tuple[str, int, float, str, str]:
         """Label, batches done, batches in all, speed, and time left (or taken, once finished)."""
-        stage = trainer.stage
-        if stage in _LABELS:
-            total = sum(trainer.num_eval_batches)
-            done, clock = trainer.eval_batch, self._eval_clock
-            label = (
-                f"{epoch_text(trainer)}  {_LABELS[stage].lower()}"
-                if trainer.training and stage == "validate"
-                else _LABELS[stage]
-            )
-            time_text = clock_text(clock.elapsed) if self._finished else f"eta {clock_text(clock.left(total))}"
-            return label, done, total, rate_text(clock.rate), time_text
-        clock, done, total = self._clock, trainer.progress.batch, trainer.num_training_batches
-        if not self._finished:
-            return (
-                epoch_text(trainer),
-                done,
-                total,
-                rate_text(clock.rate),
-                f"eta {clock_text(clock.left(total_batches(trainer)))}",
-            )
-        if done == 0 and math.isfinite(
-            total,
-        ):  # the last epoch is complete, and the count stands at the start of the next
-            done = int(total)
-        return epoch_text(trainer), done, total, rate_text(clock.rate), clock_text(clock.elapsed)
+        label, done, total = epoch_text(trainer), trainer.progress.batch, trainer.num_training_batches
+        clock, whole = self._clock, total_batches(trainer)
+        if trainer.stage in _LABELS:
+            name = _LABELS[trainer.stage]
+            label = f"{label}  {name.lower()}" if self._fitting and trainer.stage == "validate" else name
+            done, total, clock = trainer.eval_batch, sum(trainer.num_eval_batches), self._eval_clock
+            whole = total
+        elif self._finished and done == 0 and math.isfinite(total):
+            done = int(total)  # the last epoch is complete, and the count stands at the start of the next
+        time_text = clock_text(clock.elapsed) if self._finished else f"eta {clock_text(clock.left(whole))}"
+        return label, done, total, rate_text(clock.rate), time_text
 
 
 def epoch_text(trainer: Trainer) -> str:

@@ -39,7 +39,7 @@ class WeightAveraging(Callback):
     def __init__(self, device: torch.device | str | None = None, use_buffers: bool = True) -> None:
         self.device, self.use_buffers = device, use_buffers
         self.updates = 0
-        self._last_step = -1
+        self._last_step: int | None = None
         self._averages: Averages = {}
         self._owners: dict[str, dict[str, Any]] = {}
         self._backup: list[torch.Tensor] | None = None
@@ -74,11 +74,13 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Every fit has an average of its own; a resume loads the saved one after this."""
-        self._averages, self.updates, self._last_step = {}, 0, -1
+        self._averages, self.updates, self._last_step = {}, 0, None
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._owners = tensor_owners(pl_module, self.use_buffers)
         self._training = True
+        if self._last_step is None:
+            self._last_step = trainer.global_step
         if not self._averages:
             return
         if unknown := self._averages.keys() ^ self._owners.keys():
@@ -89,14 +91,15 @@ class WeightAveraging(Callback):
         }
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.progress.global_step
-        if step > self._last_step and self.should_update(step_idx=step - 1):
-            self._last_step = step
-            self._update()
+        self._update_if(trainer, step_idx=trainer.progress.global_step - 1)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if trainer.global_step > self._last_step and self.should_update(epoch_idx=trainer.current_epoch):
-            self._last_step = trainer.global_step
+        self._update_if(trainer, epoch_idx=trainer.current_epoch)
+
+    def _update_if(self, trainer: Trainer, **index: int) -> None:
+        step = trainer.progress.global_step
+        if step != self._last_step and self.should_update(**index):
+            self._last_step = step
             self._update()
 
     @torch.no_grad()

@@ -1,0 +1,303 @@
+"""ModelCheckpoint: what is on the disk, and what it says about it, at every moment."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import arclight as al
+from arclight import checkpoint
+from arclight.trainer.callbacks import MissingMetricError, ModelCheckpoint, OnExceptionCheckpoint
+
+
+def names(folder: str | Path | None) -> set[str]:
+    return {entry.name for entry in Path(str(folder)).iterdir()}
+
+
+def step_of(path: str | Path) -> int:
+    return checkpoint.load(path, only=["progress"])["progress"]["global_step"]
+
+
+@pytest.mark.parametrize(("mode", "kept", "best", "worst"), [("min", {3, 4}, 3, 4), ("max", {0, 2}, 0, 2)])
+def test_keeps_the_best_k(fit: Any, mode: str, kept: set[int], best: int, worst: int) -> None:
+    saver = ModelCheckpoint(monitor="val/score", mode=mode, save_top_k=2, filename="{epoch}")
+    fit({"val/score": [5.0, 3.0, 4.0, 1.0, 2.0]}, saver)
+    assert names(saver.dirpath) == {f"epoch={epoch}.ckpt" for epoch in kept}
+    assert Path(saver.best_model_path).name == f"epoch={best}.ckpt"
+    assert Path(saver.kth_best_model_path).name == f"epoch={worst}.ckpt"
+    assert saver.best_model_score == [5.0, 3.0, 4.0, 1.0, 2.0][best]
+    assert saver.kth_value == [5.0, 3.0, 4.0, 1.0, 2.0][worst]
+    assert saver.current_score == 2.0
+    assert {Path(path).name for path in saver.best_k_models} == names(saver.dirpath)
+    assert all(checkpoint.verify(path) == [] for path in saver.best_k_models)
+
+
+def test_without_monitor_the_newest_or_all_or_none_are_kept(fit: Any, tmp_path: Path) -> None:
+    for keep, expected in ((1, {2}), (-1, {0, 1, 2}), (0, set())):
+        saver = ModelCheckpoint(tmp_path / f"keep{keep}", save_top_k=keep, filename="{epoch}")
+        (tmp_path / f"keep{keep}").mkdir()
+        fit({"val/score": [1.0, 2.0, 3.0]}, saver)
+        assert names(saver.dirpath) == {f"epoch={epoch}.ckpt" for epoch in expected}
+        assert bool(saver.best_model_path) == (keep != 0)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_nan_is_never_best(fit: Any, mode: str) -> None:
+    saver = ModelCheckpoint(monitor="val/score", mode=mode, filename="{epoch}")
+    fit({"val/score": [math.nan, 3.0, math.nan]}, saver)
+    assert Path(saver.best_model_path).name == "epoch=1.ckpt"
+    assert saver.best_model_score == 3.0
+    only_nan = ModelCheckpoint(monitor="val/score", mode=mode, filename="{epoch}")
+    fit({"val/score": [math.nan, math.nan]}, only_nan)
+    assert only_nan.best_model_path == ""
+    assert only_nan.current_score == (math.inf if mode == "min" else -math.inf)
+    assert names(only_nan.dirpath) == {"epoch=0.ckpt"}, "a run without any score still has something to go on from"
+
+
+@pytest.mark.parametrize("how", [True, "link"])
+def test_last_is_the_newest_at_every_save(fit: Any, how: Any) -> None:
+    seen = []
+
+    class Look(al.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch:
+                seen.append((trainer.global_step, step_of(saver.last_model_path), len(names(saver.dirpath))))
+
+    saver = ModelCheckpoint(monitor="val/score", save_last=how, filename="{epoch}")
+    fit({"val/score": [2.0, 3.0, 1.0, 4.0]}, saver, Look())
+    assert seen == [(4, 4, 2), (8, 8, 2), (12, 12, 2)]
+    assert step_of(saver.last_model_path) == 16
+    assert names(saver.dirpath) == {"epoch=2.ckpt", "last.ckpt"}
+    assert checkpoint.verify(saver.last_model_path) == []
+
+
+def test_last_costs_no_space_or_is_a_link_that_moves_with_its_folder(fit: Any, tmp_path: Path) -> None:
+    linked = ModelCheckpoint(tmp_path / "a", save_last="link")
+    copied = ModelCheckpoint(tmp_path / "b", save_last=True)
+    for saver in (linked, copied):
+        fit({"val/score": [1.0]}, saver)
+    assert Path(linked.last_model_path).is_symlink()
+    assert os.readlink(linked.last_model_path) == Path(linked.best_model_path).name
+    for file in Path(copied.best_model_path).iterdir():
+        assert os.path.samefile(file, Path(copied.last_model_path) / file.name)
+        assert not Path(copied.last_model_path).is_symlink()
+
+
+def test_steps_are_a_rhythm_of_their_own(fit: Any) -> None:
+    saver = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, save_last=True)
+    fit({"val/score": [0.0, 0.0]}, saver)
+    assert names(saver.dirpath) == {"epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt", "last.ckpt"}, "nothing at epoch ends"
+    assert step_of(saver.last_model_path) == 8, "the end of training is not lost"
+
+
+def test_accumulated_batches_are_saved_once(fit: Any) -> None:
+    class Count(al.Callback):
+        saves = 0
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            self.saves += 1
+
+    count = Count()
+    fit(
+        {"val/score": [0.0, 0.0]},
+        ModelCheckpoint(every_n_train_steps=1, save_top_k=-1),
+        count,
+        accumulate_grad_batches=2,
+    )
+    assert count.saves == 4
+
+
+def test_time_is_a_rhythm(fit: Any) -> None:
+    saver = ModelCheckpoint(train_time_interval=timedelta(seconds=0), save_top_k=-1, filename="{step}")
+    fit({"val/score": [0.0]}, saver)
+    assert names(saver.dirpath) == {f"step={step}.ckpt" for step in (1, 2, 3, 4)}
+    never = ModelCheckpoint(train_time_interval=timedelta(days=1), save_last=True)
+    fit({"val/score": [0.0]}, never)
+    assert names(never.dirpath) == {"last.ckpt"}
+
+
+def test_every_n_epochs(fit: Any) -> None:
+    saver = ModelCheckpoint(every_n_epochs=2, save_top_k=-1, filename="{epoch}")
+    fit({"val/score": [0.0] * 5}, saver)
+    assert names(saver.dirpath) == {"epoch=1.ckpt", "epoch=3.ckpt"}
+
+
+def test_a_step_save_waits_for_the_validation_that_judges_it(fit: Any) -> None:
+    saver = ModelCheckpoint(
+        monitor="val/score", every_n_train_steps=2, save_top_k=-1, filename="{step}-{val/score:.0f}"
+    )
+    fit({"val/score": [10.0, 20.0, 30.0, 40.0]}, saver, max_epochs=2, val_check_interval=2)
+    assert names(saver.dirpath) == {
+        f"step={step}-val_score={score}.ckpt" for step, score in ((2, 10), (4, 20), (6, 30), (8, 40))
+    }
+
+
+def test_names(fit: Any, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "x", filename="{epoch:02d}-{val/score:.3f}-{absent}")
+    values = {"epoch": 3, "val/score": torch.tensor(0.12345)}
+    assert saver.format_checkpoint_name(values) == str(tmp_path / "x" / "epoch=03-val_score=0.123-absent=0.ckpt")
+    plain = ModelCheckpoint(filename="e{epoch}_{val/score:.1f}", auto_insert_metric_name=False)
+    assert plain.format_checkpoint_name(values, ver=2) == "e3_0.1-v2.ckpt"
+    assert ModelCheckpoint().format_checkpoint_name({"epoch": 1, "step": 7}, prefix="try") == "try-epoch=1-step=7.ckpt"
+    with pytest.raises(ValueError, match=r"\{epoch:zz\} cannot show epoch = 3"):
+        ModelCheckpoint(filename="{epoch:zz}").format_checkpoint_name(values)
+    for _ in range(2):
+        saver = ModelCheckpoint(tmp_path / "fixed", filename="model", save_last=True)
+        fit({"val/score": [1.0, 2.0]}, saver)
+    assert names(tmp_path / "fixed") == {"model.ckpt", "model-v1.ckpt", "last.ckpt", "last-v1.ckpt"}, (
+        "another run's are left alone"
+    )
+
+
+def test_a_monitor_that_is_never_logged_is_an_error_with_the_names_that_are(fit: Any) -> None:
+    with pytest.raises(
+        MissingMetricError, match=r"monitor='val/scroe'.*did you mean 'val/score'\?.*train/loss, val/error, val/score"
+    ):
+        fit({"val/score": [1.0]}, ModelCheckpoint(monitor="val/scroe"))
+    saver = ModelCheckpoint(monitor="val/score", every_n_train_steps=1, filename="{step}", save_last=True)
+    fit({"val/score": [1.0]}, saver)  # steps 1 to 3 come before the first validation: no score, no error
+    assert names(saver.dirpath) == {"step=4.ckpt", "last.ckpt"}
+
+
+def test_what_is_published_is_complete_and_what_it_replaces_goes_last(fit: Any) -> None:
+    moments = []
+
+    class Look(al.Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["callbacks"][saver.state_key]
+            moments.append((Path(saver.best_model_path).name, state["best"], names(saver.dirpath)))
+
+    saver = ModelCheckpoint(monitor="val/score", filename="{epoch}")
+    fit({"val/score": [2.0, 1.0]}, saver, Look())
+    first, second = moments
+    assert first == ("", "epoch=0.ckpt", set())
+    assert second == ("epoch=0.ckpt", "epoch=1.ckpt", {"epoch=0.ckpt"}), (
+        "the saved state counts itself, the public one does not yet"
+    )
+
+
+def test_a_save_that_fails_changes_nothing(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = ModelCheckpoint(monitor="val/score", filename="{epoch}", save_last=True)
+    whole = checkpoint.save
+
+    def full_disk(path: Any, state: Any) -> Any:
+        if "epoch=1" in str(path):
+            raise OSError(28, "No space left on device")
+        return whole(path, state)
+
+    monkeypatch.setattr(checkpoint, "save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        fit({"val/score": [2.0, 1.0]}, saver)
+    assert Path(saver.best_model_path).name == "epoch=0.ckpt"
+    assert saver.state_dict()["best"] == "epoch=0.ckpt"
+    assert names(saver.dirpath) == {"epoch=0.ckpt", "last.ckpt"}
+    assert checkpoint.verify(saver.best_model_path) == []
+    assert step_of(saver.last_model_path) == 4
+
+
+def test_the_record_follows_a_folder_that_was_moved(fit: Any, tmp_path: Path, scripted: Any) -> None:
+    first = ModelCheckpoint(monitor="val/score", save_top_k=2, filename="{epoch}", save_last=True)
+    trainer = fit({"val/score": [2.0, 1.0, 3.0]}, first)
+    moved = tmp_path / "elsewhere" / "7"
+    moved.parent.mkdir()
+    shutil.move(trainer.run_folder.path, moved)
+    second = ModelCheckpoint(monitor="val/score", save_top_k=2, filename="{epoch}", save_last=True)
+    module = scripted({"val/score": [math.nan, math.nan, math.nan, 1.5]})
+    module.validations = 3
+    fit(
+        module,
+        second,
+        ckpt_path=moved / "checkpoints" / "last.ckpt",
+        run_folder=al.trainer.RunFolder.open(moved),
+        max_epochs=4,
+    )
+    folder = moved / "checkpoints"
+    assert second.best_model_path == str(folder / "epoch=1.ckpt")
+    assert {Path(path): float(score) for path, score in second.best_k_models.items()} == {
+        folder / "epoch=1.ckpt": 1.0,
+        folder / "epoch=3.ckpt": 1.5,
+    }
+    assert names(folder) == {"epoch=1.ckpt", "epoch=3.ckpt", "last.ckpt"}
+    assert step_of(second.last_model_path) == 16
+
+
+def test_another_runs_checkpoints_are_known_but_never_removed(fit: Any, tmp_path: Path, scripted: Any) -> None:
+    first = ModelCheckpoint(tmp_path / "one", monitor="val/score", filename="{epoch}")
+    fit({"val/score": [2.0]}, first)
+    module = scripted({"val/score": [math.nan, 1.0]})
+    module.validations = 1
+    second = ModelCheckpoint(tmp_path / "two", monitor="val/score", filename="{epoch}")
+    fit(module, second, ckpt_path=first.best_model_path, max_epochs=2)
+    assert names(tmp_path / "one") == {"epoch=0.ckpt"}
+    assert names(tmp_path / "two") == {"epoch=1.ckpt"}
+    assert Path(second.best_model_path) == tmp_path / "two" / "epoch=1.ckpt"
+
+
+def test_a_resumed_run_takes_the_names_of_what_the_killed_one_left(fit: Any, scripted: Any) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(save_top_k=-1, filename="{epoch}")
+
+    trainer = fit({"val/score": [0.0] * 3}, saver())
+    folder = trainer.run_folder.checkpoints
+    before = {path.name: os.stat(path).st_ino for path in folder.iterdir()}
+    module = scripted()
+    fit(module, saver(), ckpt_path=folder / "epoch=0.ckpt", run_folder=trainer.run_folder, max_epochs=3)
+    after = {path.name: os.stat(path).st_ino for path in folder.iterdir()}
+    assert before.keys() == after.keys(), "no -v1 beside checkpoints of a timeline that no longer is"
+    assert before["epoch=0.ckpt"] == after["epoch=0.ckpt"]
+    assert before["epoch=2.ckpt"] != after["epoch=2.ckpt"]
+
+
+def test_saved_when_training_fails(fit: Any, tmp_path: Path) -> None:
+    class Fail(al.Callback):
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            if trainer.global_step == 3:
+                raise KeyboardInterrupt
+
+    saver = ModelCheckpoint(save_on_exception=True, save_top_k=1)
+    other = OnExceptionCheckpoint(tmp_path / "other")
+    with pytest.raises(KeyboardInterrupt):
+        fit({"val/score": [0.0]}, Fail(), saver, other)
+    assert names(saver.dirpath) == {"epoch=0-step=3.ckpt"}
+    assert step_of(other.ckpt_path) == 3
+
+
+def test_evaluation_saves_nothing(fit: Any, make_rows: Any) -> None:
+    saver = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
+    trainer = fit({"val/score": [0.0, 0.0]}, saver, max_epochs=1)
+    before = names(saver.dirpath)
+    trainer.validate(dataloaders=make_rows(2), verbose=False)
+    assert names(saver.dirpath) == before
+
+
+def test_the_record_as_yaml(fit: Any, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(monitor="val/score", save_top_k=2, filename="{epoch}")
+    fit({"val/score": [1e-7, math.inf]}, saver)
+    saver.to_yaml()
+    text = (Path(str(saver.dirpath)) / "best_k_models.yaml").read_text()
+    assert yaml.safe_load(text) == {path: float(score) for path, score in saver.best_k_models.items()}
+    assert any(score == pytest.approx(1e-7) for score in yaml.safe_load(text).values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_top_k": 3}, "monitor=None"),
+        ({"save_top_k": -2}, "-1 keeps all"),
+        ({"mode": "best"}, "choose 'min'"),
+        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "choose one of them"),
+        ({"every_n_epochs": -1}, "0 \\(never\\) or more"),
+        ({"save_last": "copy"}, "'link'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelCheckpoint(**arguments)
