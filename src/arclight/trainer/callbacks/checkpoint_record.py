@@ -74,7 +74,7 @@ class Record:
 
     @classmethod
     def load(cls, state: dict[str, Any], folder: str, best: Callable[[dict[str, float]], str]) -> Record:
-        """The record of ``state``; its checkpoints are in ``folder`` now, or where they were. Lost ones are left out."""
+        """The record of ``state``; its checkpoints are in ``folder`` now or where they were. Lost ones are left out."""
 
         def find(name: str) -> str:
             candidates = (os.path.join(place, name) for place in (folder, state["dirpath"]))
