@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import logging
 import math
@@ -127,6 +128,24 @@ def test_the_page_holds_everything_and_needs_nothing_else(tmp_path: Path) -> Non
     assert all(address.startswith(("data:", "#")) for address in loaded)
     assert not re.search(r"url\(\s*['\"]?http|@import|fetch\(|XMLHttpRequest|<iframe", path.read_text())
     assert not list(run.path.glob(".*")), "nothing half-written stays behind"
+
+
+def test_values_logged_once_are_a_table_and_large_images_have_a_row_of_their_own(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, "x")
+    run.metrics.write_text("step,epoch,val/map50,test/map50\n10,0,0.5,\n20,1,0.7,\n20,1,,0.625\n")
+    wide = io.BytesIO()
+    wide.write(
+        b"\xff\xd8\xff\xe0\x00\x04ab\xff\xc0\x00\x0b\x08"
+        + (700).to_bytes(2)
+        + (1280).to_bytes(2)
+        + b"\x01\x01\x11\x00\xff\xd9"
+    )
+    (run.plots / "wide.jpg").write_bytes(wide.getvalue())
+    (run.plots / "small.png").write_bytes(PNG)
+    page = Page(write_report(run.path))
+    assert page.charts().keys() == {"val/map50 by step"}
+    assert re.search(r"Logged once.*test/map50\s*0\.6250\s*20", page.text, re.DOTALL)
+    assert [a.get("class") for a in page.all("figure")] == [None, None, "wide"]
 
 
 def test_foreign_svg_cannot_run_code(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from arclight.trainer.svg import line_chart, sparkline
 log = logging.getLogger(__name__)
 
 _IMAGE_TYPES = {".svg": "svg+xml", ".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+_WIDE = 900
+"""Pixels from which on an image has a row of its own."""
 _MOST_POINTS = 24_000
 """Points in all curves together, which keeps a page with many metrics below a megabyte."""
 
@@ -54,6 +56,7 @@ def write_report(
     curves = read_metrics(folder / "metrics.csv")
     environment = json.loads(text) if (text := read_text(folder / "environment.json")) else {}
     recipe = read_text(folder / "recipe.toml")
+    ended = datetime.fromtimestamp((folder / "metrics.csv").stat().st_mtime, UTC) if curves else datetime.now(UTC)
     parts = {
         "Curves": curve_charts(curves),
         "Plots": plots(folder / "plots"),
@@ -68,7 +71,7 @@ def write_report(
         title=escape(title),
         css=asset("report.css"),
         js=asset("report.js"),
-        facts=facts(curves, environment),
+        facts=facts(curves, environment, ended),
         alert=alert(failure),
         cards=cards(headline if headline is not None else headline_numbers(curves), curves),
         nav="".join(f'<a href="#{anchor(name)}">{escape(name)}</a>' for name in parts),
@@ -109,7 +112,8 @@ _PAGE = """<!doctype html>
 # -- top of the page -----------------------------------------------------------------------------------------------
 
 
-def facts(curves: Curves, environment: Mapping[str, Any]) -> str:
+def facts(curves: Curves, environment: Mapping[str, Any], ended: datetime) -> str:
+    """What ran, how long (until the last row of metrics, ``ended``) and on what."""
     items: list[tuple[str, str]] = []
     steps = [x for points in curves.values() for x, _ in points]
     if steps:
@@ -117,7 +121,7 @@ def facts(curves: Curves, environment: Mapping[str, Any]) -> str:
     if "epoch" in curves:
         items.append(("epochs", f"{int(curves['epoch'][-1][1]) + 1:,}"))
     if started := environment.get("started"):
-        items.append(("took", clock_text((datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds())))
+        items.append(("took", clock_text((ended - datetime.fromisoformat(started)).total_seconds())))
     devices = environment.get("accelerators") or [environment["cpu"]] if environment.get("cpu") else []
     if devices:
         count = f"{len(devices)} × " if len(devices) > 1 else ""
@@ -164,13 +168,18 @@ def thin_for_spark(points: Sequence[tuple[float, float]]) -> Sequence[tuple[floa
 
 
 def curve_charts(curves: Curves) -> str:
-    groups = grouped(curves)
-    count = sum(map(len, groups.values()))
-    most_points = min(600, max(40, _MOST_POINTS // max(1, 2 * count)))
+    lines = {name: points for name, points in curves.items() if len({x for x, _ in points}) > 1}
+    single = {name: points for name, points in curves.items() if name not in lines and name != "epoch"}
+    most_points = min(600, max(40, _MOST_POINTS // max(1, 2 * len(lines))))
     html = []
-    for group in groups:
-        figures = "".join(chart_figure(chart) for chart in charts_of(group, curves, most_points))
+    for group in grouped(lines):
+        figures = "".join(chart_figure(chart) for chart in charts_of(group, lines, most_points))
         html.append(f'<h3>{escape(heading(group))}</h3><div class="charts">{figures}</div>')
+    if single:
+        rows = [
+            [escape(name), number_text(points[-1][1]), f"{int(points[-1][0]):,}"] for name, points in single.items()
+        ]
+        html.append(f"<h3>Logged once</h3>{table(['name', 'value', 'step'], rows, numbers=(1, 2))}")
     return "".join(html)
 
 
@@ -205,14 +214,27 @@ def plots(folder: Path) -> str:
 
 def plot_figure(file: Path, caption: str) -> str:
     """An image as a data URI. An SVG goes in as an image too: scripts and links inside it do not run."""
-    kind = _IMAGE_TYPES[file.suffix.lower()]
-    source = f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    kind, content = _IMAGE_TYPES[file.suffix.lower()], file.read_bytes()
+    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
     name = file.stem.replace("_", " ").replace("-", " ")
     name = name[:1].upper() + name[1:]
-    drawn = ' class="drawn"' if kind == "svg+xml" else ""
-    image = f'<img{drawn} alt="{escape(caption or name)}" src="{source}">'
+    header = "" if kind == "svg+xml" else f'<header><span class="name">{escape(name)}</span></header>'
     text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f'<figure><header><span class="name">{escape(name)}</span></header>{image}{text}</figure>'
+    wide = ' class="wide"' if pixel_width(content) >= _WIDE else ""
+    return f'<figure{wide}>{header}<img alt="{escape(caption or name)}" src="{source}">{text}</figure>'
+
+
+def pixel_width(image: bytes) -> int:
+    """Width in a PNG's or JPEG's header; 0 for anything else."""
+    if image.startswith(b"\x89PNG\r\n\x1a\n"):
+        return int.from_bytes(image[16:20])
+    at = 2 if image.startswith(b"\xff\xd8") else len(image)
+    while at + 9 <= len(image) and image[at] == 0xFF:
+        marker, size = image[at + 1], int.from_bytes(image[at + 2 : at + 4])
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # a start of frame, ITU-T T.81 table B.1
+            return int.from_bytes(image[at + 7 : at + 9])
+        at += 2 + size
+    return 0
 
 
 def checkpoint_table(folder: Path) -> str:

@@ -52,7 +52,7 @@ def clock_text(seconds: float | None) -> str:
     """``seconds`` as 0:07, 12:34, 1:02:03 or 3d 04:05."""
     if seconds is None:
         return "-:--"
-    whole = round(seconds)
+    whole = max(0, round(seconds))
     days, hours, minutes = whole // 86400, whole // 3600, whole // 60 % 60
     if days:
         return f"{days}d {hours % 24:02}:{minutes:02}"
