@@ -171,7 +171,7 @@ def test_a_shared_convolution_is_exact_at_each_place(tmp_path: Path) -> None:
 
 
 class InPlace(nn.Module):
-    """A residual read after ReLU has overwritten it: what it adds is the clipped value."""
+    """Half of the channels are clipped through a view, in place: the convolution after it reads the clipped ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,14 +179,24 @@ class InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.a(x)
-        y = self.b(F.relu(x, inplace=True))
-        return self.c(x + y)
+        F.relu(x[:, :4], inplace=True)
+        return self.c(self.b(x))
 
 
 def test_operations_in_place_keep_their_meaning() -> None:
     model, batch = InPlace().eval(), torch.randn(4, 4, 16, 16)
     with torch.no_grad():
         assert sqnr_db(model(batch), quantize(model, [batch])(batch)) >= 30
+
+
+def test_clips_are_rounded_once(tmp_path: Path) -> None:
+    layers = [nn.Conv2d(4, 8, 3), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.ReLU6(), nn.Conv2d(8, 2, 1)]
+    batch = torch.randn(4, 4, 16, 16)
+    program = export(quantize(nn.Sequential(*layers), [batch]), tmp_path / "q.onnx", example_inputs=batch)
+    graph = onnx.load(program.path).graph
+    producer = {output: node.op_type for node in graph.node for output in node.output}
+    rounded = [producer.get(node.input[0], "input") for node in graph.node if node.op_type == "QuantizeLinear"]
+    assert sorted(rounded) == ["Clip", "Relu", "input"]
 
 
 class Classifier(nn.Module):
@@ -229,9 +239,15 @@ def test_settings_are_checked_and_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_importing_torchao_is_silent() -> None:
-    code = "import arclight.deploy.pt2e"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True)
+def test_quantizing_and_exporting_say_nothing(tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "from arclight.deploy import export, quantize\n"
+        "model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True)), torch.rand(2, 4)\n"
+        "export(quantize(model, [x]), 'q.onnx', example_inputs=x)\n"
+    )
+    command = [sys.executable, "-W", "always", "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert run.stdout + run.stderr == ""
 
 
