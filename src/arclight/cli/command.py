@@ -20,11 +20,15 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "validate": ("arclight.cli.evaluate:validate", "measure a checkpoint on the validation data"),
         "test": ("arclight.cli.evaluate:test", "measure a checkpoint on the test data"),
     },
+    "Ship": {
+        "export": ("arclight.cli.export:export", "write a trained detector as a float32 program"),
+        "quantize": ("arclight.cli.export:quantize", "write it as an int8 program"),
+        "benchmark": ("arclight.cli.benchmark:benchmark", "compare the speed of programs"),
+    },
     "Use": {
         "predict": ("arclight.cli.predict:predict", "draw what a program finds in images, folders and videos"),
         "scan": ("arclight.cli.scan:scan", "find and read payment codes in images"),
         "serve": ("arclight.cli.serve:serve", "answer over HTTP, with a page to try it"),
-        "benchmark": ("arclight.cli.benchmark:benchmark", "compare the speed of programs"),
     },
     "Look after": {
         "data": ("arclight.cli.data:data", "draw a data set of payment codes, check a data set"),

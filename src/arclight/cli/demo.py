@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from arclight.vision.dataset import DetectionDataset
     from arclight.vision.detector import Detector
 
-SCENES, SCENE_SIZE, VALIDATION_SHARE, EPOCHS = 1000, 480, 0.15, 9
+SCENES, SCENE_SIZE, VALIDATION_SHARE, EPOCHS = 1000, 480, 0.15, 12
 
 
 def demo(arguments: list[str]) -> None:
@@ -31,10 +31,16 @@ def demo(arguments: list[str]) -> None:
         prog="arclight demo",
         description="Draw scenes with payment codes, train a detector on them, measure it, quantize and export it, and read codes with it.",
     )
-    parser.add_argument("--root", type=Path, default=Path("runs"), metavar="DIR", help="folder of all runs (default: %(default)s)")
+    parser.add_argument(
+        "--root", type=Path, default=Path("runs"), metavar="DIR", help="folder of all runs (default: %(default)s)"
+    )
     parser.add_argument("--scenes", type=int, default=SCENES, metavar="N", help="scenes drawn (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N", help="passes over them (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of every random stream (default: %(default)s)")
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, metavar="N", help="passes over them (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of every random stream (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
 
     from rich.console import Console
@@ -49,7 +55,7 @@ def recipe_for(data: Path, root: Path = Path("runs"), *, epochs: int = EPOCHS, s
         root=root,
         seed=seed,
         task=Detection(
-            data=data, model="yolov5n", image_size=320, batch_size=16, workers=1, anchors="fitted", optimizer=AdamW(lr=3e-3),
+            data=data, model="yolov5n", image_size=320, batch_size=16, workers=1, optimizer=AdamW(lr=2e-3),
             schedule=Cosine(warmup=0.05, final=0.02), augment=Augment(close_mosaic=0.25),
         ),
         trainer=TrainerSettings(max_epochs=epochs, precision="auto", gradient_clip_val=10.0, check_val_every_n_epoch=3, log_every_n_steps=10),
@@ -94,7 +100,12 @@ class Demo:
         with Progress(console=self.console, transient=True) as progress:
             bar = progress.add_task("drawing scenes", total=self.scenes)
             data = generate(
-                folder, self.scenes, self.seed, size=SCENE_SIZE, val_share=VALIDATION_SHARE, progress=lambda done, _: progress.update(bar, completed=done)
+                folder,
+                self.scenes,
+                self.seed,
+                size=SCENE_SIZE,
+                val_share=VALIDATION_SHARE,
+                progress=lambda done, _: progress.update(bar, completed=done),
             )
         record.write_text(json.dumps(wanted))
         self.say(f"drew {self.scenes} scenes with payment codes, other codes and distractors into {folder}")
@@ -121,7 +132,9 @@ class Demo:
             path = self.folder / "programs" / f"detector-{name}.onnx"
             programs[name] = export_detector(detector, path, photos, int8)
             difference = programs[name].metadata["parity"]["max_difference"]
-            self.say(f"{name} program: {path}, {programs[name].nbytes / 1e6:.1f} MB, differs from torch by at most {difference:.2g}")
+            self.say(
+                f"{name} program: {path}, {programs[name].nbytes / 1e6:.1f} MB, differs from torch by at most {difference:.2g}"
+            )
         return programs
 
     def measure(self, program: Program, photos: DetectionDataset) -> Any:
@@ -148,7 +161,9 @@ class Demo:
             counts["read"] += sum(payload in texts for payload in payloads)
             counts["wrong"] += sum(text not in payloads for text in texts)
             counts["payments"] += sum(code.kind == "qris" for code in found)
-        self.say(f"scanned the held-out scenes: {counts['read']} of {counts['codes']} codes read, {counts['payments']} are payment codes (QRIS)")
+        self.say(
+            f"scanned the held-out scenes: {counts['read']} of {counts['codes']} codes read, {counts['payments']} are payment codes (QRIS)"
+        )
         return counts
 
     def time(self, programs: dict[str, Program]) -> dict[str, float]:
@@ -160,7 +175,15 @@ class Demo:
         table = benchmark(programs, torch.rand(1, 3, size, size), rounds=40, threads=1)
         return {name: table[name].wall_ms for name in programs}
 
-    def report(self, detector: Detector, run: Any, programs: Any, results: Any, reading: dict[str, int], latency: dict[str, float]) -> None:
+    def report(
+        self,
+        detector: Detector,
+        run: Any,
+        programs: Any,
+        results: Any,
+        reading: dict[str, int],
+        latency: dict[str, float],
+    ) -> None:
         import torch
         from rich.table import Table
 
@@ -176,7 +199,9 @@ class Demo:
         weights = sum(p.numel() * p.element_size() for p in detector.model.state_dict().values())
         table.add_row("mAP50", *(f"{r.map50:.3f}" for r in (detector.results, results["fp32"], results["int8"])))
         table.add_row("mAP50-95", *(f"{r.map50_95:.3f}" for r in (detector.results, results["fp32"], results["int8"])))
-        table.add_row("size, MB", *(f"{n / 1e6:.1f}" for n in (weights, programs["fp32"].nbytes, programs["int8"].nbytes)))
+        table.add_row(
+            "size, MB", *(f"{n / 1e6:.1f}" for n in (weights, programs["fp32"].nbytes, programs["int8"].nbytes))
+        )
         table.add_row("latency, ms (1 thread)", "", f"{latency['fp32']:.1f}", f"{latency['int8']:.1f}")
         table.add_row("codes read", "", "", f"{rate:.0%} of {reading['codes']}")
         self.console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from arclight.vision.processing import DetectionProcessing
 from arclight.vision.settings import Detection
 from arclight.vision.weights import load_pretrained
 from arclight.vision.zoo import build_model
+
+_LOG = logging.getLogger("arclight")
 
 CONFIDENCE_FLOOR = 0.001
 """Smallest confidence that counts in average precision, as COCO's protocol has it."""
@@ -185,7 +188,16 @@ class DetectionData(DataModule):
             self.test = self._open("test")
 
     def _open(self, split: str, **options: Any) -> DetectionDataset:
-        return DetectionDataset.open(self.spec, split, image_size=self.settings.image_size, **options)
+        s = self.settings
+        dataset = DetectionDataset.open(self.spec, split, image_size=s.image_size, cache_labels=s.cache_labels, **options)
+        if dataset.report is not None and (dataset.report.corrupt or dataset.report.malformed):
+            _LOG.warning("%s", dataset.report)
+        return dataset
+
+    def teardown(self, stage: str) -> None:
+        damaged = self.train.damaged if stage == "fit" else 0
+        if damaged:
+            _LOG.warning("%d training images could not be decoded; others took their place", damaged)
 
     def train_photos(self) -> DetectionDataset:
         """The training images as they are, for calibration."""

@@ -62,6 +62,8 @@ class Detection:
     """Processes that load images; 0 loads in the training process."""
     cache: bool = False
     """Keep decoded training images in memory."""
+    cache_labels: bool = True
+    """Keep checked labels in the data set's folder, for a quicker start; false writes nothing there."""
     weights: Path | None = None
     """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
     freeze: int = 0
