@@ -1,0 +1,63 @@
+"""Two processes over gloo train what one process trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import arclight as al
+from arclight import checkpoint
+
+SCRIPT = Path(__file__).parent / "ddp_script.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=180, check=False)
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    for devices in ("1", "2"):
+        done = run(str(tmp_path / devices), devices)
+        assert done.returncode == 0, done.stderr
+    one, two = checkpoint.load(tmp_path / "1"), checkpoint.load(tmp_path / "2")
+    for name, tensor in one["model"].items():
+        torch.testing.assert_close(two["model"][name], tensor, rtol=1e-12, atol=1e-14)
+    assert one["metrics"].keys() == two["metrics"].keys()
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
+
+
+def test_a_failing_rank_ends_the_run(tmp_path: Path) -> None:
+    done = run(str(tmp_path / "out"), "2", "--fail")
+    assert done.returncode != 0
+    assert "rank 1 meets a bad sample" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+class Tiny(al.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_spawned_processes_bring_their_result_back(tmp_path: Path) -> None:
+    model, data = Tiny(), torch.randn(16, 2)
+    before = model.net.weight.detach().clone()
+    trainer = al.Trainer(max_epochs=1, devices=2, strategy="ddp_spawn", enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    trainer.fit(model, torch.utils.data.DataLoader(data, 4))
+    assert not torch.equal(model.net.weight, before)
+    assert trainer.global_step == 2
+    assert trainer.callback_metrics["loss"] > 0
+    assert (trainer.run_folder.path / "metrics.csv").exists()

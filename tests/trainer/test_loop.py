@@ -1,0 +1,282 @@
+"""The loop against a loop written by hand, the order of hooks, and limits."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import arclight as al
+from arclight.trainer import NonFiniteLossError
+
+
+class Mlp(al.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+        self.scale = 1.0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) * self.scale
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(count: int = 8, sizes: tuple[int, ...] = (4,)) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(sizes[i % len(sizes)], 6, generator=generator), torch.randint(0, 3, (sizes[i % len(sizes)],), generator=generator))
+        for i in range(count)
+    ]
+
+
+def trainer(**settings: Any) -> al.Trainer:
+    return al.Trainer(**{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1, **settings})
+
+
+def weights(module: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_equals_a_loop_written_by_hand_bit_for_bit() -> None:
+    torch.manual_seed(1)
+    ours, data = Mlp(), batches()
+    hand = copy.deepcopy(ours)
+    optimizer = hand.configure_optimizers()
+    for _ in range(2):
+        for batch in data:
+            optimizer.zero_grad()
+            hand.loss(batch).backward()
+            nn.utils.clip_grad_norm_(hand.parameters(), 0.5)
+            optimizer.step()
+    trainer(max_epochs=2, gradient_clip_val=0.5).fit(ours, data)
+    assert all(torch.equal(a, b) for a, b in zip(weights(ours), weights(hand), strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 2, 5)])
+def test_an_accumulation_window_equals_one_large_batch(sizes: tuple[int, ...]) -> None:
+    """Also with uneven batches and a last window that is shorter: every sample counts once."""
+    torch.manual_seed(1)
+    ours, data = Mlp().double(), [(x.double(), y) for x, y in batches(8, sizes)]
+    hand = copy.deepcopy(ours)
+    optimizer = hand.configure_optimizers()
+    for start in range(0, 8, 3):
+        window = data[start : start + 3]
+        optimizer.zero_grad()
+        hand.loss((torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))).backward()
+        optimizer.step()
+    runner = trainer(accumulate_grad_batches=3)
+    runner.fit(ours, data)
+    assert runner.global_step == 3
+    for a, b in zip(weights(ours), weights(hand), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_order_of_hooks() -> None:
+    calls: list[str] = []
+
+    class Watched(Mlp):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            calls.append("training_step")
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            calls.append("validation_step")
+
+    names = [
+        "setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward",
+        "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_validation_start", "on_validation_epoch_start",
+        "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end", "on_validation_end", "on_train_epoch_end", "on_train_end",
+        "on_fit_end", "teardown",
+    ]  # fmt: skip
+
+    def recorder(name: str) -> Any:
+        return lambda self, *args, **kwargs: calls.append(name)
+
+    watcher = type("Watcher", (al.Callback,), {name: recorder(name) for name in names})()
+    trainer(callbacks=[watcher]).fit(Watched(), batches(1), batches(1))
+    assert calls == [
+        "setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "training_step", "on_before_backward",
+        "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_validation_start",
+        "on_validation_epoch_start", "on_validation_batch_start", "validation_step", "on_validation_batch_end", "on_validation_epoch_end",
+        "on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown",
+    ]  # fmt: skip
+
+
+def test_limits() -> None:
+    by_steps = trainer(max_epochs=10, max_steps=11)
+    by_steps.fit(Mlp(), batches())
+    assert (by_steps.global_step, by_steps.current_epoch) == (11, 1)
+    by_batches = trainer(max_epochs=2, limit_train_batches=3)
+    by_batches.fit(Mlp(), batches())
+    assert by_batches.global_step == 6
+    by_share = trainer(limit_train_batches=0.5)
+    by_share.fit(Mlp(), batches())
+    assert by_share.global_step == 4
+
+
+@pytest.mark.parametrize(("settings", "expected"), [({}, [8, 16]), ({"val_check_interval": 3}, [3, 6, 11, 14]), ({"val_check_interval": 0.5}, [4, 8, 12, 16]), ({"check_val_every_n_epoch": 2}, [16])])
+def test_when_validation_runs(settings: dict[str, Any], expected: list[int]) -> None:
+    seen: list[int] = []
+
+    class Watched(Mlp):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.global_step)
+
+    trainer(max_epochs=2, **settings).fit(Watched(), batches(), batches(1))
+    assert seen == expected
+
+
+def test_logged_values_count_every_sample_once() -> None:
+    class Logging(Mlp):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/mean", batch[0].mean())
+            self.log("val/max", batch[0].max(), reduce_fx="max")
+
+    data = batches(5, (4, 1, 7))
+    results = trainer().validate(Logging(), data, verbose=False)[0]
+    rows = torch.cat([x for x, _ in data]).double()
+    assert results["val/mean"] == pytest.approx(float(rows.mean()), abs=1e-6)
+    assert results["val/max"] == pytest.approx(float(rows.max()), abs=1e-6)
+
+
+def test_evaluation_leaves_every_submodule_in_its_mode() -> None:
+    model = Mlp()
+    model.train()
+    model.net[1].eval()
+    trainer().validate(model, batches(1), verbose=False)
+    assert model.training
+    assert not model.net[1].training
+    assert model.net[0].training
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_says_where() -> None:
+    class Diverging(Mlp):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch) * (float("nan") if batch_idx == 2 else 1.0)
+
+    with pytest.raises(NonFiniteLossError, match=r"the loss is nan at step 3 \(epoch 0, batch 2"):
+        trainer(log_every_n_steps=1).fit(Diverging(), batches())
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"max_epoch": 3}, "Trainer has no argument 'max_epoch'; did you mean 'max_epochs'?"),
+        ({"precision": "fp12"}, "precision='fp12' is not known"),
+        ({"accelerator": "abacus"}, "accelerator='abacus' is not known"),
+        ({"strategy": "dpp"}, "strategy='dpp' is not known"),
+        ({"limit_train_batches": 1.5}, r"a share in \[0, 1\]"),
+    ],
+)
+def test_wrong_arguments_are_named(argument: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        trainer(**argument).fit(Mlp(), batches())
+
+
+def test_wrong_outputs_are_named() -> None:
+    class Vector(Mlp):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0])
+
+    with pytest.raises(TypeError, match=r"must return a scalar tensor.*shape \(4, 3\)"):
+        trainer(accumulate_grad_batches=2).fit(Vector(), batches())
+
+
+def test_predict_returns_every_output() -> None:
+    model, data = Mlp(), [x for x, _ in batches(3)]
+    model.forward = model.net.forward  # type: ignore[method-assign]
+    outputs = trainer().predict(model, data)
+    expected = [model.net(x) for x in data]
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def test_manual_optimization() -> None:
+    class Two(Mlp):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            for optimizer in (first, second):
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[2].parameters(), lr=0.1)]
+
+    model = Two()
+    before = weights(model)
+    runner = trainer()
+    runner.fit(model, batches())
+    assert runner.global_step == 8
+    assert all(not torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+
+
+# -- what a step costs ---------------------------------------------------------------------------------------------
+
+
+class Deep(Mlp):
+    """The benchmark's model: 102 Python calls a step in a loop written by hand."""
+
+    def __init__(self, logs: int = 0) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.names = [f"value{i}" for i in range(logs)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        for name in self.names:
+            self.log(name, loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def calls_per_step(run: Any) -> float:
+    """Python-level calls of one more step: the slope between two run lengths."""
+
+    def count(steps: int) -> int:
+        calls = 0
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            run(steps)
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    run(5)
+    return (count(60) - count(20)) / 40
+
+
+@pytest.mark.parametrize(("logs", "ratio"), [(0, 1.12), (1, 1.16), (10, 1.4)])
+def test_python_calls_per_step(logs: int, ratio: float) -> None:
+    data = batches(60)
+
+    def raw(steps: int) -> None:
+        model = Deep()
+        optimizer = model.configure_optimizers()
+        for batch in data[:steps]:
+            loss = nn.functional.cross_entropy(model.net(batch[0]), batch[1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def ours(steps: int) -> None:
+        trainer().fit(Deep(logs), data[:steps])
+
+    assert calls_per_step(ours) <= ratio * calls_per_step(raw)
