@@ -61,7 +61,7 @@ class Entry:
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ValueError(f"log({self.name!r}, ...): need a single number, got a tensor of shape {tuple(value.shape)}; reduce it first")
-            value = value.detach().clone() if value.grad_fn is None else value.detach()
+            value = value.detach() if value.requires_grad and not value.is_leaf else value.detach().clone()
             if value.ndim:
                 value = value.reshape(())
         elif isinstance(value, (int, float)):
@@ -72,8 +72,8 @@ class Entry:
         self.last = value
         if self.on_epoch:
             self.pending.append(value)
-            self.weights.append(self.batch.size() if batch_size is None else batch_size)
-            if len(self.pending) >= FLUSH:
+            self.weights.append(batch_size or self.batch.known_size or self.batch.size())
+            if len(self.pending) == FLUSH:
                 self._fold()
 
     def _add_metric(self, value: Any) -> None:

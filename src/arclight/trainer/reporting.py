@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +22,11 @@ def check_finite(trainer: Trainer) -> None:
     Called at each logging interval, at epoch ends and before saving: such a loss spoils the weights for good,
     so it cannot be missed for long, and no checkpoint is ever written from a spoiled model.
     """
-    if trainer.last_loss is None or bool(torch.isfinite(trainer.last_loss.detach()).all()):
+    if trainer.last_loss is None or math.isfinite(loss := float(trainer.last_loss.detach())):
         return
     progress = trainer.progress
     raise NonFiniteLossError(
-        f"the loss is {float(trainer.last_loss.detach())} at step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch - 1}, at most "
+        f"the loss is {loss} at step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch - 1}, at most "
         f"{trainer.log_every_n_steps} steps after it first was): lower the learning rate, set gradient_clip_val, or look for bad input; "
         "the checkpoints before this point are unharmed"
     )
