@@ -41,9 +41,21 @@ FINE_SIZE = 640
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--photos", type=Path, default=Path(__file__).resolve().parents[2] / "shared" / "data" / "qr_photos", metavar="DIR")
-    arguments.add_argument("--detector", type=Path, metavar="CHECKPOINT", help="the detector trained on generated scenes; default: train one")
-    arguments.add_argument("--work", type=Path, default=None, metavar="DIR", help="where runs are written (default: a temporary folder)")
+    arguments.add_argument(
+        "--photos",
+        type=Path,
+        default=Path(__file__).resolve().parents[2] / "shared" / "data" / "qr_photos",
+        metavar="DIR",
+    )
+    arguments.add_argument(
+        "--detector",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="the detector trained on generated scenes; default: train one",
+    )
+    arguments.add_argument(
+        "--work", type=Path, default=None, metavar="DIR", help="where runs are written (default: a temporary folder)"
+    )
     options = arguments.parse_args()
     if not (options.photos / "data.yaml").exists():
         sys.exit(f"there are no photos at {options.photos}; name their folder with --photos")
@@ -118,14 +130,20 @@ def average_precision(detector: Detector, photos: DetectionDataset, group: str) 
     for start in range(0, len(chosen), 8):
         batch = collate(photos.__getitems__(chosen[start : start + 8]))
         predictions = detector.model(batch["images"].float() / 255)
-        metrics.update_batch(nms(predictions, CONFIDENCE_FLOOR, EVALUATION_IOU), batch["targets"], size=photos.image_size)
+        metrics.update_batch(
+            nms(predictions, CONFIDENCE_FLOOR, EVALUATION_IOU), batch["targets"], size=photos.image_size
+        )
     return metrics.compute().map50
 
 
 def readers(detector: Detector) -> dict[str, Callable[[np.ndarray], list[tuple[str, np.ndarray]]]]:
     """Each reader as photo -> (text, corners) of the codes it read."""
     return {
-        "scan": lambda photo: [(code.text, np.array(code.corners_px)) for code in qris.scan(photo, lambda p: detector.detect([p])[0]) if code.text is not None],
+        "scan": lambda photo: [
+            (code.text, np.array(code.corners_px))
+            for code in qris.scan(photo, lambda p: detector.detect([p])[0])
+            if code.text is not None
+        ],
         "zxing-cpp alone": lambda photo: [(read.text, np.asarray(read.corners)) for read in read_zxing(photo)],
         "OpenCV alone": lambda photo: [(read.text, np.asarray(read.corners)) for read in read_opencv(photo)],
     }
@@ -133,7 +151,10 @@ def readers(detector: Detector) -> dict[str, Callable[[np.ndarray], list[tuple[s
 
 def read_all(reader: Callable[[np.ndarray], list[tuple[str, np.ndarray]]], paths: list[Path]) -> dict[str, int]:
     """Codes read per group of photos."""
-    return {group: sum(distinct(reader(decode_image(path))) for path in paths if path.name.startswith(group)) for group in GROUPS}
+    return {
+        group: sum(distinct(reader(decode_image(path))) for path in paths if path.name.startswith(group))
+        for group in GROUPS
+    }
 
 
 def distinct(codes: list[tuple[str, np.ndarray]]) -> int:

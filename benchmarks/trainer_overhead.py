@@ -84,7 +84,13 @@ def trainer_run(library: Any, base: type, logs: int, bar: bool) -> Run:
 
     def run(steps: int) -> None:
         trainer = library.Trainer(
-            max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=bar, enable_model_summary=False
+            max_epochs=1,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=bar,
+            enable_model_summary=False,
         )
         trainer.fit(model(logs), Batches(steps))
 

@@ -48,12 +48,21 @@ def main() -> None:
     x = torch.randn(48, 5, dtype=torch.float64)
     train = TensorDataset(x, x.sum(1, keepdim=True))
     held_out = TensorDataset(x[:9] * 2, x[:9].sum(1, keepdim=True))  # 9 samples: ranks see unequal numbers
-    trainer = al.Trainer(max_epochs=2, devices=devices, strategy="ddp" if devices > 1 else "auto", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = al.Trainer(
+        max_epochs=2,
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
     model = Linear()
     # The same global batch of 8 whatever the number of processes.
     trainer.fit(model, DataLoader(train, 8 // devices, shuffle=True), DataLoader(held_out, 2))
     if trainer.is_global_zero:
-        checkpoint.save(out, {"model": model.state_dict(), "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}})
+        checkpoint.save(
+            out, {"model": model.state_dict(), "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()}}
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ class Classifier(Module):
     def __init__(self, width: int = 16, lr: float = 1e-2) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2))
+        self.net = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])

@@ -48,8 +48,16 @@ def main() -> None:
     if options.die_at_step:
         callbacks.insert(0, DieAtStep(options.die_at_step))
     trainer = al.Trainer(
-        max_epochs=3, devices=options.devices, strategy="ddp" if options.devices > 1 else "auto", accumulate_grad_batches=options.accumulate,
-        gradient_clip_val=1.0, log_every_n_steps=1, callbacks=callbacks, enable_progress_bar=False, default_root_dir=options.root, run_name="run",
+        max_epochs=3,
+        devices=options.devices,
+        strategy="ddp" if options.devices > 1 else "auto",
+        accumulate_grad_batches=options.accumulate,
+        gradient_clip_val=1.0,
+        log_every_n_steps=1,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        default_root_dir=options.root,
+        run_name="run",
     )
     data = NoisyData(count=40 * options.devices, workers=options.workers)
     trainer.fit(Classifier(), datamodule=data, ckpt_path="last" if options.resume else None)

@@ -17,7 +17,9 @@ SCRIPT = Path(__file__).parent / "ddp_script.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=180, check=False
+    )
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
@@ -55,7 +57,14 @@ class Tiny(al.Module):
 def test_spawned_processes_bring_their_result_back(tmp_path: Path) -> None:
     model, data = Tiny(), torch.randn(16, 2)
     before = model.net.weight.detach().clone()
-    trainer = al.Trainer(max_epochs=1, devices=2, strategy="ddp_spawn", enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    trainer = al.Trainer(
+        max_epochs=1,
+        devices=2,
+        strategy="ddp_spawn",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(model, torch.utils.data.DataLoader(data, 4))
     assert not torch.equal(model.net.weight, before)
     assert trainer.global_step == 2

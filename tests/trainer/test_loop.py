@@ -33,13 +33,18 @@ class Mlp(al.Module):
 def batches(count: int = 8, sizes: tuple[int, ...] = (4,)) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.randn(sizes[i % len(sizes)], 6, generator=generator), torch.randint(0, 3, (sizes[i % len(sizes)],), generator=generator))
+        (
+            torch.randn(sizes[i % len(sizes)], 6, generator=generator),
+            torch.randint(0, 3, (sizes[i % len(sizes)],), generator=generator),
+        )
         for i in range(count)
     ]
 
 
 def trainer(**settings: Any) -> al.Trainer:
-    return al.Trainer(**{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1, **settings})
+    return al.Trainer(
+        **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1, **settings}
+    )
 
 
 def weights(module: nn.Module) -> list[torch.Tensor]:
@@ -123,7 +128,15 @@ def test_limits() -> None:
     assert by_share.global_step == 4
 
 
-@pytest.mark.parametrize(("settings", "expected"), [({}, [8, 16]), ({"val_check_interval": 3}, [3, 6, 11, 14]), ({"val_check_interval": 0.5}, [4, 8, 12, 16]), ({"check_val_every_n_epoch": 2}, [16])])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [8, 16]),
+        ({"val_check_interval": 3}, [3, 6, 11, 14]),
+        ({"val_check_interval": 0.5}, [4, 8, 12, 16]),
+        ({"check_val_every_n_epoch": 2}, [16]),
+    ],
+)
 def test_when_validation_runs(settings: dict[str, Any], expected: list[int]) -> None:
     seen: list[int] = []
 
@@ -211,7 +224,10 @@ def test_manual_optimization() -> None:
                 optimizer.step()
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[2].parameters(), lr=0.1)]
+            return [
+                torch.optim.SGD(self.net[0].parameters(), lr=0.1),
+                torch.optim.SGD(self.net[2].parameters(), lr=0.1),
+            ]
 
     model = Two()
     before = weights(model)

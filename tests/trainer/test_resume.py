@@ -15,7 +15,9 @@ SCRIPT = Path(__file__).parent / "resume_script.py"
 
 
 def run(root: Path, *arguments: str, killed: bool = False) -> None:
-    process = subprocess.run([sys.executable, str(SCRIPT), str(root), *arguments], capture_output=True, text=True, timeout=300, check=False)
+    process = subprocess.run(
+        [sys.executable, str(SCRIPT), str(root), *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
     if killed:
         assert process.returncode == -9, process.stderr
     else:

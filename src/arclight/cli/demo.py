@@ -116,13 +116,14 @@ class Demo:
         from arclight.trainer.callbacks import RunReport
 
         recipe = recipe_for(data, self.root, epochs=self.epochs, seed=self.seed)
+        module: Any
+        datamodule: Any
         module, datamodule = build_task(recipe)
         trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe), RunReport()])
         self.say(f"training {recipe.task.model} from scratch for {self.epochs} epochs ({trainer.precision})")
         trainer.fit(module, datamodule=datamodule)
-        detector: Any = module
-        self.say(f"trained: mAP50 {detector.results.map50:.3f} on the {len(datamodule.val)} scenes held out")
-        return detector, datamodule, trainer.run_folder
+        self.say(f"trained: mAP50 {module.results.map50:.3f} on the {len(datamodule.val)} scenes held out")
+        return module, datamodule, trainer.run_folder
 
     def export(self, detector: Detector, photos: DetectionDataset) -> dict[str, Program]:
         from arclight.vision.deployment import export_detector

@@ -17,21 +17,44 @@ def export(arguments: list[str]) -> None:
 
 
 def quantize(arguments: list[str]) -> None:
-    _write("quantize", "Quantize a trained detector to int8, calibrated on its training images, and write it as a program.", arguments, int8=True)
+    _write(
+        "quantize",
+        "Quantize a trained detector to int8, calibrated on its training images, and write it as a program.",
+        arguments,
+        int8=True,
+    )
 
 
 def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     parser = Parser(prog=f"arclight {verb}", description=about)
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best is taken)")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best is taken)"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the program to write (.onnx)")
-    parser.add_argument("--data", type=Path, metavar="YAML", help="images that check (and calibrate) the program; default: the data it was trained on")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="YAML",
+        help="images that check (and calibrate) the program; default: the data it was trained on",
+    )
     if int8:
         defaults = Int8()
-        parser.add_argument("--observer", choices=("histogram", "minmax"), default=defaults.observer, help="how ranges are chosen (default: %(default)s)")
         parser.add_argument(
-            "--calibration-batches", type=int, default=defaults.calibration_batches, metavar="N", help="batches of 8 images (default: %(default)s)"
+            "--observer",
+            choices=("histogram", "minmax"),
+            default=defaults.observer,
+            help="how ranges are chosen (default: %(default)s)",
         )
-        parser.add_argument("--skip", action="append", default=[], metavar="MODULE", help="keep this module in float32; may be repeated")
+        parser.add_argument(
+            "--calibration-batches",
+            type=int,
+            default=defaults.calibration_batches,
+            metavar="N",
+            help="batches of 8 images (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--skip", action="append", default=[], metavar="MODULE", help="keep this module in float32; may be repeated"
+        )
     options = parser.parse_args(arguments)
 
     from arclight.vision.dataset import DetectionDataset, read_data_yaml
@@ -41,12 +64,20 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     settings = detector.settings
     data = options.data or settings.data
     if not data.exists():
-        raise UsageError(f"{data}, the data this detector was trained on, is not here: name images to check the program with by --data")
+        raise UsageError(
+            f"{data}, the data this detector was trained on, is not here: name images to check the program with by --data"
+        )
     photos = DetectionDataset.open(read_data_yaml(data), "train", image_size=settings.image_size, cache_labels=False)
-    recipe = Int8(observer=options.observer, calibration_batches=options.calibration_batches, skip=tuple(options.skip)) if int8 else None
+    recipe = (
+        Int8(observer=options.observer, calibration_batches=options.calibration_batches, skip=tuple(options.skip))
+        if int8
+        else None
+    )
     program = export_detector(detector, options.out, photos, recipe)
     parity = program.metadata["parity"]
-    print(f"wrote {options.out}: {program.precision}, {program.nbytes / 1e6:.1f} MB, differs from torch by at most {parity['max_difference']:.3g}")
+    print(
+        f"wrote {options.out}: {program.precision}, {program.nbytes / 1e6:.1f} MB, differs from torch by at most {parity['max_difference']:.3g}"
+    )
 
 
 def load_detector(path: Path) -> Detector:
@@ -58,7 +89,9 @@ def load_detector(path: Path) -> Detector:
 
 def best_checkpoint(run: Path) -> Path:
     """The checkpoint that a run kept as its best: the one beside ``last``, or ``last`` itself."""
-    found = sorted((p for p in (run / "checkpoints").glob("*.ckpt") if p.name != "last.ckpt"), key=lambda p: p.stat().st_mtime)
+    found = sorted(
+        (p for p in (run / "checkpoints").glob("*.ckpt") if p.name != "last.ckpt"), key=lambda p: p.stat().st_mtime
+    )
     if found:
         return found[-1]
     last = run / "checkpoints" / "last.ckpt"

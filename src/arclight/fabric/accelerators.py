@@ -69,7 +69,12 @@ class MPSAccelerator(Accelerator):
         return torch.device("mps")
 
 
-_BY_NAME: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "gpu": CUDAAccelerator, "mps": MPSAccelerator}
+_BY_NAME: dict[str, type[Accelerator]] = {
+    "cpu": CPUAccelerator,
+    "cuda": CUDAAccelerator,
+    "gpu": CUDAAccelerator,
+    "mps": MPSAccelerator,
+}
 
 
 def resolve_accelerator(choice: str | Accelerator) -> Accelerator:
@@ -84,8 +89,12 @@ def resolve_accelerator(choice: str | Accelerator) -> Accelerator:
     if choice == "gpu" and not torch.cuda.is_available() and torch.backends.mps.is_available():
         return MPSAccelerator()
     if choice not in _BY_NAME:
-        raise ValueError(f"accelerator={choice!r} is not known; choose auto, {', '.join(_BY_NAME)}, or pass an Accelerator")
+        raise ValueError(
+            f"accelerator={choice!r} is not known; choose auto, {', '.join(_BY_NAME)}, or pass an Accelerator"
+        )
     accelerator = _BY_NAME[choice]()
     if not accelerator.is_available():
-        raise RuntimeError(f'accelerator={choice!r}: this machine has none; use accelerator="auto" or see `arclight doctor`')
+        raise RuntimeError(
+            f'accelerator={choice!r}: this machine has none; use accelerator="auto" or see `arclight doctor`'
+        )
     return accelerator

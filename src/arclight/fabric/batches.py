@@ -25,7 +25,10 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(batch, list):
         return [map_tensors(value, function) for value in batch]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return dataclasses.replace(batch, **{f.name: map_tensors(getattr(batch, f.name), function) for f in dataclasses.fields(batch) if f.init})
+        return dataclasses.replace(
+            batch,
+            **{f.name: map_tensors(getattr(batch, f.name), function) for f in dataclasses.fields(batch) if f.init},
+        )
     return batch
 
 

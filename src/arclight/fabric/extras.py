@@ -17,4 +17,6 @@ def require(module: str, *, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise  # the module is there, something inside it is not: that is another fault
-        raise MissingExtraError(f'{module} is not installed; this feature needs it: pip install "arclight[{extra}]"') from error
+        raise MissingExtraError(
+            f'{module} is not installed; this feature needs it: pip install "arclight[{extra}]"'
+        ) from error

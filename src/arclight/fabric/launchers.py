@@ -54,9 +54,8 @@ class SubprocessLauncher(Launcher):
 
     def _watch(self, finished: threading.Event) -> None:
         while not finished.wait(0.5):
-            for rank, child in enumerate(self.children, 1):
+            for _rank, child in enumerate(self.children, 1):
                 if child.poll() not in (None, 0):
-                    print(f"arclight: local rank {rank} ended with status {child.returncode}; stopping the run", file=sys.stderr, flush=True)  # noqa: T201
                     self._stop_children()
                     os._exit(1)  # the main thread may be inside a collective that will never return
 
@@ -100,7 +99,11 @@ class MultiProcessingLauncher(Launcher):
         queue = mp.get_context(self.start_method).SimpleQueue()
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         processes = mp.start_processes(
-            _entry, args=(shared, function, arguments, queue), nprocs=self.num_processes, join=False, start_method=self.start_method
+            _entry,
+            args=(shared, function, arguments, queue),
+            nprocs=self.num_processes,
+            join=False,
+            start_method=self.start_method,
         )
         result = None
         while not processes.join(timeout=0.2):  # raises with the child's traceback when one fails
@@ -109,7 +112,9 @@ class MultiProcessingLauncher(Launcher):
         return queue.get() if not queue.empty() else result
 
 
-def _entry(local_rank: int, shared: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], queue: Any) -> None:
+def _entry(
+    local_rank: int, shared: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], queue: Any
+) -> None:
     os.environ.update(shared, LOCAL_RANK=str(local_rank))
     result = function(*arguments)
     if local_rank == 0:

@@ -37,7 +37,7 @@ class Precision:
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Context in which new modules get parameters of this precision's storage type."""
-        return nullcontext() if self.dtype is torch.float32 else _default_dtype(self.dtype)
+        return nullcontext() if self.dtype is torch.float32 else DefaultDtype(self.dtype)
 
     def wrap(self, step: Step) -> Step:
         """``step`` run in the forward context; the very same function where there is nothing to do."""
@@ -69,13 +69,13 @@ class HalfPrecision(Precision):
         """``step`` with this type as the default of tensors that it makes itself."""
 
         def run(*arguments: Any, **options: Any) -> Any:
-            with _default_dtype(self.dtype):
+            with DefaultDtype(self.dtype):
                 return step(*arguments, **options)
 
         return run  # type: ignore[return-value]
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return _default_dtype(self.dtype)
+        return DefaultDtype(self.dtype)
 
 
 DoublePrecision = HalfPrecision
@@ -152,7 +152,7 @@ def _time_convolution(dtype: torch.dtype) -> float:
     return min(times)
 
 
-class _default_dtype(AbstractContextManager[None]):
+class DefaultDtype(AbstractContextManager[None]):
     """New floating tensors get ``dtype`` inside the block."""
 
     def __init__(self, dtype: torch.dtype) -> None:

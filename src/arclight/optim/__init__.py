@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
-    {name: "arclight.optim.settings" for name in ("SGD", "WSD", "AdamW", "Constant", "Cosine")}
-    | {name: "arclight.optim.schedules" for name in ("constant", "cosine", "wsd", "lambda_schedule")}
+    dict.fromkeys(("SGD", "WSD", "AdamW", "Constant", "Cosine"), "arclight.optim.settings")
+    | dict.fromkeys(("constant", "cosine", "wsd", "lambda_schedule"), "arclight.optim.schedules")
     | {"decay_groups": "arclight.optim.groups"},
 )

@@ -20,6 +20,6 @@ def decay_groups(parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_de
 
 
 def make_optimizer(name: str, groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """torch's optimizer ``name`` over ``groups``, with its fused kernel where the device has one."""
+    """Torch's optimizer ``name`` over ``groups``, with its fused kernel where the device has one."""
     optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(groups, fused=True, **options)
     return optimizer

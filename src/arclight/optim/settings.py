@@ -27,7 +27,13 @@ class SGD:
     def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         from arclight.optim.groups import decay_groups, make_optimizer
 
-        return make_optimizer("SGD", decay_groups(parameters, self.weight_decay), lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+        return make_optimizer(
+            "SGD",
+            decay_groups(parameters, self.weight_decay),
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,9 @@ class AdamW:
     def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         from arclight.optim.groups import decay_groups, make_optimizer
 
-        return make_optimizer("AdamW", decay_groups(parameters, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps)
+        return make_optimizer(
+            "AdamW", decay_groups(parameters, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +86,9 @@ class WSD:
     def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
         from arclight.optim.schedules import lambda_schedule, wsd
 
-        return lambda_schedule(optimizer, wsd, total_steps=total_steps, warmup=self.warmup, decay=self.decay, final=self.final)
+        return lambda_schedule(
+            optimizer, wsd, total_steps=total_steps, warmup=self.warmup, decay=self.decay, final=self.final
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

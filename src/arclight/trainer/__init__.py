@@ -25,5 +25,5 @@ __getattr__, __dir__, __all__ = lazy(
         "RunFolder": "arclight.trainer.run",
         "Trainer": "arclight.trainer.trainer",
     }
-    | {name: "arclight.trainer.settings" for name in ("EMA", "Checkpointing", "Stopping", "TrainerSettings")},
+    | dict.fromkeys(("EMA", "Checkpointing", "Stopping", "TrainerSettings"), "arclight.trainer.settings"),
 )

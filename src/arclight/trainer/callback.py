@@ -76,7 +76,9 @@ class Callback:
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None: ...
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None: ...
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None: ...
 
@@ -96,7 +98,9 @@ class Callback:
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Module) -> None: ...
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -110,7 +114,9 @@ class Callback:
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: Module) -> None: ...
 
-    def on_test_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -124,7 +130,9 @@ class Callback:
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None: ...
 
-    def on_predict_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

@@ -23,24 +23,41 @@ def make_settings(given: dict[str, Any], fast_dev_run: int | bool) -> TrainerSet
     settings = TrainerSettings(**given)
     if fast_dev_run:
         count = int(fast_dev_run)
-        settings = dataclasses.replace(settings, max_epochs=1, max_steps=count, limit_train_batches=count, limit_val_batches=count, num_sanity_val_steps=0)
+        settings = dataclasses.replace(
+            settings,
+            max_epochs=1,
+            max_steps=count,
+            limit_train_batches=count,
+            limit_val_batches=count,
+            num_sanity_val_steps=0,
+        )
     if settings.accumulate_grad_batches < 1:
         raise ValueError(f"accumulate_grad_batches must be at least 1, got {settings.accumulate_grad_batches}")
     return settings
 
 
-def default_callbacks(trainer: Trainer, given: Callback | list[Callback] | None, checkpointing: bool | None, summary: bool | None) -> list[Callback]:
+def default_callbacks(
+    trainer: Trainer, given: Callback | list[Callback] | None, checkpointing: bool | None, summary: bool | None
+) -> list[Callback]:
     """The user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
     from arclight.trainer.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
 
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
     if checkpointing is False and any(isinstance(c, Checkpoint) for c in callbacks):
         raise ValueError("enable_checkpointing=False, yet a checkpoint callback was given; leave out one of them")
-    if checkpointing is not False and not trainer.fast_dev_run and not any(isinstance(c, ModelCheckpoint) for c in callbacks):
+    if (
+        checkpointing is not False
+        and not trainer.fast_dev_run
+        and not any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    ):
         callbacks.append(ModelCheckpoint())
     if trainer.settings.enable_progress_bar and not any(isinstance(c, RichProgressBar) for c in callbacks):
         callbacks.append(RichProgressBar())
-    if summary is not False and trainer.settings.enable_progress_bar and not any(isinstance(c, ModelSummary) for c in callbacks):
+    if (
+        summary is not False
+        and trainer.settings.enable_progress_bar
+        and not any(isinstance(c, ModelSummary) for c in callbacks)
+    ):
         callbacks.append(ModelSummary())
     return checkpoints_last(callbacks)
 

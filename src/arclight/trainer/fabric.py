@@ -45,7 +45,10 @@ class Fabric:
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
         self._launched = False
-        if self.strategy.num_devices * self.strategy.num_nodes == 1 or self.strategy.environment.creates_processes_externally:
+        if (
+            self.strategy.num_devices * self.strategy.num_nodes == 1
+            or self.strategy.environment.creates_processes_externally
+        ):
             self.strategy.setup_environment()
             self._launched = True
 
@@ -87,7 +90,9 @@ class Fabric:
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
-    def setup(self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True) -> Any:
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+    ) -> Any:
         """``module`` (and ``optimizers``, and a scheduler) ready for the devices: the module alone, or a tuple."""
         prepared = self.setup_module(module, move_to_device)
         extra = () if scheduler is None else (scheduler,)
@@ -103,13 +108,18 @@ class Fabric:
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
-    def setup_dataloaders(self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True) -> Any:
+    def setup_dataloaders(
+        self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
         """Loaders that share the data between ranks, move batches to the device, and can resume (``set_epoch``, ``state_dict``)."""
         self._check_launched()
         seed = self.broadcast(torch.initial_seed() % 2**32)
         rank, size = (self.global_rank, self.world_size) if use_distributed_sampler else (0, 1)
         wrapped = [
-            FabricLoader(ResumableLoader(loader, seed=seed, rank=rank, world_size=size), self.device if move_to_device else None) for loader in dataloaders
+            FabricLoader(
+                ResumableLoader(loader, seed=seed, rank=rank, world_size=size), self.device if move_to_device else None
+            )
+            for loader in dataloaders
         ]
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
@@ -121,7 +131,7 @@ class Fabric:
 
     def backward(self, tensor: torch.Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
         scaler = self.precision.scaler
-        (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
 
     def clip_gradients(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | None = None, max_norm: float | None = None, norm_type: float = 2.0,
@@ -151,9 +161,13 @@ class Fabric:
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, path: str | Path, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None) -> None:
+    def save(
+        self, path: str | Path, state: dict[str, Any], filter: dict[str, Callable[[str, Any], bool]] | None = None
+    ) -> None:
         """Write ``state`` as a checkpoint; modules, optimizers and anything with ``state_dict()`` save that. Every rank must call this."""
-        tree: dict[str, Any] = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
+        tree: dict[str, Any] = {
+            name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()
+        }
         for name, keep in (filter or {}).items():
             tree[name] = {key: value for key, value in tree[name].items() if keep(key, value)}
         if self.is_global_zero:
@@ -171,7 +185,9 @@ class Fabric:
         for name in [name for name in state if name in tree]:
             value = tree.pop(name)
             if hasattr(state[name], "load_state_dict"):
-                state[name].load_state_dict(value, strict=strict) if isinstance(state[name], nn.Module) else state[name].load_state_dict(value)
+                state[name].load_state_dict(value, strict=strict) if isinstance(state[name], nn.Module) else state[
+                    name
+                ].load_state_dict(value)
             else:
                 state[name] = value
         return tree
@@ -209,7 +225,9 @@ class Fabric:
 
     def _check_launched(self) -> None:
         if not self._launched:
-            raise RuntimeError("call fabric.launch() before setting up modules and loaders: the other processes have not been started")
+            raise RuntimeError(
+                "call fabric.launch() before setting up modules and loaders: the other processes have not been started"
+            )
 
     @property
     def device(self) -> torch.device:

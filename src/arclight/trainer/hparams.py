@@ -21,7 +21,9 @@ class Hyperparameters(dict[str, Any]):
         self[name] = value
 
 
-def collect_arguments(cls: type, frame: FrameType, chosen: tuple[Any, ...], ignore: str | list[str] | tuple[str, ...] | None) -> Hyperparameters:
+def collect_arguments(
+    cls: type, frame: FrameType, chosen: tuple[Any, ...], ignore: str | list[str] | tuple[str, ...] | None
+) -> Hyperparameters:
     """Arguments of the constructor that runs in ``frame``: all, or the ``chosen`` names, less the ignored ones.
 
     One dict or dataclass in ``chosen`` stands for its items. Raises ValueError for a name that is no argument.
@@ -31,13 +33,23 @@ def collect_arguments(cls: type, frame: FrameType, chosen: tuple[Any, ...], igno
     if len(chosen) == 1 and dataclasses.is_dataclass(chosen[0]):
         return Hyperparameters({f.name: getattr(chosen[0], f.name) for f in dataclasses.fields(chosen[0])})
     values = inspect.getargvalues(frame)
-    arguments = {name: values.locals[name] for name in [*values.args, *(inspect.signature(cls.__init__).parameters)] if name in values.locals}
+    arguments = {
+        name: values.locals[name]
+        for name in [*values.args, *(inspect.signature(cls).parameters)]
+        if name in values.locals
+    }
     if values.keywords is not None:
         arguments |= values.locals[values.keywords]
         arguments.pop(values.keywords, None)
-    arguments = {name: value for name, value in arguments.items() if name not in ("self", "__class__") and name != values.varargs}
+    arguments = {
+        name: value for name, value in arguments.items() if name not in ("self", "__class__") and name != values.varargs
+    }
     unknown = [name for name in chosen if name not in arguments]
     if unknown:
-        raise ValueError(f"save_hyperparameters: {unknown[0]!r} is no argument of {cls.__name__}; it has {', '.join(arguments) or 'none'}")
+        raise ValueError(
+            f"save_hyperparameters: {unknown[0]!r} is no argument of {cls.__name__}; it has {', '.join(arguments) or 'none'}"
+        )
     ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-    return Hyperparameters({name: value for name, value in arguments.items() if (not chosen or name in chosen) and name not in ignored})
+    return Hyperparameters(
+        {name: value for name, value in arguments.items() if (not chosen or name in chosen) and name not in ignored}
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from arclight.data import ResumableLoader
@@ -60,10 +60,14 @@ def next_validation(trainer: Trainer) -> Count:
         return math.inf  # when the epoch is over
     if isinstance(interval, float):
         if total == math.inf:
-            raise ValueError(f"val_check_interval={interval} needs a training loader with a length; give a number of batches")
+            raise ValueError(
+                f"val_check_interval={interval} needs a training loader with a length; give a number of batches"
+            )
         interval = max(1, int(total * interval))
     if trainer.check_val_every_n_epoch is not None and interval > total:
-        raise ValueError(f"val_check_interval={interval} is more than the {total} batches of an epoch; set check_val_every_n_epoch=None to count across epochs")
+        raise ValueError(
+            f"val_check_interval={interval} is more than the {total} batches of an epoch; set check_val_every_n_epoch=None to count across epochs"
+        )
     offset = 0 if trainer.check_val_every_n_epoch is not None else trainer.progress.batches - done
     return (offset + done) // interval * interval + interval - offset
 
@@ -79,5 +83,5 @@ def estimated_steps(trainer: Trainer) -> Count:
     """Optimizer steps of the whole fit; infinity where neither limit nor length is known."""
     if trainer.max_epochs == -1 or trainer.num_training_batches == math.inf:
         return trainer.max_steps if trainer.max_steps != -1 else math.inf
-    steps: Any = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+    steps: Count = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)

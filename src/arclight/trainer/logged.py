@@ -20,8 +20,26 @@ if TYPE_CHECKING:
 FLUSH = 256
 """Pending values per name before they are folded into one sum; fixed, so that sums never depend on when they were read."""
 
-_ON_STEP_DEFAULT = {"training_step", "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"}
-_NO_LOGGING = {"predict_step", "setup", "teardown", "configure_optimizers", "on_fit_start", "on_fit_end", "on_train_end", "on_validation_end", "on_test_end"}
+_ON_STEP_DEFAULT = {
+    "training_step",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+}
+_NO_LOGGING = {
+    "predict_step",
+    "setup",
+    "teardown",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_end",
+    "on_validation_end",
+    "on_test_end",
+}
 
 Value = torch.Tensor | float | int
 
@@ -29,13 +47,43 @@ Value = torch.Tensor | float | int
 class Entry:
     """All values logged under one name from one hook."""
 
-    __slots__ = ("batch", "last", "logger", "metric", "name", "on_epoch", "on_step", "pending", "prog_bar", "rank_zero_only", "reduce", "total", "weight", "weights")
+    __slots__ = (
+        "batch",
+        "last",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "pending",
+        "prog_bar",
+        "rank_zero_only",
+        "reduce",
+        "total",
+        "weight",
+        "weights",
+    )
 
     def __init__(
-        self, name: str, batch: Batch, *, on_step: bool, on_epoch: bool, prog_bar: bool, logger: bool, reduce: str | Callable[..., Any], rank_zero_only: bool
+        self,
+        name: str,
+        batch: Batch,
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        reduce: str | Callable[..., Any],
+        rank_zero_only: bool,
     ) -> None:
         self.name, self.batch = name, batch
-        self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce = on_step, on_epoch, prog_bar, logger, reduce
+        self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce = (
+            on_step,
+            on_epoch,
+            prog_bar,
+            logger,
+            reduce,
+        )
         self.rank_zero_only = rank_zero_only
         self.metric: Any = None
         self.clear()
@@ -60,7 +108,9 @@ class Entry:
         """Append a scalar. A value that is no result of a computation may change in place later, so it is copied."""
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise ValueError(f"log({self.name!r}, ...): need a single number, got a tensor of shape {tuple(value.shape)}; reduce it first")
+                raise ValueError(
+                    f"log({self.name!r}, ...): need a single number, got a tensor of shape {tuple(value.shape)}; reduce it first"
+                )
             value = value.detach() if value.requires_grad and not value.is_leaf else value.detach().clone()
             if value.ndim:
                 value = value.reshape(())
@@ -78,10 +128,16 @@ class Entry:
 
     def _add_metric(self, value: Any) -> None:
         if not (hasattr(value, "compute") and hasattr(value, "reset")):
-            raise TypeError(f"log({self.name!r}, ...): need a number, a one-element tensor or a metric with compute() and reset(), got {type(value).__name__}")
+            raise TypeError(
+                f"log({self.name!r}, ...): need a number, a one-element tensor or a metric with compute() and reset(), got {type(value).__name__}"
+            )
         self.metric = value
         if self.on_step:
-            self.last = torch.as_tensor(getattr(value, "_forward_cache", None) if getattr(value, "_forward_cache", None) is not None else value.compute()).detach()
+            self.last = torch.as_tensor(
+                getattr(value, "_forward_cache", None)
+                if getattr(value, "_forward_cache", None) is not None
+                else value.compute()
+            ).detach()
 
     def _fold(self) -> None:
         total, weight = self._reduced(self.total, self.weight)
@@ -115,7 +171,12 @@ class Entry:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total, self.weight, self.last, self.weights = state["total"], state["weight"], state["last"], list(state["weights"])
+        self.total, self.weight, self.last, self.weights = (
+            state["total"],
+            state["weight"],
+            state["last"],
+            list(state["weights"]),
+        )
         self.pending = list(state["pending"].unbind()) if state["pending"] is not None else []
 
 
@@ -166,7 +227,9 @@ class LoggedValues:
     ) -> Entry:  # fmt: skip
         """An entry for ``name`` with the hook's defaults filled in. Raises ValueError where logging is not possible."""
         if hook in _NO_LOGGING:
-            raise ValueError(f"log({name!r}, ...) cannot be called in {hook}: nothing logged there would be seen; log it in a step or an epoch-end hook")
+            raise ValueError(
+                f"log({name!r}, ...) cannot be called in {hook}: nothing logged there would be seen; log it in a step or an epoch-end hook"
+            )
         per_step = hook in _ON_STEP_DEFAULT
         on_step = per_step if on_step is None else on_step
         on_epoch = (not per_step) if on_epoch is None else on_epoch
@@ -176,7 +239,14 @@ class LoggedValues:
             raise ValueError(f"log({name!r}, reduce_fx={reduce_fx!r}): choose mean, sum, min, max or a function")
         shown = name + (self.loader_suffix if add_dataloader_idx else "")
         return Entry(
-            shown, self.batch, on_step=on_step, on_epoch=on_epoch, prog_bar=prog_bar, logger=logger is not False, reduce=reduce_fx, rank_zero_only=rank_zero_only
+            shown,
+            self.batch,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            prog_bar=prog_bar,
+            logger=logger is not False,
+            reduce=reduce_fx,
+            rank_zero_only=rank_zero_only,
         )
 
     def clear(self) -> None:
@@ -205,7 +275,11 @@ class LoggedValues:
         return results
 
     def state_dict(self) -> dict[str, Any]:
-        return {hook: {name: entry.state_dict() for name, entry in table.items()} for hook, table in self.tables.items() if table}
+        return {
+            hook: {name: entry.state_dict() for name, entry in table.items()}
+            for hook, table in self.tables.items()
+            if table
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for hook, table in state.items():
@@ -213,7 +287,16 @@ class LoggedValues:
                 on_step, on_epoch, prog_bar, logger, reduce, rank_zero_only = saved["settings"]
                 if reduce is None:
                     continue  # a user's own reduction is a function: its epoch starts afresh
-                entry = Entry(name, self.batch, on_step=on_step, on_epoch=on_epoch, prog_bar=prog_bar, logger=logger, reduce=reduce, rank_zero_only=rank_zero_only)
+                entry = Entry(
+                    name,
+                    self.batch,
+                    on_step=on_step,
+                    on_epoch=on_epoch,
+                    prog_bar=prog_bar,
+                    logger=logger,
+                    reduce=reduce,
+                    rank_zero_only=rank_zero_only,
+                )
                 entry.load_state_dict(saved)
                 self.table(hook)[name] = entry
 
@@ -222,14 +305,28 @@ def _reduce_over_ranks(entries: list[Entry], strategy: Strategy) -> list[tuple[E
     """Each entry's value; a rank that did not log a name adds nothing to it, and cannot block the others."""
     summaries = [(entry, *entry.summary()) for entry in entries]
     if strategy.world_size > 1:
-        local = {(e.name, e.reduce if isinstance(e.reduce, str) else "mean"): (float(t), w) for e, t, w in summaries if not e.rank_zero_only}
+        local = {
+            (e.name, e.reduce if isinstance(e.reduce, str) else "mean"): (float(t), w)
+            for e, t, w in summaries
+            if not e.rank_zero_only
+        }
         everyone = strategy.all_gather_object(local)
-        merged = [(e, *_merge([ranks[key] for ranks in everyone if (key := (e.name, e.reduce)) in ranks], str(e.reduce), (t, w))) for e, t, w in summaries]
+        merged = [
+            (
+                e,
+                *_merge(
+                    [ranks[key] for ranks in everyone if (key := (e.name, e.reduce)) in ranks], str(e.reduce), (t, w)
+                ),
+            )
+            for e, t, w in summaries
+        ]
         summaries = [(e, torch.as_tensor(t, dtype=torch.float64), w) for e, t, w in merged]
     return [(e, (t / w if e.reduce == "mean" else t).float()) for e, t, w in summaries if w > 0]
 
 
-def _merge(parts: list[tuple[float, float]], reduce: str, own: tuple[torch.Tensor, float]) -> tuple[float | torch.Tensor, float]:
+def _merge(
+    parts: list[tuple[float, float]], reduce: str, own: tuple[torch.Tensor, float]
+) -> tuple[float | torch.Tensor, float]:
     parts = [part for part in parts if part[1] > 0]
     if not parts:
         return own

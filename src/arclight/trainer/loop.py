@@ -7,7 +7,7 @@ calls what exists and asks about nothing else.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +45,13 @@ class FitPlan:
             step=build_step(trainer, module),
             move=batch_transfer(trainer, module),
             batch_start=resolve(trainer, module, "on_train_batch_start"),
-            batch_end=callback_hooks(trainer, module, [c for c in trainer.callbacks if not c.runs_last], "on_train_batch_end")
+            batch_end=callback_hooks(
+                trainer, module, [c for c in trainer.callbacks if not c.runs_last], "on_train_batch_end"
+            )
             + module_hooks(module, "on_train_batch_end"),
-            batch_save=callback_hooks(trainer, module, [c for c in trainer.callbacks if c.runs_last], "on_train_batch_end"),
+            batch_save=callback_hooks(
+                trainer, module, [c for c in trainer.callbacks if c.runs_last], "on_train_batch_end"
+            ),
             on_progress=callback_hooks(trainer, module, trainer.callbacks, "on_progress"),
             epoch_schedulers=epoch_scheduler_steps(trainer, module),
         )
@@ -107,7 +111,13 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
 def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     """The innermost loop; whether the epoch's batches came to their end."""
     progress, current, enter = trainer.progress, trainer.logged.batch, trainer.enter
-    step, move, batch_start, batch_end, batch_save = plan.step, plan.move, plan.batch_start, plan.batch_end, plan.batch_save
+    step, move, batch_start, batch_end, batch_save = (
+        plan.step,
+        plan.move,
+        plan.batch_start,
+        plan.batch_end,
+        plan.batch_save,
+    )
     total, validate_at, max_steps = trainer.num_training_batches, trainer.next_validation(), trainer.max_steps
     log_every = trainer.log_every_n_steps
     log_at = progress.global_step // log_every * log_every + log_every

@@ -30,6 +30,8 @@ class Module(nn.Module):
     """Whether the trainer runs backward and the optimizer; False hands both to ``training_step``."""
     example_input_array: Any = None
     strict_loading: bool = True
+    _trainer: Trainer | None
+    _entries: dict[str, Entry] | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,11 +168,13 @@ class Module(nn.Module):
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward in a ``training_step`` that runs its optimizers itself; scales the loss where precision asks for it."""
         scaler = self.trainer.precision_plugin.scaler
-        (scaler.scale(loss) if scaler is not None else loss).backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        (scaler.scale(loss) if scaler is not None else loss).backward(*args, **kwargs)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
         """Run the optimizer. The closure, which every override must pass on or call, runs forward and backward."""
-        optimizer.step(closure=optimizer_closure)  # type: ignore[arg-type]
+        optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         optimizer.zero_grad()
@@ -183,7 +187,9 @@ class Module(nn.Module):
     ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
-    def clip_gradients(self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None) -> None:
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
         """Clip the gradients of ``optimizer``'s parameters by their global ``norm`` or element ``value``."""
         from arclight.trainer.optimization import clip
 
@@ -203,7 +209,9 @@ class Module(nn.Module):
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only ``optimizer``'s parameters require gradients, until :meth:`untoggle_optimizer`."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = [p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]
+        others = [
+            p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"] if id(p) not in own
+        ]
         self.__dict__["_toggled"] = [(p, p.requires_grad) for p in others]
         for parameter in others:
             parameter.requires_grad = False
@@ -241,7 +249,7 @@ class Module(nn.Module):
         ranks in one exchange whether or not ``sync_dist`` is set, so it is accepted and has no effect.
         Raises ValueError for a value that is not a single number and for hooks in which nothing can be logged.
         """
-        entries: dict[str, Entry] | None = self._entries
+        entries = self._entries
         if entries is None:
             self._log_without_trainer(name)
             return
@@ -262,7 +270,9 @@ class Module(nn.Module):
     def _log_without_trainer(self, name: str) -> None:
         import warnings
 
-        warnings.warn(f"log({name!r}, ...) does nothing: {type(self).__name__} is not being run by a Trainer", stacklevel=3)
+        warnings.warn(
+            f"log({name!r}, ...) does nothing: {type(self).__name__} is not being run by a Trainer", stacklevel=3
+        )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""
@@ -278,9 +288,10 @@ class Module(nn.Module):
     @property
     def trainer(self) -> Trainer:
         if self._trainer is None:
-            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; pass it to trainer.fit (or validate, test, predict) first")
-        trainer: Trainer = self._trainer
-        return trainer
+            raise RuntimeError(
+                f"{type(self).__name__} is not attached to a Trainer; pass it to trainer.fit (or validate, test, predict) first"
+            )
+        return self._trainer
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
@@ -321,7 +332,9 @@ class Module(nn.Module):
 
     # -- hyper-parameters ------------------------------------------------------------------------------------------
 
-    def save_hyperparameters(self, *args: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True) -> None:
+    def save_hyperparameters(
+        self, *args: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True
+    ) -> None:
         """Keep the constructor's arguments in ``self.hparams`` and in every checkpoint.
 
         Without ``args`` all of them; else the named ones, or a dict or dataclass given as the one argument.
@@ -335,14 +348,17 @@ class Module(nn.Module):
 
     @property
     def hparams(self) -> Hyperparameters:
-        return self.__dict__.setdefault("_hparams", Hyperparameters())
+        hparams: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
+        return hparams
 
     @property
     def hparams_initial(self) -> Hyperparameters:
         return Hyperparameters(self.hparams)
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, map_location: Any = "cpu", strict: bool = True, **kwargs: Any) -> Any:
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, map_location: Any = "cpu", strict: bool = True, **kwargs: Any
+    ) -> Any:
         """A new instance with the weights and constructor arguments of a checkpoint; ``kwargs`` override the latter."""
         from arclight.trainer.state import module_from_checkpoint
 

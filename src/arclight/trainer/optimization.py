@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,10 +69,12 @@ def _optimizer(value: Any) -> Optimizer:
 def _scheduler(value: Any) -> LRSchedulerConfig:
     if not isinstance(value, Mapping):
         return LRSchedulerConfig(value)
-    unknown = set(value) - {f for f in LRSchedulerConfig.__dataclass_fields__}
+    unknown = set(value) - set(LRSchedulerConfig.__dataclass_fields__)
     if unknown or "scheduler" not in value:
         what = f"{sorted(unknown)[0]!r} is not a field" if unknown else "'scheduler' is missing"
-        raise ValueError(f"configure_optimizers: lr_scheduler: {what}; fields are {', '.join(LRSchedulerConfig.__dataclass_fields__)}")
+        raise ValueError(
+            f"configure_optimizers: lr_scheduler: {what}; fields are {', '.join(LRSchedulerConfig.__dataclass_fields__)}"
+        )
     return LRSchedulerConfig(**value)
 
 
@@ -95,7 +98,11 @@ def loss_of(output: Any) -> torch.Tensor | None:
     if loss is None and not isinstance(output, Mapping):
         return None
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss if loss is not None else output).__name__
+        shown = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss if loss is not None else output).__name__
+        )
         raise TypeError(f"training_step must return a scalar tensor, a dict with 'loss', or None; got {shown}")
     return loss
 
@@ -153,11 +160,14 @@ class _Parts:
 
 def _parts(trainer: Trainer, module: Module, optimizer: Optimizer) -> _Parts:
     scaler, progress = trainer.precision_plugin.scaler, trainer.progress
-    backward: Callable[[torch.Tensor], Any] = module.backward if overridden(module, "backward", Module) else torch.Tensor.backward
+    backward: Callable[[torch.Tensor], Any] = (
+        module.backward if overridden(module, "backward", Module) else torch.Tensor.backward
+    )
     if scaler is not None:
-        unscaled, scale = backward, scaler.scale
-        backward = lambda loss: unscaled(scale(loss))  # noqa: E731
-    before: list[Callable[[], Any]] = [lambda h=h: h(optimizer) for h in resolve(trainer, module, "on_before_optimizer_step")]  # type: ignore[misc]
+        backward = _scaled_backward(backward, scaler)
+    before: list[Callable[[], Any]] = [
+        partial(h, optimizer) for h in resolve(trainer, module, "on_before_optimizer_step")
+    ]
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if overridden(module, "configure_gradient_clipping", Module):
         before.append(lambda: module.configure_gradient_clipping(optimizer, value, algorithm))
@@ -165,7 +175,7 @@ def _parts(trainer: Trainer, module: Module, optimizer: Optimizer) -> _Parts:
         before.append(lambda: clip(optimizer, value, algorithm))
     if scaler is not None and before:
         before.insert(0, lambda: scaler.unscale_(optimizer))
-    after = [lambda h=h: h(optimizer) for h in resolve(trainer, module, "on_before_zero_grad")]  # type: ignore[misc]
+    after: list[Callable[[], Any]] = [partial(h, optimizer) for h in resolve(trainer, module, "on_before_zero_grad")]
     if module_hooks(module, "optimizer_zero_grad"):
         after.append(lambda: module.optimizer_zero_grad(trainer.current_epoch, progress.batch, optimizer))
     else:
@@ -179,6 +189,12 @@ def _parts(trainer: Trainer, module: Module, optimizer: Optimizer) -> _Parts:
         _scaled_step(optimizer, scaler) if scaler is not None else optimizer.step,
         tuple(after),
     )
+
+
+def _scaled_backward(
+    backward: Callable[[torch.Tensor], Any], scaler: torch.amp.GradScaler
+) -> Callable[[torch.Tensor], Any]:
+    return lambda loss: backward(scaler.scale(loss))
 
 
 def _scaled_step(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Callable[[], Any]:
@@ -215,7 +231,9 @@ def monitored(trainer: Trainer, config: LRSchedulerConfig) -> Any:
         raise ValueError("ReduceLROnPlateau needs lr_scheduler={'scheduler': ..., 'monitor': 'a logged name'}")
     metrics = trainer.callback_metrics
     if config.monitor not in metrics and config.strict:
-        raise ValueError(f"ReduceLROnPlateau monitors {config.monitor!r}, which was not logged; logged: {', '.join(metrics) or 'nothing'}")
+        raise ValueError(
+            f"ReduceLROnPlateau monitors {config.monitor!r}, which was not logged; logged: {', '.join(metrics) or 'nothing'}"
+        )
     return metrics.get(config.monitor)
 
 
@@ -223,7 +241,12 @@ def _plain_step(trainer: Trainer, module: Module, forward: Step, optimizer: Opti
     """Forward, backward, update, clear: one optimizer step per batch."""
     parts, progress = _parts(trainer, module, optimizer), trainer.progress
     backward, optimizer_step = parts.backward, parts.optimizer_step
-    before_backward, after_backward, before_step, after_step = parts.before_backward, parts.after_backward, parts.before_step, parts.after_step
+    before_backward, after_backward, before_step, after_step = (
+        parts.before_backward,
+        parts.after_backward,
+        parts.before_step,
+        parts.after_step,
+    )
 
     def step(batch: Any, index: int) -> Any:
         output = forward(batch, index)
@@ -261,7 +284,7 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
             first_size, total = size, 0
         count, total = count + 1, total + size
         last = count == window or index + 1 == trainer.num_training_batches
-        with nullcontext() if last else trainer.strategy.no_backward_sync(trainer.step_module):
+        with nullcontext() if last else trainer.strategy.no_backward_sync(trainer.step_module or module):
             output = forward(batch, index)
             loss = loss_of(output)
             if loss is not None:
@@ -274,7 +297,9 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
         if not last:
             return output
         if total != first_size * window:  # the window was shorter or its batches uneven
-            torch._foreach_mul_([p.grad for p in parameters_of(optimizer) if p.grad is not None], first_size * window / total)
+            torch._foreach_mul_(
+                [p.grad for p in parameters_of(optimizer) if p.grad is not None], first_size * window / total
+            )
         count = 0
         for action in parts.before_step:
             action()
@@ -291,7 +316,9 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
 def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer) -> Step:
     """For optimizers that evaluate the loss themselves, and modules that override ``optimizer_step``."""
     if trainer.accumulate_grad_batches > 1 or trainer.precision_plugin.scaler is not None:
-        raise ValueError("an optimizer that runs the closure itself works neither with accumulate_grad_batches > 1 nor with 16-mixed precision")
+        raise ValueError(
+            "an optimizer that runs the closure itself works neither with accumulate_grad_batches > 1 nor with 16-mixed precision"
+        )
     parts, progress = _parts(trainer, module, optimizer), trainer.progress
 
     def step(batch: Any, index: int) -> Any:

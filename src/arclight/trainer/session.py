@@ -91,7 +91,9 @@ def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str)
     """Bind module and data to the trainer and let everyone set up. The order is Lightning's."""
     module = model if model is not None else trainer.lightning_module
     if not isinstance(module, Module):
-        raise TypeError(f"need an arclight.Module, got {type(module).__name__}; subclass Module and give it a training_step")
+        raise TypeError(
+            f"need an arclight.Module, got {type(module).__name__}; subclass Module and give it a training_step"
+        )
     trainer._module, trainer.stage = module, stage
     module.trainer = trainer
     if datamodule is not None:
@@ -148,13 +150,22 @@ def _source(trainer: Trainer, module: Module, given: Any, datamodule: Any, name:
 
 def _wrap_all(trainer: Trainer, source: Any) -> list[ResumableLoader]:
     """One resumable loader for each of a stage's loaders; a list or tuple holds several, anything else is one."""
-    several = isinstance(source, (list, tuple)) and bool(source) and all(hasattr(part, "__iter__") and not isinstance(part, (list, tuple, torch.Tensor, dict, str)) for part in source)
+    several = (
+        isinstance(source, (list, tuple))
+        and bool(source)
+        and all(
+            hasattr(part, "__iter__") and not isinstance(part, (list, tuple, torch.Tensor, dict, str))
+            for part in source
+        )
+    )
     parts = list(source) if several else [] if source is None else [source]
     return [_wrap(trainer, part, train=False) for part in parts]
 
 
 def _wrap(trainer: Trainer, loader: Any, train: bool) -> ResumableLoader:
-    return ResumableLoader(loader, seed=trainer.data_seed, rank=trainer.global_rank, world_size=trainer.world_size, train=train)
+    return ResumableLoader(
+        loader, seed=trainer.data_seed, rank=trainer.global_rank, world_size=trainer.world_size, train=train
+    )
 
 
 def prepare_loaders(trainer: Trainer) -> None:
@@ -164,12 +175,16 @@ def prepare_loaders(trainer: Trainer) -> None:
     module, (train, val) = trainer.lightning_module, trainer.given_loaders
     source = _source(trainer, module, train, trainer.datamodule, "train_dataloader")
     if source is None:
-        raise ValueError("fit needs training data: pass train_dataloaders or a datamodule, or give the module a train_dataloader()")
+        raise ValueError(
+            "fit needs training data: pass train_dataloaders or a datamodule, or give the module a train_dataloader()"
+        )
     trainer.train_loader = _wrap(trainer, source, train=True)
     limit = limits.batch_limit(trainer.settings.limit_train_batches, trainer.train_loader)
     trainer.num_training_batches = limits.count_batches(limit, trainer.train_loader)
     if trainer.num_training_batches == 0:
-        raise ValueError("there are no training batches: the data set is empty, smaller than one batch with drop_last, or limit_train_batches is 0")
+        raise ValueError(
+            "there are no training batches: the data set is empty, smaller than one batch with drop_last, or limit_train_batches is 0"
+        )
     if trainer.limits["validate"] != 0:
         trainer.val_loaders = _wrap_all(trainer, _source(trainer, module, val, trainer.datamodule, "val_dataloader"))
 
@@ -227,7 +242,9 @@ def _sanity_check(trainer: Trainer, module: Module) -> None:
     trainer.call("on_sanity_check_end")
 
 
-def evaluate(trainer: Trainer, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None) -> list[dict[str, float]]:
+def evaluate(
+    trainer: Trainer, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+) -> list[dict[str, float]]:
     """Validate or test."""
     module = _attach(trainer, model, datamodule, stage)
     _load_for_evaluation(trainer, module, ckpt_path)
@@ -241,13 +258,22 @@ def evaluate(trainer: Trainer, stage: str, model: Module | None, loaders: Any, d
     return results
 
 
-def predict(trainer: Trainer, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None, keep: bool | None) -> Any:
+def predict(
+    trainer: Trainer,
+    model: Module | None,
+    loaders: Any,
+    datamodule: Any,
+    ckpt_path: str | Path | None,
+    keep: bool | None,
+) -> Any:
     """Collect ``predict_step``'s outputs."""
     module = _attach(trainer, model, datamodule, "predict")
     _load_for_evaluation(trainer, module, ckpt_path)
     source = _source(trainer, module, loaders, trainer.datamodule, "predict_dataloader")
     if source is None:
-        raise ValueError("predict needs data: pass dataloaders or a datamodule, or give the module a predict_dataloader()")
+        raise ValueError(
+            "predict needs data: pass dataloaders or a datamodule, or give the module a predict_dataloader()"
+        )
     trainer.eval_loaders = _wrap_all(trainer, source)
     trainer.predictions = None if keep is False else [[] for _ in trainer.eval_loaders]
     run_evaluation(trainer, module, trainer.eval_loaders)
@@ -287,7 +313,9 @@ def checkpoint_path(trainer: Trainer, choice: str | Path | None) -> Path | None:
 def _last_checkpoint(trainer: Trainer) -> Path | None:
     from arclight.checkpoint import find_last
 
-    folder = trainer._run_folder or RunFolder.newest(trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower())
+    folder = trainer._run_folder or RunFolder.newest(
+        trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower()
+    )
     found = find_last(folder.checkpoints) if folder is not None else None
     found = trainer.strategy.broadcast(str(found) if found is not None else None)
     if found is None or folder is None:

@@ -77,8 +77,12 @@ class Checkpointing:
         from arclight.trainer.callbacks import ModelCheckpoint
 
         return ModelCheckpoint(
-            monitor=self.monitor, mode=self.mode, save_top_k=self.save_top_k, save_last=self.save_last,
-            every_n_train_steps=self.every_n_steps, every_n_epochs=None if self.every_n_steps else self.every_n_epochs,
+            monitor=self.monitor,
+            mode=self.mode,
+            save_top_k=self.save_top_k,
+            save_last=self.save_last,
+            every_n_train_steps=self.every_n_steps,
+            every_n_epochs=None if self.every_n_steps else self.every_n_epochs,
         )
 
 

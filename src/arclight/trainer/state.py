@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     """The state tree of ``trainer``. A collective: every rank must call it."""
     module = trainer.lightning_module
-    tree: dict[str, Any] = {"model": module.state_dict(), "progress": trainer.progress.state_dict(), "hyper_parameters": encode(dict(module.hparams))}
+    tree: dict[str, Any] = {
+        "model": module.state_dict(),
+        "progress": trainer.progress.state_dict(),
+        "hyper_parameters": encode(dict(module.hparams)),
+    }
     for callback in trainer.callbacks:
         tree.update(callback.averages() if hasattr(callback, "averages") else {})
     if not weights_only:
@@ -45,7 +49,12 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "datamodule": trainer.datamodule.state_dict() if isinstance(trainer.datamodule, DataModule) else {},
             "logged": trainer.training_values.state_dict(),
             "rng": trainer.strategy.all_gather_object(rng_state()),
-            "data": {"seed": trainer.data_seed, "loader": loader.state_dict(trainer.progress.batch, epoch=trainer.progress.epoch) if loader is not None else {}},
+            "data": {
+                "seed": trainer.data_seed,
+                "loader": loader.state_dict(trainer.progress.batch, epoch=trainer.progress.epoch)
+                if loader is not None
+                else {},
+            },
         }
     trainer.call_all("on_save_checkpoint", tree)
     if overridden(module, "on_save_checkpoint", Module):
@@ -91,9 +100,13 @@ def load_weights(module: Module, weights: dict[str, Any], strict: bool = True) -
 def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
     """Everything but the weights, so that training goes on as if it had never stopped."""
     if "optimizers" not in tree:
-        raise checkpoints.CheckpointError("this checkpoint holds weights only and cannot resume training; load it with load_from_checkpoint or task.weights")
+        raise checkpoints.CheckpointError(
+            "this checkpoint holds weights only and cannot resume training; load it with load_from_checkpoint or task.weights"
+        )
     if len(tree["optimizers"]) != len(trainer.optimizers):
-        raise checkpoints.CheckpointError(f"the checkpoint has {len(tree['optimizers'])} optimizers, configure_optimizers gave {len(trainer.optimizers)}")
+        raise checkpoints.CheckpointError(
+            f"the checkpoint has {len(tree['optimizers'])} optimizers, configure_optimizers gave {len(trainer.optimizers)}"
+        )
     for optimizer, state in zip(trainer.optimizers, tree["optimizers"], strict=True):
         optimizer.load_state_dict(state)
     for config, state in zip(trainer.lr_scheduler_configs, tree["schedulers"], strict=True):
@@ -114,10 +127,14 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
     if len(ranks) == trainer.world_size:
         trainer.pending_rng = ranks[trainer.global_rank]
     else:
-        trainer.notice(f"the checkpoint was made by {len(ranks)} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run")
+        trainer.notice(
+            f"the checkpoint was made by {len(ranks)} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run"
+        )
 
 
-def module_from_checkpoint(cls: type, path: str | Path, *, map_location: Any, strict: bool, overrides: dict[str, Any]) -> Module:
+def module_from_checkpoint(
+    cls: type, path: str | Path, *, map_location: Any, strict: bool, overrides: dict[str, Any]
+) -> Module:
     """An instance of ``cls`` from a checkpoint's constructor arguments and weights (averaged ones where it has them)."""
     wanted = [name for name in ("model", "ema", "hyper_parameters") if name in checkpoints.inspect(path).entries]
     tree = checkpoints.load(path, only=wanted, map_location=map_location)
@@ -147,10 +164,14 @@ def decode(value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {"dataclass", "fields"}:
         name, _, qualified = value["dataclass"].partition(":")
         if name not in sys.modules and not name.startswith("arclight."):
-            raise checkpoints.CheckpointError(f"the checkpoint was made with {value['dataclass']}; import {name} before loading it")
+            raise checkpoints.CheckpointError(
+                f"the checkpoint was made with {value['dataclass']}; import {name} before loading it"
+            )
         cls = getattr(importlib.import_module(name), qualified, None)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-            raise checkpoints.CheckpointError(f"the checkpoint was made with {value['dataclass']}, which is no longer a dataclass there")
+            raise checkpoints.CheckpointError(
+                f"the checkpoint was made with {value['dataclass']}, which is no longer a dataclass there"
+            )
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{key: decode(item) for key, item in value["fields"].items() if key in known})
     if isinstance(value, dict):

@@ -51,7 +51,9 @@ class Trainer:
         self.settings = defaults.make_settings(settings, fast_dev_run)
         self.fast_dev_run = fast_dev_run
         self.accelerator = resolve_accelerator(accelerator)
-        self.strategy = resolve_strategy(strategy, self.accelerator, devices, self.settings.num_nodes, detect_environment())
+        self.strategy = resolve_strategy(
+            strategy, self.accelerator, devices, self.settings.num_nodes, detect_environment()
+        )
         self._precision_choice = precision
         self.precision_plugin = resolve_precision(precision, self.accelerator.name)
         self._adopt(self.settings)
@@ -80,8 +82,14 @@ class Trainer:
         """Settings that the loop reads, as plain attributes that callbacks may change."""
         self.max_steps, self.log_every_n_steps = settings.max_steps, settings.log_every_n_steps
         self.accumulate_grad_batches = settings.accumulate_grad_batches
-        self.gradient_clip_val, self.gradient_clip_algorithm = settings.gradient_clip_val, settings.gradient_clip_algorithm
-        self.check_val_every_n_epoch, self.val_check_interval = settings.check_val_every_n_epoch, settings.val_check_interval
+        self.gradient_clip_val, self.gradient_clip_algorithm = (
+            settings.gradient_clip_val,
+            settings.gradient_clip_algorithm,
+        )
+        self.check_val_every_n_epoch, self.val_check_interval = (
+            settings.check_val_every_n_epoch,
+            settings.val_check_interval,
+        )
         self.inference_mode, self.num_sanity_val_steps = settings.inference_mode, settings.num_sanity_val_steps
 
     def _reset(self) -> None:
@@ -107,7 +115,14 @@ class Trainer:
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
-    def fit(self, model: Module, train_dataloaders: Any = None, val_dataloaders: Any = None, datamodule: Any = None, ckpt_path: str | Path | None = None) -> None:
+    def fit(
+        self,
+        model: Module,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
         """Train ``model``.
 
         ``ckpt_path`` resumes exactly from a checkpoint: a path, ``"last"`` for the newest of this run's name (from the
@@ -117,19 +132,33 @@ class Trainer:
         session.launch(self, session.fit, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
 
     def validate(
-        self, model: Module | None = None, dataloaders: Any = None, ckpt_path: str | Path | None = None, verbose: bool = True, datamodule: Any = None
+        self,
+        model: Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
     ) -> list[dict[str, float]]:
         """Run the validation data once; the logged values of each loader."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
-        self, model: Module | None = None, dataloaders: Any = None, ckpt_path: str | Path | None = None, verbose: bool = True, datamodule: Any = None
+        self,
+        model: Module | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
     ) -> list[dict[str, float]]:
         """Run the test data once; the logged values of each loader."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
-    def _evaluate(self, stage: str, model: Module | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any) -> list[dict[str, float]]:
-        results: list[dict[str, float]] = session.launch(self, session.evaluate, stage, model, loaders, datamodule, ckpt_path)
+    def _evaluate(
+        self, stage: str, model: Module | None, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+    ) -> list[dict[str, float]]:
+        results: list[dict[str, float]] = session.launch(
+            self, session.evaluate, stage, model, loaders, datamodule, ckpt_path
+        )
         if verbose and self.is_global_zero and results and any(results):
             defaults.show_results(stage, results)
         return results
@@ -191,7 +220,11 @@ class Trainer:
         if self.train_loader is None:
             raise RuntimeError("no training data: fit has not begun")
         batches = self.train_loader.batches(epoch, start)
-        return batches if self.num_training_batches == math.inf else islice(batches, int(self.num_training_batches) - start)
+        return (
+            batches
+            if self.num_training_batches == math.inf
+            else islice(batches, int(self.num_training_batches) - start)
+        )
 
     def eval_limit(self, stage: str, loader: ResumableLoader) -> int | None:
         """Batches of ``loader`` that an evaluation runs; None for all."""
@@ -259,7 +292,10 @@ class Trainer:
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Newest value of every logged name: epoch values, and step values of the running stage."""
-        steps = {**self.training_values.last(lambda entry: entry.on_step), **self.logged.last(lambda entry: entry.on_step)}
+        steps = {
+            **self.training_values.last(lambda entry: entry.on_step),
+            **self.logged.last(lambda entry: entry.on_step),
+        }
         return {**self.epoch_metrics, **{name: torch.tensor(value) for name, value in steps.items()}}
 
     @property
@@ -339,5 +375,3 @@ class Trainer:
         """Tell the user something once, on rank 0."""
         if self.is_global_zero:
             _LOG.warning(message)
-
-

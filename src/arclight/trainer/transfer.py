@@ -19,8 +19,13 @@ def batch_transfer(trainer: Trainer, module: Module, dataloader_idx: int = 0) ->
     """Precision cast, then the three transfer hooks of the module or, where the module has none, of the data module."""
     precision, device, data = trainer.precision_plugin, trainer.strategy.device, trainer.datamodule
     casts = type(precision).convert_input is not Precision.convert_input
-    owners = [data if data is not None and not overridden(module, name, Module) and hasattr(data, name) else module for name in _HOOKS]
-    hooked = any(owner is not module or overridden(module, name, Module) for owner, name in zip(owners, _HOOKS, strict=True))
+    owners = [
+        data if data is not None and not overridden(module, name, Module) and hasattr(data, name) else module
+        for name in _HOOKS
+    ]
+    hooked = any(
+        owner is not module or overridden(module, name, Module) for owner, name in zip(owners, _HOOKS, strict=True)
+    )
     if not hooked:
         move = trainer.strategy.move
         if device.type == "cpu":

@@ -22,7 +22,9 @@ CALIBRATION_BATCH = 8
 """Images per calibration batch."""
 
 
-def export_detector(detector: Detector, path: Path | str, photos: DetectionDataset, int8: Int8 | None = None) -> Program:
+def export_detector(
+    detector: Detector, path: Path | str, photos: DetectionDataset, int8: Int8 | None = None
+) -> Program:
     """Write ``detector`` as one program file: float32, or with ``int8`` settings quantized on ``photos``.
 
     ``photos`` are letterboxed training images without augmentation; a few of them check the program against the model.
@@ -41,7 +43,14 @@ def export_detector(detector: Detector, path: Path | str, photos: DetectionDatas
         "processing_args": asdict(detector.processing),
         "model": detector.settings.model,
     }
-    return export(model, path, example_inputs=batches[0][:3], input_names=["images"], output_names=["predictions"], metadata=metadata)
+    return export(
+        model,
+        path,
+        example_inputs=batches[0][:3],
+        input_names=["images"],
+        output_names=["predictions"],
+        metadata=metadata,
+    )
 
 
 def _float_batches(photos: DetectionDataset, count: int) -> Iterator[torch.Tensor]:

@@ -64,7 +64,9 @@ class Detector(Module):
     def processing(self) -> DetectionProcessing:
         """How photos become input and output becomes boxes, as a deployed program does it too."""
         s = self.settings
-        return DetectionProcessing(names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold)
+        return DetectionProcessing(
+            names=self.names, image_size=s.image_size, conf_threshold=s.conf_threshold, iou_threshold=s.iou_threshold
+        )
 
     def forward(self, images: torch.Tensor) -> Any:
         """Images (N, 3, H, W) float in [0, 1]: decoded predictions in evaluation mode, raw levels in training mode."""
@@ -97,7 +99,10 @@ class Detector(Module):
         """Fit the anchors to the training boxes, where the settings ask for it; a resumed run gets its own back later."""
         data = self.trainer.datamodule
         if stage == "fit" and self.settings.anchors == "fitted" and isinstance(data, DetectionData):
-            sizes = torch.from_numpy(np.concatenate([labels[:, 3:5] for labels in data.train.labels])) * self.settings.image_size
+            sizes = (
+                torch.from_numpy(np.concatenate([labels[:, 3:5] for labels in data.train.labels]))
+                * self.settings.image_size
+            )
             anchors = fit_anchors(sizes, self.settings.image_size).view_as(self.model.anchors)
             strides = torch.tensor(self.model.stride, dtype=anchors.dtype).view(-1, 1, 1)
             self.model.head.anchors.copy_(anchors / strides)
@@ -105,7 +110,9 @@ class Detector(Module):
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
         if self.memory_format is None:
-            self.memory_format = faster_memory_format(self.model, self.settings.image_size, self.trainer.precision_plugin.forward_context)
+            self.memory_format = faster_memory_format(
+                self.model, self.settings.image_size, self.trainer.precision_plugin.forward_context
+            )
         self.model.to(memory_format=self.memory_format)  # type: ignore[call-overload]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -189,7 +196,9 @@ class DetectionData(DataModule):
 
     def _open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
-        dataset = DetectionDataset.open(self.spec, split, image_size=s.image_size, cache_labels=s.cache_labels, **options)
+        dataset = DetectionDataset.open(
+            self.spec, split, image_size=s.image_size, cache_labels=s.cache_labels, **options
+        )
         if dataset.report is not None and (dataset.report.corrupt or dataset.report.malformed):
             _LOG.warning("%s", dataset.report)
         return dataset
@@ -216,6 +225,11 @@ class DetectionData(DataModule):
         s = self.settings
         drop = shuffle and len(dataset) > s.batch_size  # a last batch of one or two images would shake batch statistics
         return DataLoader(
-            dataset, s.batch_size, shuffle=shuffle, drop_last=drop, num_workers=s.workers, collate_fn=collate, pin_memory=torch.cuda.is_available()
+            dataset,
+            s.batch_size,
+            shuffle=shuffle,
+            drop_last=drop,
+            num_workers=s.workers,
+            collate_fn=collate,
+            pin_memory=torch.cuda.is_available(),
         )
-

@@ -15,7 +15,9 @@ from arclight.vision.yolo import Yolo
 REPEATS = 3
 
 
-def faster_memory_format(model: Yolo, image_size: int, context: Callable[[], AbstractContextManager[Any]], batch_size: int = 4) -> torch.memory_format:
+def faster_memory_format(
+    model: Yolo, image_size: int, context: Callable[[], AbstractContextManager[Any]], batch_size: int = 4
+) -> torch.memory_format:
     """The layout in which forward and backward of ``model`` take less time on its device under ``context``.
 
     The model's weights, statistics, gradients and the random streams are as before when this returns.
@@ -26,13 +28,17 @@ def faster_memory_format(model: Yolo, image_size: int, context: Callable[[], Abs
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     with isolate_rng():
         images = torch.rand(batch_size, 3, image_size, image_size)
-        seconds = {layout: _time(model, images, layout, context) for layout in (torch.contiguous_format, torch.channels_last)}
+        seconds = {
+            layout: _time(model, images, layout, context) for layout in (torch.contiguous_format, torch.channels_last)
+        }
     model.load_state_dict(weights)
     model.zero_grad(set_to_none=True)
     return min(seconds, key=lambda layout: seconds[layout])
 
 
-def _time(model: Yolo, images: torch.Tensor, layout: torch.memory_format, context: Callable[[], AbstractContextManager[Any]]) -> float:
+def _time(
+    model: Yolo, images: torch.Tensor, layout: torch.memory_format, context: Callable[[], AbstractContextManager[Any]]
+) -> float:
     model.to(memory_format=layout)  # type: ignore[call-overload]
     model.train()
     images = images.contiguous(memory_format=layout)

@@ -52,6 +52,8 @@ def write_plots(detector: Detector, photos: DetectionDataset | None, folder: Pat
         images = [decode_image(photos.images[int(i)]) for i in picks]
         shown = [found.plot() for found in detector.detect(images)]
         sheet = grid(shown, columns=4, side=320)
-        cv2.imwrite(str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 85])
+        cv2.imwrite(
+            str(folder / "predictions.jpg"), cv2.cvtColor(sheet, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, 85]
+        )
         captions["predictions.jpg"] = "Predictions on validation images."
     (folder / "captions.json").write_text(json.dumps(captions, indent=1), encoding="utf-8")

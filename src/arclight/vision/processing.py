@@ -11,7 +11,7 @@ import torch
 
 from arclight.vision.boxes import nms
 from arclight.vision.detections import Detections
-from arclight.vision.letterboxing import letterbox, unletterbox
+from arclight.vision.letterboxing import Letterbox, letterbox, unletterbox
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Context:
     """What is needed to map boxes back: the photos and where each lies in its square."""
 
     images: list[np.ndarray[Any, Any]]
-    placements: list[tuple[float, float, float]]
+    placements: list[Letterbox]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,9 @@ class DetectionProcessing:
     def preprocess(self, images: Sequence[np.ndarray[Any, Any]]) -> tuple[np.ndarray[Any, Any], Context]:
         """RGB uint8 photos (H, W, 3) of any sizes as one float32 batch (N, 3, S, S) in [0, 1]."""
         for image in images:
-            if not (isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8):
+            if not (
+                isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[2] == 3 and image.dtype == np.uint8
+            ):
                 what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
                 raise ValueError(f"a photo must be a uint8 array (height, width, 3) in RGB, got {what}")
         squares, placements = zip(*(letterbox(image, self.image_size) for image in images), strict=True)

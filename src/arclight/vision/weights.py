@@ -20,13 +20,19 @@ def load_pretrained(model: Yolo, path: Path | str) -> int:
     weights = {name.removeprefix("model."): tensor for name, tensor in checkpoints.load_weights(path).items()}
     own = model.state_dict()
     prefix = "" if any(name in own for name in weights) else "model."
-    fitting = {prefix + name: tensor for name, tensor in weights.items() if prefix + name in own and own[prefix + name].shape == tensor.shape}
+    fitting = {
+        prefix + name: tensor
+        for name, tensor in weights.items()
+        if prefix + name in own and own[prefix + name].shape == tensor.shape
+    }
     if not fitting:
-        raise checkpoints.CheckpointError(f"{path}: none of its {len(weights)} tensors fits this model; was it made with another architecture?")
+        raise checkpoints.CheckpointError(
+            f"{path}: none of its {len(weights)} tensors fits this model; was it made with another architecture?"
+        )
     model.load_state_dict({**own, **{name: tensor.to(own[name].dtype) for name, tensor in fitting.items()}})
     missing = [name for name in own if name not in fitting]
     if missing:
-        _LOG.warning("%s: %d of %d tensors fit; the rest start fresh (%s ...)", path, len(fitting), len(own), missing[0])
+        _LOG.warning(
+            "%s: %d of %d tensors fit; the rest start fresh (%s ...)", path, len(fitting), len(own), missing[0]
+        )
     return len(fitting)
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.strategies.base import SingleDeviceStrategy, Strategy
@@ -13,14 +15,22 @@ _DDP = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook"
 
 
 def resolve_strategy(
-    choice: str | Strategy, accelerator: Accelerator, devices: int | str | list[int], num_nodes: int, environment: ClusterEnvironment
+    choice: str | Strategy,
+    accelerator: Accelerator,
+    devices: int | str | list[int],
+    num_nodes: int,
+    environment: ClusterEnvironment,
 ) -> Strategy:
     """The strategy a user asked for, connected to its devices.
 
     ``auto`` is DDP for more than one process, else a single device. Raises ValueError for an unknown name.
     """
     if devices in ("auto", -1, "-1"):
-        local = environment.world_size() // num_nodes if environment.creates_processes_externally else accelerator.auto_device_count()
+        local = (
+            environment.world_size() // num_nodes
+            if environment.creates_processes_externally
+            else accelerator.auto_device_count()
+        )
     else:
         local = len(devices) if isinstance(devices, list) else int(devices)
     if local < 1:
@@ -39,5 +49,6 @@ def resolve_strategy(
 def _named(name: str) -> Strategy:
     base, _, find_unused = name.partition("_find_unused_parameters_")
     if base in _DDP and find_unused in ("", "true", "false"):
-        return DDPStrategy(start_method=_DDP[base], **({"find_unused_parameters": find_unused == "true"} if find_unused else {}))
+        options: dict[str, Any] = {"find_unused_parameters": find_unused == "true"} if find_unused else {}
+        return DDPStrategy(start_method=_DDP[base], **options)
     raise ValueError(f"strategy={name!r} is not known; choose auto, {', '.join(_DDP)}, or pass a Strategy")

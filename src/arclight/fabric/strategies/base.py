@@ -30,7 +30,9 @@ class Strategy:
         self.num_devices = self.num_nodes = 1
         self.environment: ClusterEnvironment = LightningEnvironment()
 
-    def connect(self, accelerator: Accelerator, num_devices: int, num_nodes: int, environment: ClusterEnvironment) -> None:
+    def connect(
+        self, accelerator: Accelerator, num_devices: int, num_nodes: int, environment: ClusterEnvironment
+    ) -> None:
         """Take what the user asked for; no process or device is touched yet."""
         self.accelerator, self.environment = accelerator, environment
         self.num_devices, self.num_nodes = num_devices, num_nodes
@@ -112,5 +114,3 @@ class Strategy:
 
 class SingleDeviceStrategy(Strategy):
     """Everything in this process."""
-
-

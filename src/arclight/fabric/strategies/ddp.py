@@ -30,12 +30,22 @@ class DDPStrategy(Strategy):
     name = "ddp"
 
     def __init__(
-        self, *, start_method: str = "popen", timeout: datetime.timedelta = datetime.timedelta(minutes=10), process_group_backend: str | None = None, **ddp: Any
+        self,
+        *,
+        start_method: str = "popen",
+        timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+        process_group_backend: str | None = None,
+        **ddp: Any,
     ) -> None:
         super().__init__()
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method={start_method!r} is not known; choose popen, spawn, fork or forkserver")
-        self.start_method, self.timeout, self.process_group_backend, self.ddp = start_method, timeout, process_group_backend, ddp
+        self.start_method, self.timeout, self.process_group_backend, self.ddp = (
+            start_method,
+            timeout,
+            process_group_backend,
+            ddp,
+        )
         self._made_group = False
 
     def launcher(self) -> Launcher:

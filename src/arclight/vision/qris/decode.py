@@ -25,7 +25,7 @@ FINEST = 1.7
 
 @dataclass(frozen=True)
 class Read:
-    """One code that was read: its text, and its corners (4, 2) from its own top left clockwise, pixels."""
+    """One code that was read: its text, and its corners (4, 2) clockwise from its own top left, pixels."""
 
     text: str
     corners: Floats

@@ -45,7 +45,7 @@ class Grid:
 
     @property
     def corners(self) -> Floats:
-        """Top left, top right, bottom right and bottom left of the code, (4, 2) pixels."""
+        """Of the code, clockwise from its own top left, (4, 2) pixels."""
         return self.shape[:4]
 
     @property
@@ -146,21 +146,24 @@ def flattened(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> 
     return sample(picture, place(grid.shape[None], points).reshape(size, size, 2))
 
 
-@cache
-def _orders() -> tuple[tuple[int, ...], ...]:
-    """The eight orders in which a code's corners can run around a quadrilateral, mirrored ones last."""
-    turns = [tuple((i + k) % 4 for i in range(4)) for k in range(4)]
-    return tuple(turns + [(t[0], t[3], t[2], t[1]) for t in turns])
-
-
 def _shapes(quads: npt.NDArray[np.generic]) -> Floats:
-    """Quadrilaterals (N, 4, 2) in all eight orders, edges straight: (8 N, 8, 2)."""
-    ordered = np.concatenate([quads[:, order] for order in _orders()])
+    """Clockwise quadrilaterals (N, 4, 2) in all four turns, edges straight: (4 N, 8, 2).
+
+    A mirrored code needs no shapes of its own: the fixed modules are symmetric about the main diagonal.
+    """
+    ordered = np.concatenate([np.roll(quads, turn, axis=1) for turn in range(4)])
     return np.concatenate([ordered, np.zeros_like(ordered)], 1).astype(np.float32)
 
 
+def _clockwise(quad: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The corners in the order in which a clock's hand passes them."""
+    x, y = quad.T
+    area = np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))
+    return quad if area > 0 else quad[::-1]
+
+
 def parallelograms(box: Box, steps: int = 9) -> Floats:
-    """Parallelograms whose hull is about ``box`` (x0, y0, x1, y1), in all orders: (N, 8, 2)."""
+    """Parallelograms whose hull is about ``box`` (x0, y0, x1, y1), in all turns: (N, 8, 2)."""
     share = np.linspace(0, 1, steps)
     p, q = (v.ravel() for v in np.meshgrid(share, share, indexing="ij"))
     fat = np.abs(1 - p - q + 2 * p * q) > 0.25  # area as a share of the box: slivers are no codes
@@ -172,14 +175,17 @@ def parallelograms(box: Box, steps: int = 9) -> Floats:
     return _shapes(quads * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
 
 
-def refine(picture: Floats, near: Grid, *, rounds: int, count: int = 64) -> Grid:
-    """The best grid of the same version around ``near``: sample around it, keep the best sixth, ``rounds`` times."""
+def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, count: int = 64) -> Grid:
+    """The best grid of the same version around ``near``: sample around it, keep the best sixth, ``rounds`` times.
+
+    ``bow`` is how much edges may bow at first, as a share of the code's diagonal.
+    """
     rng = np.random.default_rng(0)
     start = near.shape
     size = start.size
     reach = float(np.hypot(*(start[2] - start[0])) + np.hypot(*(start[3] - start[1]))) / 2
     mean = start.reshape(-1).astype(np.float64)
-    covariance = np.diag(np.repeat([0.033 * reach, 0.015 * reach], size // 2) ** 2)
+    covariance = np.diag(np.repeat([0.033 * reach, bow * reach], size // 2) ** 2)
     best, best_score = start, -1.0
     for _ in range(rounds):
         root = np.linalg.cholesky(covariance + 1e-6 * np.eye(size))
@@ -200,11 +206,11 @@ def refine(picture: Floats, near: Grid, *, rounds: int, count: int = 64) -> Grid
 def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
     """The likeliest grids of one code, up to version ``largest``, near ``box`` (x0, y0, x1, y1 in pixels), best first.
 
-    ``quads`` are corners (4, 2) that other finders propose; their order does not matter.
+    ``quads`` are corners (4, 2) that other finders propose; any of them may be the first.
     """
     shapes = parallelograms(box)
     if quads:
-        shapes = np.concatenate([shapes, _shapes(np.stack(quads))])
+        shapes = np.concatenate([shapes, _shapes(np.stack([_clockwise(quad) for quad in quads]))])
     extent = max(box[2] - box[0], box[3] - box[1])
     soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
     rough: list[Grid] = []
@@ -217,9 +223,10 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
                 kept.append(grid)
         rough += kept[:3]
     rough = sorted(rough, key=_worst_last)[:10]
-    near = (refine(picture, grid, rounds=8) for grid in rough)
+    near = (refine(picture, grid, rounds=8, bow=0.02) for grid in rough)
     middle = sorted((_right_version(picture, grid, largest) for grid in near), key=_worst_last)[:3]
-    return sorted((refine(picture, grid, rounds=14) for grid in middle), key=_worst_last)
+    bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
+    return sorted((refine(picture, grid, rounds=14, bow=bow) for grid in middle for bow in bows), key=_worst_last)
 
 
 def _right_version(picture: Floats, grid: Grid, largest: int) -> Grid:

@@ -31,7 +31,7 @@ class Code:
     """One code in a photo; ``text`` is None where it was detected but not read."""
 
     corners_px: tuple[tuple[float, float], ...]
-    """The code's own top left, top right, bottom right, bottom left (x, y); the box's corners where it was not read."""
+    """Of the code, clockwise from its own top left (x, y); the box's corners where it was not read."""
     box_xyxy_px: Box
     confidence: float
     """Of the detector, in [0, 1]; 1 for a code that was read without being detected."""

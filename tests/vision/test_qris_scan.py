@@ -1,0 +1,266 @@
+"""Scanning: codes found, straightened and read where plain readers fail, and nothing called what it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+cv2 = pytest.importorskip("cv2")
+segno = pytest.importorskip("segno")
+pytest.importorskip("zxingcpp")
+
+from arclight.vision.detections import Boxes, Detections  # noqa: E402
+from arclight.vision.qris import Code, build, scan  # noqa: E402
+from arclight.vision.qris.decode import read_box, read_grid, read_opencv, read_zxing  # noqa: E402
+from arclight.vision.qris.grid import alignment_centres, modules_of, template  # noqa: E402
+
+QRIS = build(merchant_name="KOPI SENJA", city="BANDUNG", mcc="5814", nmid="ID1020012345678", criteria="UMI")
+EMVCO = (  # of another network: no tag 51
+    "00020101021226380016ID.CO.SHOPEE.WWW010201020815863724530336054061440005802ID"
+    "5921PT. SHOPPEE INDONESIA6007JAKARTA62180814gen by go-qris63049635"
+)
+LINK = "https://wallet.example/pay?id=ID.CO.QRIS.WWW"
+
+
+def symbol(text: str | bytes, cell: int = 8, **options: object) -> np.ndarray:
+    """A clean symbol with its quiet zone, grey."""
+    made = segno.make(text, micro=False, boost_error=False, **({"error": "m"} | options))
+    framed = np.pad(np.where(np.array(made.matrix) > 0, 0, 255).astype(np.uint8), 4, constant_values=255)
+    return np.kron(framed, np.ones((cell, cell), np.uint8))
+
+
+def placed(
+    text: str | bytes, quad: list[list[float]], shape: tuple[int, int] = (480, 640), **options: object
+) -> np.ndarray:
+    """An RGB picture of one code whose own corners are ``quad``, on grey."""
+    cell = 8
+    picture = symbol(text, cell, **options)
+    size = float(picture.shape[0])
+    inner = 4.0 * cell
+    source = np.array(
+        [[inner, inner], [size - inner, inner], [size - inner, size - inner], [inner, size - inner]], np.float32
+    )
+    matrix = cv2.getPerspectiveTransform(source, np.array(quad, np.float32))
+    canvas = np.full((*shape, 3), 150, np.uint8)
+    large = cv2.warpPerspective(picture, matrix, shape[::-1], flags=cv2.INTER_AREA)
+    mask = cv2.warpPerspective(np.full_like(picture, 255), matrix, shape[::-1])
+    canvas[mask > 127] = large[mask > 127][:, None]
+    return canvas
+
+
+def finder(*boxes: tuple[float, float, float, float], confidence: float = 0.9) -> Callable[[np.ndarray], Detections]:
+    """A detector that always sees these boxes."""
+    return lambda image: Detections(
+        Boxes(np.array(boxes).reshape(-1, 4), np.full(len(boxes), confidence), np.zeros(len(boxes))), names=["qr_code"]
+    )
+
+
+def hull(quad: list[list[float]]) -> tuple[float, float, float, float]:
+    (x0, y0), (x1, y1) = np.min(quad, 0), np.max(quad, 0)
+    return float(x0), float(y0), float(x1), float(y1)
+
+
+TILTED = [[200.0, 120.0], [420.0, 90.0], [440.0, 330.0], [180.0, 300.0]]
+
+
+def test_a_payment_code_is_read_with_its_corners_and_payload() -> None:
+    (code,) = scan(placed(QRIS, TILTED), finder(hull(TILTED), confidence=0.75))
+    assert (code.text, code.kind, code.problems) == (QRIS, "qris", ())
+    assert code.payload is not None
+    assert code.payload.merchant_name == "KOPI SENJA"
+    assert code.confidence == pytest.approx(0.75)
+    assert code.box_xyxy_px == pytest.approx(hull(TILTED))
+    assert np.abs(np.array(code.corners_px) - TILTED).max() < 5
+    document = code.to_json()
+    assert set(document) == {"corners_px", "box_xyxy_px", "confidence", "text", "kind", "payload", "problems"}
+    assert document["payload"]["nmid"] == "ID1020012345678"
+
+
+def test_corners_turn_with_the_code() -> None:
+    turned = TILTED[2:] + TILTED[:2]
+    (code,) = scan(placed(LINK, turned))
+    assert np.abs(np.array(code.corners_px) - turned).max() < 5
+
+
+def test_several_codes_are_told_apart() -> None:
+    left, right = [[40, 60], [240, 60], [240, 260], [40, 260]], [[380, 160], [580, 160], [580, 360], [380, 360]]
+    image = np.where(np.arange(640)[None, :, None] < 310, placed(EMVCO, left), placed(LINK, right)).astype(np.uint8)
+    codes = scan(image, finder(hull(left), hull(right), (300.0, 400.0, 360.0, 460.0)))
+    assert [(code.kind, code.text) for code in codes] == [("emvco", EMVCO), ("other", LINK), ("other", None)]
+    assert codes[1].problems == (), "a link is not a damaged payload"
+    assert codes[2].problems
+    assert codes[2].box_xyxy_px == pytest.approx((300, 400, 360, 460))
+
+
+def test_a_forged_payload_is_not_called_a_payment_code() -> None:
+    forged = QRIS.replace("KOPI SENJA", "KOPI SENYA")
+    (code,) = scan(placed(forged, TILTED))
+    assert (code.kind, code.payload) == ("other", None)
+    assert any("63" in problem for problem in code.problems)
+
+
+def test_the_same_code_is_reported_once() -> None:
+    shifted = tuple(value + 6 for value in hull(TILTED))
+    codes = scan(placed(QRIS, TILTED), finder(hull(TILTED), shifted))  # type: ignore[arg-type]
+    assert [code.text for code in codes] == [QRIS]
+
+
+@pytest.mark.parametrize("payload", [bytes(range(256))[:60], b"\xff\xfe\x00\x01", "商店 ♥"])
+def test_any_bytes_are_text_in_the_end(payload: str | bytes) -> None:
+    (code,) = scan(placed(payload, TILTED))
+    assert code.text is not None
+    assert code.text == payload or code.text.encode("latin-1") == payload
+    assert code.kind == "other"
+
+
+def small(text: str, quad: list[list[float]], blur: float, seed: int) -> np.ndarray:
+    """A code drawn large and reduced eightfold by averaging, blurred, with noise, as a phone sees a small label."""
+    large = placed(text, (np.array(quad) * 8).tolist(), (960, 1280), error="m")
+    image = cv2.GaussianBlur(cv2.resize(large, (160, 120), interpolation=cv2.INTER_AREA), (0, 0), blur)
+    noise = np.random.default_rng(seed).normal(0, 3, image.shape)
+    return np.clip(image + noise, 0, 255).astype(np.uint8)
+
+
+def test_small_squeezed_codes_are_read_where_the_plain_reader_fails() -> None:
+    plain = ours = 0
+    for seed in range(12):
+        turn = np.random.default_rng(seed).uniform(-0.5, 0.5)
+        square = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
+        around = square @ np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]])
+        quad = (around * [26, 16] + [80, 60]).tolist()
+        image = small(f"5a0S{seed:04d}", quad, 0.4, seed)
+        plain += len(read_zxing(image))
+        texts = [code.text for code in scan(image, finder(hull(quad)))]
+        assert texts in ([f"5a0S{seed:04d}"], [None]), "what is read is true"
+        ours += texts[0] is not None
+    assert ours >= 8
+    assert ours > 2 * plain
+
+
+def test_a_bent_blurred_code_is_read_module_by_module() -> None:
+    """Around a can the finder patterns are no longer in line; the grid bends with the code."""
+    quad = [[60.0, 60.0], [260.0, 60.0], [260.0, 260.0], [60.0, 260.0]]
+    flat = placed("HELLO CAN", quad, (320, 320))[..., 0]
+    x, y = np.meshgrid(np.arange(320, dtype=np.float32), np.arange(320, dtype=np.float32))
+    across = (x - 160) / 100
+    bent = cv2.remap(
+        flat, 160 + 100 * np.arcsin(np.clip(across * 0.8, -1, 1)) / 0.9273, y - 34 * (1 - across**2), cv2.INTER_LINEAR
+    )
+    image = cv2.GaussianBlur(bent.astype(np.uint8), (0, 0), 2.0)
+    box = (60.0, 60.0, 260.0, 294.0)
+    (read,) = read_grid(image, box)
+    assert read.text == "HELLO CAN"
+    assert np.abs(read.corners - quad).max() < 12
+
+
+def test_templates_are_the_fixed_modules_of_every_version() -> None:
+    """Against segno, for all forty versions; what two different masks change is not fixed."""
+    for version in range(1, 41):
+        made = [np.array(segno.make("1", version=version, error="l", mask=mask, micro=False).matrix) for mask in (0, 1)]
+        size = modules_of(version)
+        assert made[0].shape == (size, size)
+        fixed = template(version)
+        cells = np.round(fixed.points * size - 0.5).astype(int)
+        inside = ((cells >= 0) & (cells < size)).all(1)
+        columns, rows = cells[inside].T
+        for matrix in made:
+            assert (matrix[rows, columns].astype(int) * 2 - 1 == fixed.values[inside]).all(), version
+        assert (fixed.values[~inside] == -1).all()
+        assert len(alignment_centres(version)) == (0 if version == 1 else version // 7 + 2)
+
+
+@given(
+    st.integers(0, 70),
+    st.integers(0, 70),
+    st.sampled_from([(), (1,), (3,)]),
+    st.integers(0, 3),
+    st.lists(st.tuples(*[st.floats(-20, 90) | st.just(float("nan"))] * 4), max_size=3),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_image_and_no_box_raises(height: int, width: int, depth: tuple[int, ...], kind: int, boxes: list) -> None:  # type: ignore[type-arg]
+    rng = np.random.default_rng(height * 71 + width)
+    fills = (rng.integers(0, 256, (height, width, *depth)), np.zeros((height, width, *depth)))
+    image = fills[kind % 2].astype(np.uint8)
+    image = image[::-1, ::-1] if kind > 1 else image
+    image.setflags(write=False)
+    assert all(isinstance(code, Code) for code in scan(image, finder(*boxes)))
+    assert isinstance(scan(image), list)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((8, 8), np.float32),
+        np.zeros((8, 8, 4), np.uint8),
+        np.zeros(8, np.uint8),
+        np.zeros((1, 8, 8, 3), np.uint8),
+        "a.jpg",
+        None,
+    ],
+)
+def test_what_is_no_image_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="need an image"):
+        scan(wrong)  # type: ignore[arg-type]
+
+
+def test_plain_readers_agree_on_an_easy_code() -> None:
+    image = placed(LINK, [[100, 100], [300, 100], [300, 300], [100, 300]])
+    assert [read.text for read in read_zxing(image)] == [read.text for read in read_opencv(image)] == [LINK]
+    assert read_opencv(np.zeros((3, 3), np.uint8)) == []
+
+
+def label_boxes(image: Path, width: int, height: int) -> list[tuple[float, float, float, float]]:
+    """Boxes of a YOLO label of boxes or polygons, pixels."""
+    boxes = []
+    for row in Path(str(image).replace("/images/", "/labels/")).with_suffix(".txt").read_text().splitlines():
+        values = np.array(row.split()[1:], float)
+        if len(values) == 4:
+            values = np.concatenate([values[:2] - values[2:] / 2, values[:2] + values[2:] / 2])
+        points = values.reshape(-1, 2) * [width, height]
+        boxes.append(hull(points.tolist()))
+    return boxes
+
+
+@pytest.mark.parametrize(("group", "every", "least"), [("phone", 6, 1.0), ("packs", 12, 3.0)])
+def test_real_photos(shared_data: Path, group: str, every: int, least: float) -> None:
+    photos = sorted((shared_data / "qr_photos" / "images").glob(f"*/{group}_*.jpg"))[::every]
+    plain = ours = 0
+    for photo in photos:
+        image = cv2.cvtColor(cv2.imread(str(photo)), cv2.COLOR_BGR2RGB)
+        boxes = label_boxes(photo, image.shape[1], image.shape[0])
+        reads = read_zxing(image)
+        codes = [code for code in scan(image, finder(*boxes)) if code.text is not None]
+        assert {read.text for read in reads} <= {code.text for code in codes}, "nothing a plain reader reads is lost"
+        plain += len(reads)
+        ours += len(codes)
+    assert len(photos) > 10
+    assert ours > least * plain
+
+
+def test_reading_samples_truly(shared_data: Path) -> None:
+    """The payloads of zxing-cpp's own samples: what is read is what its authors say is there."""
+    checked = 0
+    for expected in sorted((shared_data / "qr_codes").rglob("*.txt"))[::6]:
+        picture = next(
+            (expected.with_suffix(end) for end in (".png", ".jpg", ".jpeg") if expected.with_suffix(end).is_file()),
+            None,
+        )
+        image = None if picture is None else cv2.imread(str(picture), cv2.IMREAD_GRAYSCALE)
+        if image is None or expected.name.endswith(".result.txt"):
+            continue
+        texts = [code.text for code in scan(image) if code.text is not None]
+        if texts:
+            assert expected.read_text(encoding="utf-8").rstrip("\n") in [text.rstrip("\n") for text in texts], expected
+            checked += 1
+    assert checked >= 8
+
+
+def test_a_box_with_nothing_in_it_is_read_as_nothing() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
+    assert read_box(noise, (20.0, 20.0, 180.0, 180.0)) == []
+    assert read_grid(noise, (20.0, 20.0, 180.0, 180.0)) == []
