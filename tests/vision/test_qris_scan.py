@@ -34,17 +34,12 @@ def symbol(text: str | bytes, cell: int = 8, **options: object) -> np.ndarray:
     return np.kron(framed, np.ones((cell, cell), np.uint8))
 
 
-def placed(
-    text: str | bytes, quad: list[list[float]], shape: tuple[int, int] = (480, 640), **options: object
-) -> np.ndarray:
-    """An RGB picture of one code whose own corners are ``quad``, on grey."""
+def placed(text: str | bytes, quad: object, shape: tuple[int, int] = (480, 640), **options: object) -> np.ndarray:
+    """An RGB picture of one code whose own corners are ``quad`` (4, 2), on grey."""
     cell = 8
     picture = symbol(text, cell, **options)
-    size = float(picture.shape[0])
-    inner = 4.0 * cell
-    source = np.array(
-        [[inner, inner], [size - inner, inner], [size - inner, size - inner], [inner, size - inner]], np.float32
-    )
+    low, high = 4.0 * cell, picture.shape[0] - 4.0 * cell
+    source = np.array([[low, low], [high, low], [high, high], [low, high]], np.float32)
     matrix = cv2.getPerspectiveTransform(source, np.array(quad, np.float32))
     canvas = np.full((*shape, 3), 150, np.uint8)
     large = cv2.warpPerspective(picture, matrix, shape[::-1], flags=cv2.INTER_AREA)
@@ -132,14 +127,14 @@ def test_small_squeezed_codes_are_read_where_the_plain_reader_fails() -> None:
         turn = np.random.default_rng(seed).uniform(-0.5, 0.5)
         square = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]])
         around = square @ np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]])
-        quad = (around * [26, 16] + [80, 60]).tolist()
+        quad = (around * [20, 12] + [80, 60]).tolist()
         image = small(f"5a0S{seed:04d}", quad, 0.4, seed)
         plain += len(read_zxing(image))
         texts = [code.text for code in scan(image, finder(hull(quad)))]
         assert texts in ([f"5a0S{seed:04d}"], [None]), "what is read is true"
         ours += texts[0] is not None
     assert ours >= 8
-    assert ours > 2 * plain
+    assert plain <= 2
 
 
 def test_a_bent_blurred_code_is_read_module_by_module() -> None:
@@ -148,14 +143,14 @@ def test_a_bent_blurred_code_is_read_module_by_module() -> None:
     flat = placed("HELLO CAN", quad, (320, 320))[..., 0]
     x, y = np.meshgrid(np.arange(320, dtype=np.float32), np.arange(320, dtype=np.float32))
     across = (x - 160) / 100
-    bent = cv2.remap(
-        flat, 160 + 100 * np.arcsin(np.clip(across * 0.8, -1, 1)) / 0.9273, y - 34 * (1 - across**2), cv2.INTER_LINEAR
-    )
+    source_x = 160 + 100 * np.arcsin(np.clip(across * 0.5, -1, 1)) / np.arcsin(0.5)
+    bent = cv2.remap(flat, source_x.astype(np.float32), y - 15 * (1 - across**2), cv2.INTER_LINEAR)
     image = cv2.GaussianBlur(bent.astype(np.uint8), (0, 0), 2.0)
-    box = (60.0, 60.0, 260.0, 294.0)
+    assert read_zxing(image) == []
+    box = (60.0, 60.0, 260.0, 275.0)
     (read,) = read_grid(image, box)
     assert read.text == "HELLO CAN"
-    assert np.abs(read.corners - quad).max() < 12
+    assert np.abs(read.corners - quad).max() < 20
 
 
 def test_templates_are_the_fixed_modules_of_every_version() -> None:
@@ -192,17 +187,17 @@ def test_no_image_and_no_box_raises(height: int, width: int, depth: tuple[int, .
     assert isinstance(scan(image), list)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        np.zeros((8, 8), np.float32),
-        np.zeros((8, 8, 4), np.uint8),
-        np.zeros(8, np.uint8),
-        np.zeros((1, 8, 8, 3), np.uint8),
-        "a.jpg",
-        None,
-    ],
+WRONG = (
+    np.zeros((8, 8), np.float32),
+    np.zeros((8, 8, 4), np.uint8),
+    np.zeros(8, np.uint8),
+    np.zeros((1, 8, 8, 3), np.uint8),
+    "a.jpg",
+    None,
 )
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_no_image_is_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="need an image"):
         scan(wrong)  # type: ignore[arg-type]
@@ -245,11 +240,9 @@ def test_real_photos(shared_data: Path, group: str, every: int, least: float) ->
 def test_reading_samples_truly(shared_data: Path) -> None:
     """The payloads of zxing-cpp's own samples: what is read is what its authors say is there."""
     checked = 0
-    for expected in sorted((shared_data / "qr_codes").rglob("*.txt"))[::6]:
-        picture = next(
-            (expected.with_suffix(end) for end in (".png", ".jpg", ".jpeg") if expected.with_suffix(end).is_file()),
-            None,
-        )
+    for expected in sorted((shared_data / "qr_codes").rglob("*.txt"))[::4]:
+        pictures = (expected.with_suffix(suffix) for suffix in (".png", ".jpg", ".jpeg"))
+        picture = next((path for path in pictures if path.is_file()), None)
         image = None if picture is None else cv2.imread(str(picture), cv2.IMREAD_GRAYSCALE)
         if image is None or expected.name.endswith(".result.txt"):
             continue

@@ -26,6 +26,11 @@ class Item:
     codes: list[PrintedCode] = field(default_factory=list)
 
 
+def around(side: float, share: float) -> float:
+    """Length of a thing of which ``side`` pixels are ``share``, cut where most of it would lie outside any picture."""
+    return min(side / share, max(1.7 * side, 1500.0))
+
+
 def blank(width: float, height: float, colour: Colour) -> Image:
     """An RGB canvas of one colour."""
     row = np.tile(np.array(colour, np.uint8), max(2, round(width)))

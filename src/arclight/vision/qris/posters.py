@@ -16,6 +16,7 @@ from arclight.vision.qris.drawing import (
     FONTS,
     Item,
     any_colour,
+    around,
     blank,
     contrasting,
     cv2,
@@ -92,7 +93,7 @@ def _decorate(rng: np.random.Generator, canvas: Image, count: int) -> None:
 def own_poster(rng: np.random.Generator, side: float) -> Item:
     """A shop's own design: any colours and shapes, a headline, a code somewhere in the middle."""
     ground = any_colour(rng)
-    wide = side / rng.uniform(0.3, 0.75)
+    wide = around(side, rng.uniform(0.3, 0.75))
     canvas = blank(wide, max(side * 1.15, wide * rng.uniform(0.6, 1.7)), ground)
     height, width = canvas.shape[:2]
     _decorate(rng, canvas, int(rng.integers(0, 6)))

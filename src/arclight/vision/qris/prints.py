@@ -12,6 +12,7 @@ from arclight.vision.qris.drawing import (
     FONTS,
     Item,
     any_colour,
+    around,
     blank,
     contrasting,
     cv2,
@@ -30,7 +31,7 @@ from arclight.vision.qris.symbols import Image, Look, PrintedCode, random_look, 
 def document(rng: np.random.Generator, side: float) -> Item:
     """A page of running text around one or two codes."""
     paper = pale(rng)
-    wide = side / rng.uniform(0.18, 0.6)
+    wide = around(side, rng.uniform(0.18, 0.6))
     canvas = blank(wide, wide * rng.uniform(0.9, 1.45), paper)
     height, width = canvas.shape[:2]
     look = Look(paper=paper, quiet=float(rng.uniform(0.5, 4)))
@@ -56,7 +57,7 @@ def document(rng: np.random.Generator, side: float) -> Item:
 def product_box(rng: np.random.Generator, side: float) -> Item:
     """The face of a carton: brand, bands, small print, a code, sometimes a bar code."""
     ground = vivid(rng) if rng.random() < 0.5 else any_colour(rng)
-    canvas = blank(side / rng.uniform(0.15, 0.5), side / rng.uniform(0.2, 0.6), ground)
+    canvas = blank(around(side, rng.uniform(0.15, 0.5)), around(side, rng.uniform(0.2, 0.6)), ground)
     height, width = canvas.shape[:2]
     side = min(side, 0.8 * height, 0.8 * width)
     for _ in range(int(rng.integers(0, 3))):
@@ -202,7 +203,7 @@ def code_sheet(rng: np.random.Generator, side: float) -> Item:
 def screen(rng: np.random.Generator, side: float) -> Item:
     """A monitor or television that shows a code among windows and text."""
     ground = choose(rng, (vivid, pale, muted))(rng)
-    canvas = blank(side / rng.uniform(0.2, 0.5), side / rng.uniform(0.35, 0.75), (25, 25, 27))
+    canvas = blank(around(side, rng.uniform(0.2, 0.5)), around(side, rng.uniform(0.35, 0.75)), (25, 25, 27))
     height, width = canvas.shape[:2]
     rim = max(1, round(width * 0.02))
     canvas[rim : height - rim, rim : width - rim] = ground
