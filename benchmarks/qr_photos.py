@@ -110,7 +110,7 @@ def fine_tune(start: Path, photos: Path, work: Path, epochs: int) -> Detector:
         name="photos", root=work,
         task=Detection(
             data=photos / "data.yaml", image_size=FINE_SIZE, batch_size=8, workers=1, cache_labels=False, weights=start,
-            optimizer=AdamW(lr=1e-3), schedule=Cosine(warmup=0.05, final=0.02), augment=Augment(close_mosaic=0.3, degrees=8.0),
+            optimizer=AdamW(lr=1e-3), schedule=Cosine(warmup=0.05, final=0.02), augment=Augment(mosaic=0.6, close_mosaic=0.3, degrees=8.0),
         ),
         trainer=TrainerSettings(max_epochs=epochs, precision="auto", gradient_clip_val=10.0, check_val_every_n_epoch=min(4, epochs)),
         checkpoint=Checkpointing(monitor="val/map50", mode="max"), ema=EMA(decay=0.998, ramp_steps=100),

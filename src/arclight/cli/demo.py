@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from arclight.vision.dataset import DetectionDataset
     from arclight.vision.detector import Detector
 
-SCENES, SCENE_SIZE, VALIDATION_SHARE, EPOCHS = 1000, 480, 0.15, 12
+SCENES, SCENE_SIZE, VALIDATION_SHARE, EPOCHS = 1000, 640, 0.15, 12
 
 
 def demo(arguments: list[str]) -> None:
@@ -129,7 +129,7 @@ class Demo:
         from arclight.vision.deployment import export_detector
 
         programs = {}
-        for name, int8 in {"fp32": None, "int8": Int8()}.items():
+        for name, int8 in {"fp32": None, "int8": Int8(calibration_batches=40)}.items():
             path = self.folder / "programs" / f"detector-{name}.onnx"
             programs[name] = export_detector(detector, path, photos, int8)
             difference = programs[name].metadata["parity"]["max_difference"]
