@@ -23,15 +23,17 @@ def train(arguments: list[str]) -> None:
     recipe, options = read_recipe(parser, arguments)
 
     from arclight.cli.run_record import RunRecord
+    from arclight.trainer.callbacks import RunReport
 
     folder, checkpoint = resume_from(options.resume)
     module, data = build_task(recipe)
-    trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe)], run_folder=folder)
+    trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe), RunReport()], run_folder=folder)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
         print(f"\nThe run is in {trainer.run_folder.path}")
         if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
             print(f"The best checkpoint is {best}")
+        print(f"The report is {trainer.run_folder.report}")
 
 
 def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
