@@ -69,6 +69,8 @@ def next_validation(trainer: Trainer) -> Count:
             f"val_check_interval={interval} is more than the {total} batches of an epoch; set check_val_every_n_epoch=None to count across epochs"
         )
     offset = 0 if trainer.check_val_every_n_epoch is not None else trainer.progress.batches - done
+    if done and trainer.progress.validated_at != done and (offset + done) % interval == 0:
+        return done  # resumed from a checkpoint between this batch and its validation
     return (offset + done) // interval * interval + interval - offset
 
 

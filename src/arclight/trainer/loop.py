@@ -90,10 +90,11 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     progress = trainer.progress
     if progress.batch == 0:
         trainer.logged.clear()
+        _take_up_rng(trainer)
     trainer.call("on_train_epoch_start")
-    if trainer.pending_rng is not None:  # a resume: from here on draw what the first run drew
-        set_rng_state(trainer.pending_rng)
-        trainer.pending_rng = None
+    _take_up_rng(trainer)
+    if progress.batch == trainer.next_validation():  # left to do by the run that saved
+        validate_during_fit(trainer, module)
     complete = progress.batch >= trainer.num_training_batches
     if not complete:
         complete = train_batches(trainer, module, plan)
@@ -106,6 +107,13 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             scheduler_step()
     reporting.end_epoch(trainer)
     return complete
+
+
+def _take_up_rng(trainer: Trainer) -> None:
+    """After a resume, draw from here on what the first run drew (its hook at the epoch's start included, if still to come)."""
+    if trainer.pending_rng is not None:
+        set_rng_state(trainer.pending_rng)
+        trainer.pending_rng = None
 
 
 def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:

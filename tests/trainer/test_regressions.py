@@ -1,0 +1,95 @@
+"""Mistakes that were made once: resuming at awkward moments, settings without effect, state left from one fit to the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import arclight as al
+
+
+class Small(al.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saver(al.Callback):
+    """Saves once, when ``moment`` comes for the ``n``-th time; as a checkpoint callback does, after all others."""
+
+    runs_last = True
+
+    def __init__(self, path: Path | None, moment: str, n: int = 1) -> None:
+        self.path, self.left = path, n
+        setattr(self, moment, self._act)
+
+    def _act(self, trainer: Any, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0 and self.path is not None:
+            trainer.save_checkpoint(self.path)
+
+
+def batches(count: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)) for _ in range(count)
+    ]
+
+
+def trainer(**settings: Any) -> al.Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    return al.Trainer(**{**quiet, "max_epochs": 1, **settings})
+
+
+def same_weights(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# -- resume --------------------------------------------------------------------------------------------------------
+
+
+def test_validation_due_at_the_saved_batch_runs_after_the_resume(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.trainer.progress.batches)
+
+    saver = Saver(tmp_path / "c", "on_train_batch_end", 4)
+    trainer(val_check_interval=4, callbacks=[saver]).fit(Watched(), batches(), batches(1))
+    assert seen == [4, 8]
+    seen.clear()
+    trainer(val_check_interval=4).fit(Watched(), batches(), batches(1), ckpt_path=tmp_path / "c")
+    assert seen == [4, 8]
+
+
+def test_draws_at_an_epochs_start_are_repeated_by_a_resume(tmp_path: Path) -> None:
+    def draws(saver: Saver, checkpoint: Path | None) -> list[float]:
+        drawn: list[float] = []
+
+        class Drawing(Small):
+            def on_train_epoch_start(self) -> None:
+                drawn.append(float(torch.rand(())))
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                drawn.append(float(torch.rand(())))
+
+        trainer(max_epochs=2, callbacks=[saver]).fit(Drawing(), batches(2), ckpt_path=checkpoint)
+        return drawn
+
+    whole = draws(Saver(tmp_path / "c", "on_train_epoch_end"), None)
+    assert draws(Saver(None, "on_train_epoch_end"), tmp_path / "c") == whole[3:]
