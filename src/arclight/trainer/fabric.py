@@ -19,6 +19,7 @@ from arclight.fabric.environments import detect_environment
 from arclight.fabric.precision import resolve_precision
 from arclight.fabric.seeding import seed_everything
 from arclight.fabric.strategies import resolve_strategy
+from arclight.optim import restore_optimizer
 
 
 class Fabric:
@@ -184,7 +185,9 @@ class Fabric:
             raise KeyError(f"{path} has no entry {missing[0]!r}; it has {', '.join(tree)}")
         for name in [name for name in state if name in tree]:
             value = tree.pop(name)
-            if hasattr(state[name], "load_state_dict"):
+            if isinstance(state[name], Optimizer):
+                restore_optimizer(state[name], value)
+            elif hasattr(state[name], "load_state_dict"):
                 state[name].load_state_dict(value, strict=strict) if isinstance(state[name], nn.Module) else state[
                     name
                 ].load_state_dict(value)

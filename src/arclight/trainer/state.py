@@ -7,6 +7,7 @@ What is where in a checkpoint (see ``arclight.checkpoint`` for the files):
     progress            how far training has come
     optimizers, schedulers, callbacks, precision, datamodule
     logged              the running epoch's sums, so that its metrics come out the same
+    metrics             the newest epoch values, which plateau schedulers and callbacks go by
     rng, data           every rank's generators; the seed of the sample order and the loader's own state
     hyper_parameters    the module's constructor arguments
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import rng_state
+from arclight.optim import restore_optimizer
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
@@ -48,6 +50,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
             "datamodule": trainer.datamodule.state_dict() if isinstance(trainer.datamodule, DataModule) else {},
             "logged": trainer.training_values.state_dict(),
+            "metrics": dict(trainer.epoch_metrics),
             "rng": trainer.strategy.all_gather_object(rng_state()),
             "data": {
                 "seed": trainer.data_seed,
@@ -108,7 +111,7 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
             f"the checkpoint has {len(tree['optimizers'])} optimizers, configure_optimizers gave {len(trainer.optimizers)}"
         )
     for optimizer, state in zip(trainer.optimizers, tree["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
+        restore_optimizer(optimizer, state)
     for config, state in zip(trainer.lr_scheduler_configs, tree["schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
     for callback in trainer.callbacks:
@@ -121,6 +124,7 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
         trainer.datamodule.load_state_dict(tree["datamodule"])
     trainer.progress.load_state_dict(tree["progress"])
     trainer.training_values.load_state_dict(tree["logged"])
+    trainer.epoch_metrics = dict(tree.get("metrics", {}))
     trainer.data_seed = tree["data"]["seed"]
     trainer.loader_state = tree["data"]["loader"]
     ranks = tree["rng"]

@@ -25,6 +25,8 @@ from arclight.vision.zoo import build_model
 
 _LOG = logging.getLogger("arclight")
 
+_FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
+
 CONFIDENCE_FLOOR = 0.001
 """Smallest confidence that counts in average precision, as COCO's protocol has it."""
 EVALUATION_IOU = 0.6
@@ -50,7 +52,7 @@ class Detector(Module):
         self.metrics = DetectionMetrics(num_classes=len(self.names))
         self.results: Any = None
         """Metrics of the newest validation; see DetectionMetrics.compute."""
-        self.memory_format: torch.memory_format | None = None
+        self.memory_format = _FORMATS.get(settings.memory_format)
         if settings.weights is not None:
             load_pretrained(self.model, settings.weights)
         self._freeze(settings.freeze)
@@ -119,8 +121,7 @@ class Detector(Module):
         checkpoint["memory_format"] = "channels_last" if self.memory_format is torch.channels_last else "contiguous"
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        formats = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
-        self.memory_format = formats.get(checkpoint.get("memory_format", ""))
+        self.memory_format = _FORMATS.get(checkpoint.get("memory_format", ""))
 
     def on_train_epoch_start(self) -> None:
         for layer in list(self.model.model)[: self.settings.freeze]:
@@ -137,6 +138,8 @@ class Detector(Module):
         size = len(batch["images"])
         self.log("train/loss", sum(parts.values()), prog_bar=True, batch_size=size)
         for name, value in parts.items():
+            if name == "cls" and len(self.names) == 1:
+                continue  # a single class has nothing to tell apart
             self.log(f"train/{name}", value, batch_size=size)
         return loss
 

@@ -56,6 +56,8 @@ class Detection:
     """Box shapes that the head starts from: the published ones, or ones fitted to this data set's boxes."""
     image_size: int = 640
     """Side of the square input, pixels; a multiple of 32."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Layout of images and weights in memory; auto measures which one this machine trains faster in."""
     batch_size: int = 16
     """Images per step on each device."""
     workers: int = 2
