@@ -93,3 +93,71 @@ def test_draws_at_an_epochs_start_are_repeated_by_a_resume(tmp_path: Path) -> No
 
     whole = draws(Saver(tmp_path / "c", "on_train_epoch_end"), None)
     assert draws(Saver(None, "on_train_epoch_end"), tmp_path / "c") == whole[3:]
+
+
+def test_a_plateau_schedule_goes_on_from_a_checkpoint_made_after_validation(tmp_path: Path) -> None:
+    class Plateau(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", self.loss(batch))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+
+    whole, resumed = Plateau(), Plateau()
+    saver = Saver(tmp_path / "c", "on_validation_end")
+    trainer(max_epochs=2, callbacks=[saver]).fit(whole, batches(), batches(1))
+    trainer(max_epochs=2).fit(resumed, batches(), batches(1), ckpt_path=tmp_path / "c")
+    assert same_weights(whole, resumed)
+
+
+def test_a_validation_that_was_broken_off_runs_again(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch_idx)
+
+    saver = Saver(tmp_path / "c", "on_validation_batch_end", 2)
+    trainer(callbacks=[saver]).fit(Watched(), batches(2), batches(3))
+    seen.clear()
+    trainer().fit(Watched(), batches(2), batches(3), ckpt_path=tmp_path / "c")
+    assert seen == [0, 1, 2]
+
+
+def test_a_sanity_check_does_not_change_what_training_draws() -> None:
+    def draws(sanity: int) -> list[float]:
+        drawn: list[float] = []
+
+        class Drawing(Small):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                torch.rand(3)
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                drawn.append(float(torch.rand(())))
+
+        trainer(num_sanity_val_steps=sanity).fit(Drawing(), batches(2), batches(1))
+        return drawn
+
+    assert draws(1) == draws(0)
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_hook_after_validation_is_called_once_for_each_of_the_two_modes() -> None:
+    calls: list[str] = []
+
+    class Watched(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+        def on_validation_model_eval(self) -> None:
+            calls.append("eval")
+            self.eval()
+
+        def on_validation_model_train(self) -> None:
+            calls.append(f"train {self.training}")
+
+    trainer().fit(Watched(), batches(1), batches(1))
+    assert calls == ["eval", "train True"]

@@ -26,8 +26,7 @@ _HOOK = {"validate": "validation", "sanity_check": "validation", "test": "test",
 
 def validate_during_fit(trainer: Trainer, module: Module) -> None:
     """The validation of a fit: training values are put aside and taken up again."""
-    training_values, trainer.progress.validated_at = trainer.logged, trainer.progress.batch
-    before, trainer.stage = trainer.stage, "validate"
+    training_values, before, trainer.stage = trainer.logged, trainer.stage, "validate"
     try:
         run_evaluation(trainer, module, trainer.val_loaders)
     finally:
@@ -48,6 +47,8 @@ def evaluating(trainer: Trainer, module: Module, hook: str) -> Iterator[None]:
             yield
     finally:
         _restore_modes(module, modes)
+        if overridden(module, f"on_{hook}_model_train", Module):
+            getattr(module, f"on_{hook}_model_train")()
 
 
 def _restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
@@ -72,6 +73,8 @@ def run_evaluation(trainer: Trainer, module: Module, loaders: list[Any]) -> list
         trainer.call(f"on_{hook}_epoch_end", monitors=False)
         results = reporting.publish_epoch(trainer, values) if trainer.stage != "sanity_check" else {}
         trainer.call(f"on_{hook}_end", monitors=False)
+    if trainer.stage == "validate":  # only now: what is saved half-way validates again when it is resumed
+        trainer.progress.validated_at = trainer.progress.batch
     trainer.call_monitors(f"on_{hook}_start", f"on_{hook}_epoch_start", f"on_{hook}_epoch_end", f"on_{hook}_end")
     return _per_loader(results, len(loaders))
 

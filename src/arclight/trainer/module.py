@@ -111,7 +111,7 @@ class Module(nn.Module):
         self.eval()
 
     def on_validation_model_train(self) -> None:
-        """Put the model back into the mode it was in; the trainer does so where this is not overridden."""
+        """Called after validation, when every submodule is back in the mode that it was in."""
 
     def on_test_start(self) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arclight.data import ResumableLoader
-from arclight.fabric.seeding import MAX_SEED
+from arclight.fabric.seeding import MAX_SEED, isolate_rng
 from arclight.trainer import limits, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.datamodule import DataModule
@@ -236,7 +236,8 @@ def _sanity_check(trainer: Trainer, module: Module) -> None:
     trainer.call("on_sanity_check_start")
     training_values = trainer.logged
     try:
-        run_evaluation(trainer, module, trainer.val_loaders)
+        with isolate_rng():  # whether one looks first must not change what is drawn later
+            run_evaluation(trainer, module, trainer.val_loaders)
     finally:
         trainer.logged, trainer.stage = training_values, "train"
     trainer.call("on_sanity_check_end")
