@@ -161,3 +161,42 @@ def test_the_hook_after_validation_is_called_once_for_each_of_the_two_modes() ->
 
     trainer().fit(Watched(), batches(1), batches(1))
     assert calls == ["eval", "train True"]
+
+
+# -- logging -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a device beside the host")
+def test_numbers_and_device_values_are_logged_together() -> None:
+    class Mixed(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.log("x", 0.5 if batch_idx % 2 else loss, on_step=True, on_epoch=True)
+            self.log("number", 2.0)
+            return loss
+
+    runner = trainer(accelerator="cuda", devices=1)
+    runner.fit(Mixed(), batches())
+    assert float(runner.callback_metrics["number"]) == 2
+
+
+def test_a_batch_without_samples_has_no_weight() -> None:
+    class Weighted(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", float(batch_idx), batch_size=batch_idx)
+
+    assert trainer().validate(Weighted(), batches(2), verbose=False)[0]["x"] == 1
+
+
+
+
+def test_a_users_reduction_sees_every_value_of_a_long_epoch() -> None:
+    class Median(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("x", float(batch_idx), on_step=False, on_epoch=True, reduce_fx=torch.median)
+            return self.loss(batch)
+
+    runner = trainer(limit_train_batches=601)
+    runner.fit(Median(), batches(1) * 601)
+    assert float(runner.callback_metrics["x"]) == 300

@@ -122,9 +122,9 @@ class Entry:
         self.last = value
         if self.on_epoch:
             self.pending.append(value)
-            self.weights.append(batch_size or self.batch.known_size or self.batch.size())
-            if len(self.pending) == FLUSH:
-                self._fold()
+            self.weights.append(self.batch.known_size or self.batch.size() if batch_size is None else batch_size)
+            if len(self.pending) == FLUSH and isinstance(self.reduce, str):
+                self._fold()  # a user's own reduction sees all values at once
 
     def _add_metric(self, value: Any) -> None:
         if not (hasattr(value, "compute") and hasattr(value, "reset")):
@@ -143,11 +143,15 @@ class Entry:
         total, weight = self._reduced(self.total, self.weight)
         self.total, self.weight, self.pending, self.weights = total, weight, [], []
 
+    def _stacked(self) -> torch.Tensor:
+        device = self.pending[-1].device  # plain numbers and resumed values lie on the host
+        return torch.stack([value.to(device) for value in self.pending])
+
     def _reduced(self, total: torch.Tensor | None, weight: float) -> tuple[torch.Tensor | None, float]:
         """Total and weight with the pending values folded in; nothing is changed."""
         if not self.pending:
             return total, weight
-        values = torch.stack(self.pending).double()
+        values = self._stacked().double()
         if self.reduce == "mean":
             folded = (values * torch.tensor(self.weights, dtype=torch.float64, device=values.device)).sum()
         elif self.reduce in ("sum", "min", "max"):
@@ -166,7 +170,7 @@ class Entry:
     def state_dict(self) -> dict[str, Any]:
         return {
             "total": self.total, "weight": self.weight, "last": self.last, "weights": list(self.weights),
-            "pending": torch.stack(self.pending) if self.pending else None,
+            "pending": self._stacked() if self.pending else None,
             "settings": [self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce if isinstance(self.reduce, str) else None, self.rank_zero_only],
         }  # fmt: skip
 
@@ -257,12 +261,16 @@ class LoggedValues:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def last(self, wanted: Callable[[Entry], bool]) -> dict[str, float]:
-        """The newest value of each wanted entry under its step name, in one transfer."""
+        """The newest value of each wanted entry under its step name, in one transfer from each device."""
         entries = [e for e in self.entries() if e.last is not None and wanted(e)]
-        if not entries:
-            return {}
-        values = torch.stack([e.last.float() for e in entries if e.last is not None])
-        return {e.step_name: v for e, v in zip(entries, values.tolist(), strict=True)}
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for entry in entries:
+            if entry.last is not None:
+                by_device.setdefault(entry.last.device, []).append((entry.step_name, entry.last.float()))
+        values: dict[str, float] = {}
+        for items in by_device.values():
+            values |= zip([name for name, _ in items], torch.stack([value for _, value in items]).tolist(), strict=True)
+        return {entry.step_name: values[entry.step_name] for entry in entries}
 
     def epoch(self, strategy: Strategy) -> list[tuple[Entry, torch.Tensor]]:
         """Each ``on_epoch`` entry with its value over all ranks: one packed reduction, whatever the number of names."""
