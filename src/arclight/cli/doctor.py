@@ -57,7 +57,13 @@ def grid(topic: str, table: dict[str, Any]) -> Any:
     from rich.table import Table
 
     shown = Table(
-        title=topic, title_style="bold", title_justify="left", box=None, show_header=False, padding=(0, 1, 0, 2)
+        title=topic,
+        title_style="bold",
+        title_justify="left",
+        box=None,
+        show_header=False,
+        padding=(0, 1, 0, 2),
+        min_width=len(topic),
     )
     for name, value in (table or {"none": ""}).items():
         text = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
