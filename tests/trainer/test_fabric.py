@@ -48,8 +48,11 @@ def test_equals_the_loop_without_it() -> None:
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights() -> None:
     fabric = al.Fabric(precision="bf16-mixed")
-    model = fabric.setup(nn.Linear(4, 4))
-    assert model(torch.randn(2, 4)).dtype == torch.bfloat16
+    layer, inside = nn.Linear(4, 4), list[torch.dtype]()
+    layer.register_forward_hook(lambda module, inputs, output: inside.append(output.dtype))
+    model = fabric.setup(layer)
+    assert model(torch.randn(2, 4)).dtype == torch.float32
+    assert inside == [torch.bfloat16]
     assert model.weight.dtype == torch.float32
 
 

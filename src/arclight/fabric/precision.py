@@ -112,6 +112,23 @@ class MixedPrecision(Precision):
             self.scaler.load_state_dict(state)
 
 
+class ScaledOptimizer:
+    """An optimizer for gradients that a scaler has scaled: ``step`` takes the scale out, and skips gradients that overflowed.
+
+    Everything else is the optimizer's own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
+
+
 _ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 NAMES = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
 

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from arclight import checkpoint as checkpoints
 from arclight.data import ResumableLoader
 from arclight.fabric.accelerators import resolve_accelerator
-from arclight.fabric.batches import move_batch
+from arclight.fabric.batches import map_tensors, move_batch
 from arclight.fabric.environments import detect_environment
-from arclight.fabric.precision import resolve_precision
+from arclight.fabric.precision import Precision, ScaledOptimizer, resolve_precision
 from arclight.fabric.seeding import seed_everything
 from arclight.fabric.strategies import resolve_strategy
 from arclight.optim import restore_optimizer
@@ -97,7 +97,7 @@ class Fabric:
         """``module`` (and ``optimizers``, and a scheduler) ready for the devices: the module alone, or a tuple."""
         prepared = self.setup_module(module, move_to_device)
         extra = () if scheduler is None else (scheduler,)
-        return (prepared, *optimizers, *extra) if optimizers or extra else prepared
+        return (prepared, *map(self._scaled, optimizers), *extra) if optimizers or extra else prepared
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> nn.Module:
         """The module with its parameters' type and device set, wrapped where processes must agree on gradients."""
@@ -107,7 +107,12 @@ class Fabric:
         return FabricModule(moved, module, self)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        return optimizers[0] if len(optimizers) == 1 else optimizers
+        """The optimizers; with 16-bit gradients, ones whose ``step`` takes their scale out."""
+        prepared = tuple(map(self._scaled, optimizers))
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _scaled(self, optimizer: Any) -> Any:
+        return optimizer if self.precision.scaler is None else ScaledOptimizer(optimizer, self.precision.scaler)
 
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
@@ -142,7 +147,7 @@ class Fabric:
         if (clip_val is None) == (max_norm is None):
             raise ValueError("clip_gradients: give clip_val or max_norm, one of them")
         if self.precision.scaler is not None:
-            self.precision.scaler.unscale_(optimizer)
+            self.precision.scaler.unscale_(optimizer.optimizer if isinstance(optimizer, ScaledOptimizer) else optimizer)
         if clip_val is not None:
             nn.utils.clip_grad_value_(module.parameters(), clip_val)
             return None
@@ -272,7 +277,8 @@ class FabricModule(nn.Module):
         super().__init__()
         self.wrapped = wrapped
         self.__dict__["module"] = module
-        self.__dict__["forward"] = fabric.precision.wrap(wrapped.__call__)
+        run = fabric.precision.wrap(wrapped.__call__)
+        self.__dict__["forward"] = run if type(fabric.precision) is Precision else _converting(run, fabric.precision)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The bare module's weights, under its own names."""
@@ -288,12 +294,24 @@ class FabricModule(nn.Module):
             return getattr(self.__dict__["module"], name)
 
 
+def _converting(run: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """``run`` with inputs in the type that it computes in and outputs in the default type, so that losses are exact."""
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        arguments, options = precision.convert_input((arguments, options))
+        dtype = torch.get_default_dtype()
+        return map_tensors(run(*arguments, **options), lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    return forward
+
+
 class FabricLoader:
     """A resumable loader as an iterable: each pass is the next epoch, each batch arrives on the device."""
 
     def __init__(self, loader: ResumableLoader, device: torch.device | None) -> None:
         self.loader, self.device = loader, device
         self.epoch = self.batch = 0
+        self._resumed = False
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -302,6 +320,9 @@ class FabricLoader:
         self.epoch, self.batch = epoch, 0
 
     def __iter__(self) -> Iterator[Any]:
+        if self.batch and not self._resumed:
+            self.set_epoch(self.epoch + 1)  # the pass before was left early
+        self._resumed = False
         move = self.device is not None and self.device.type != "cpu"
         for batch in self.loader.batches(self.epoch, self.batch):
             self.batch += 1
@@ -312,7 +333,7 @@ class FabricLoader:
         return {"epoch": self.epoch, "batch": self.batch, "loader": self.loader.state_dict(self.batch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.batch = state["epoch"], state["batch"]
+        self.epoch, self.batch, self._resumed = state["epoch"], state["batch"], True
         self.loader.load_state_dict(state["loader"])
 
 
