@@ -54,6 +54,33 @@ class Tiny(al.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class TinyByHand(Tiny):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        optimizer.step()
+
+
+def test_manual_optimization_shares_gradients() -> None:
+    by_hand, automatic, data = TinyByHand(), Tiny(), torch.randn(16, 2)
+    by_hand.load_state_dict(automatic.state_dict())
+    for model, devices in ((by_hand, 2), (automatic, 1)):
+        trainer = al.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            devices=devices,
+            strategy="ddp_fork" if devices > 1 else "auto",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(model, torch.utils.data.DataLoader(data, 4 // devices))
+    torch.testing.assert_close(by_hand.net.weight, automatic.net.weight)
+
+
 def test_spawned_processes_bring_their_result_back(tmp_path: Path) -> None:
     model, data = Tiny(), torch.randn(16, 2)
     before = model.net.weight.detach().clone()

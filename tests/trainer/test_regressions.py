@@ -189,8 +189,6 @@ def test_a_batch_without_samples_has_no_weight() -> None:
     assert trainer().validate(Weighted(), batches(2), verbose=False)[0]["x"] == 1
 
 
-
-
 def test_a_users_reduction_sees_every_value_of_a_long_epoch() -> None:
     class Median(Small):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -200,3 +198,96 @@ def test_a_users_reduction_sees_every_value_of_a_long_epoch() -> None:
     runner = trainer(limit_train_batches=601)
     runner.fit(Median(), batches(1) * 601)
     assert float(runner.callback_metrics["x"]) == 300
+
+
+# -- optimization --------------------------------------------------------------------------------------------------
+
+
+def test_gradients_from_before_a_fit_are_not_used() -> None:
+    clean, dirty = Small(), Small()
+    dirty.loss(batches(1)[0]).backward()
+    for model in (clean, dirty):
+        trainer().fit(model, batches(1))
+    assert same_weights(clean, dirty)
+
+
+def test_skipped_batches_do_not_count_in_a_window() -> None:
+    class Skipping(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx != 1 else self.loss(batch)
+
+    skipping, plain = Skipping(), Skipping()
+    runner = trainer(accumulate_grad_batches=3)
+    runner.fit(skipping, batches(6))
+    trainer().fit(plain, batches(6))
+    assert runner.global_step == 1
+    for a, b in zip(skipping.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Manual(Small):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, 0.5)
+        optimizer.step()
+
+
+def test_manual_optimization_takes_out_the_scale_of_16_bit_gradients() -> None:
+    scaled, plain = Manual(), Manual()
+    runner = trainer(precision="16-mixed")
+    runner.fit(scaled, batches())
+    trainer().fit(plain, batches())
+    assert runner.global_step == 8
+    for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=1e-3)
+
+
+def test_fabric_takes_out_the_scale_of_16_bit_gradients() -> None:
+    fabric = al.Fabric(accelerator="cpu", precision="16-mixed")
+    layer = nn.Linear(2, 1, bias=False)
+    before = layer.weight.detach().clone()
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(1, 2)).sum() / 8)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight, before - 0.1 / 8)
+
+
+@pytest.mark.parametrize("setting", [{"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 4}])
+def test_settings_that_manual_optimization_cannot_follow_are_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"do nothing in manual optimization.*self.clip_gradients"):
+        trainer(**setting).fit(Manual(), batches(1))
+
+
+def test_a_monitor_may_stand_beside_its_scheduler() -> None:
+    class Plateau(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", 1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": schedule, "monitor": "val/loss"}
+
+    runner = trainer(max_epochs=2)
+    runner.fit(Plateau(), batches(1), batches(1))
+    assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_fabric_takes_inputs_and_gives_outputs_in_the_default_type() -> None:
+    for precision in ("64-true", "bf16-mixed", "16-mixed"):
+        model = al.Fabric(accelerator="cpu", precision=precision).setup(nn.Linear(2, 1))
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_a_fabric_loader_left_early_starts_over_unless_it_was_resumed() -> None:
+    fabric = al.Fabric(accelerator="cpu")
+    loader, other = fabric.setup_dataloaders([1, 2, 3, 4], [1, 2, 3, 4])
+    assert next(iter(loader)) == 1
+    other.load_state_dict(loader.state_dict())
+    assert list(loader) == [1, 2, 3, 4]
+    assert list(other) == [2, 3, 4]
+    assert list(other) == [1, 2, 3, 4]

@@ -169,6 +169,7 @@ class Module(nn.Module):
         """Backward in a ``training_step`` that runs its optimizers itself; scales the loss where precision asks for it."""
         scaler = self.trainer.precision_plugin.scaler
         (scaler.scale(loss) if scaler is not None else loss).backward(*args, **kwargs)
+        self.trainer.strategy.average_gradients(self)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
@@ -191,14 +192,22 @@ class Module(nn.Module):
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradients of ``optimizer``'s parameters by their global ``norm`` or element ``value``."""
+        from arclight.fabric.precision import ScaledOptimizer
         from arclight.trainer.optimization import clip
 
         if gradient_clip_val is not None:
+            if isinstance(optimizer, ScaledOptimizer):  # of a manual step; an automatic one has unscaled by now
+                optimizer.scaler.unscale_(optimizer.optimizer)
             clip(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them."""
-        optimizers = self.trainer.optimizers
+        """The optimizer, or the list of them; with 16-bit gradients their ``step`` takes the scale out."""
+        from arclight.fabric.precision import ScaledOptimizer
+
+        optimizers: list[Any] = self.trainer.optimizers
+        scaler = self.trainer.precision_plugin.scaler
+        if scaler is not None:
+            optimizers = [ScaledOptimizer(optimizer, scaler) for optimizer in optimizers]
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:

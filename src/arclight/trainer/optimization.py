@@ -46,7 +46,8 @@ def parse_optimizers(given: Any) -> tuple[list[Optimizer], list[LRSchedulerConfi
     """Optimizers and schedulers from anything ``configure_optimizers`` may return.
 
     That is: an optimizer, a list of them, ``(optimizers, schedulers)``, a dict or dicts with ``optimizer``
-    and ``lr_scheduler`` (a scheduler, or a dict of :class:`LRSchedulerConfig`'s fields), or None.
+    and ``lr_scheduler`` (a scheduler, or a dict of :class:`LRSchedulerConfig`'s fields) and
+    ``monitor`` for a scheduler that watches a value, or None.
     """
     if given is None:
         return [], []
@@ -56,7 +57,8 @@ def parse_optimizers(given: Any) -> tuple[list[Optimizer], list[LRSchedulerConfi
         return [_optimizer(o) for o in given[0]], [_scheduler(s) for s in given[1]]
     if isinstance(given, (list, tuple)) and given and all(isinstance(part, Mapping) for part in given):
         optimizers = [_optimizer(part.get("optimizer")) for part in given]
-        return optimizers, [_scheduler(part["lr_scheduler"]) for part in given if part.get("lr_scheduler") is not None]
+        with_schedule = [part for part in given if part.get("lr_scheduler") is not None]
+        return optimizers, [_scheduler(part["lr_scheduler"], part.get("monitor")) for part in with_schedule]
     return [_optimizer(o) for o in (given if isinstance(given, (list, tuple)) else [given])], []
 
 
@@ -66,16 +68,16 @@ def _optimizer(value: Any) -> Optimizer:
     return value
 
 
-def _scheduler(value: Any) -> LRSchedulerConfig:
+def _scheduler(value: Any, monitor: str | None = None) -> LRSchedulerConfig:
     if not isinstance(value, Mapping):
-        return LRSchedulerConfig(value)
+        return LRSchedulerConfig(value, monitor=monitor)
     unknown = set(value) - set(LRSchedulerConfig.__dataclass_fields__)
     if unknown or "scheduler" not in value:
         what = f"{sorted(unknown)[0]!r} is not a field" if unknown else "'scheduler' is missing"
         raise ValueError(
             f"configure_optimizers: lr_scheduler: {what}; fields are {', '.join(LRSchedulerConfig.__dataclass_fields__)}"
         )
-    return LRSchedulerConfig(**value)
+    return LRSchedulerConfig(**{"monitor": monitor, **value})
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
@@ -114,6 +116,11 @@ def build_step(trainer: Trainer, module: Module) -> Step:
     """The one function that the loop calls per batch, made of only the parts that this run uses."""
     forward = trainer.precision_plugin.wrap(_forward(trainer, module))
     if not module.automatic_optimization:
+        if trainer.gradient_clip_val is not None or trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                "gradient_clip_val and accumulate_grad_batches do nothing in manual optimization: in training_step call "
+                "self.clip_gradients(optimizer, ...), and step and clear the optimizer only in every n-th batch"
+            )
         return _manual_step(trainer, forward)
     if len(trainer.optimizers) > 1:
         raise ValueError(
@@ -133,7 +140,11 @@ def build_step(trainer: Trainer, module: Module) -> Step:
 
 def _forward(trainer: Trainer, module: Module) -> Callable[[Any, int], Any]:
     """``training_step`` as a function of batch and index, whatever arguments the user's version takes."""
-    step = trainer.strategy.wrap_step(module, module.training_step)
+    if module.automatic_optimization:
+        step = trainer.strategy.wrap_step(module, module.training_step)
+    else:  # its backward passes lie inside the step, where no wrapper around it could see them
+        step = module.training_step
+        trainer.strategy.copy_weights(module)
     trainer.step_module = step if isinstance(step, torch.nn.Module) else module
     return step if takes_index(module.training_step) else (lambda batch, _: step(batch))
 
@@ -273,21 +284,25 @@ def _plain_step(trainer: Trainer, module: Module, forward: Step, optimizer: Opti
 def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer) -> Step:
     """Several batches per optimizer step. The gradient is the mean over the window's samples, not a mean of means:
     each loss counts with its batch's size, so a smaller last batch and a shorter last window come out right.
+    Batches of other ranks may differ in size too, so several processes agree on a window's samples, once for each.
     """
+    several = trainer.strategy.world_size > 1
     parts, progress, window = _parts(trainer, module, optimizer), trainer.progress, trainer.accumulate_grad_batches
-    first_size, total, count = 0, 0, 0
+    first_size, count = 0, 0
+    total: Any = 0
 
     def step(batch: Any, index: int) -> Any:
         nonlocal first_size, total, count
         size = trainer.logged.batch.size()
         if count == 0:
-            first_size, total = size, 0
-        count, total = count + 1, total + size
+            first_size, total = 1 if several else max(1, size), 0
+        count += 1
         last = count == window or index + 1 == trainer.num_training_batches
         with nullcontext() if last else trainer.strategy.no_backward_sync(trainer.step_module or module):
             output = forward(batch, index)
             loss = loss_of(output)
             if loss is not None:
+                total += size
                 share = size / first_size / window
                 for hook in parts.before_backward:
                     hook(loss)
@@ -296,11 +311,14 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
                     hook()
         if not last:
             return output
-        if total != first_size * window:  # the window was shorter or its batches uneven
-            torch._foreach_mul_(
-                [p.grad for p in parameters_of(optimizer) if p.grad is not None], first_size * window / total
-            )
         count = 0
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        if not gradients:
+            return output  # every batch of the window was skipped
+        if several:
+            total = trainer.strategy.all_reduce(torch.tensor(float(total), device=gradients[0].device))
+        if several or total != first_size * window:  # the window was shorter or its batches uneven
+            torch._foreach_mul_(gradients, first_size * window / total)
         for action in parts.before_step:
             action()
         parts.optimizer_step()

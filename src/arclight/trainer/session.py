@@ -208,6 +208,8 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     _place(trainer, module)
     optimizers = module.configure_optimizers()
     trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(optimizers)
+    for optimizer in trainer.optimizers:
+        optimizer.zero_grad()  # what a run that was broken off, or anyone else, left there
     trainer.call("on_fit_start")
     loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0
     loggers = loggers if trainer.is_global_zero else []

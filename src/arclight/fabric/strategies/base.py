@@ -79,6 +79,12 @@ class Strategy:
         """``step``, a bound method of ``module`` that runs forward, made aware of other processes."""
         return step
 
+    def copy_weights(self, module: nn.Module) -> None:
+        """Rank 0's weights on every rank, for a module that :meth:`wrap_step` does not watch."""
+
+    def average_gradients(self, module: nn.Module) -> None:
+        """Average over ranks the gradients that such a module's backward left."""
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Context in which backward does not reduce gradients (all but the last batch of a window)."""
         return nullcontext()

@@ -100,6 +100,17 @@ class DDPStrategy(Strategy):
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         return self.wrap(_StepModule(module, step))
 
+    def copy_weights(self, module: nn.Module) -> None:
+        for tensor in module.state_dict().values():
+            dist.broadcast(tensor, 0)
+
+    def average_gradients(self, module: nn.Module) -> None:
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
+        for gradient, work in zip(gradients, works, strict=True):
+            work.wait()
+            gradient /= self.world_size
+
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         return module.no_sync() if enabled and isinstance(module, DistributedDataParallel) else nullcontext()
 
