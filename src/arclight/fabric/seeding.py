@@ -90,3 +90,17 @@ def isolate_rng() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Run a block with kernels that give the same bits every time; torch raises RuntimeError where it has none such."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, read when it starts
+    before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.backends.cudnn.benchmark = benchmark

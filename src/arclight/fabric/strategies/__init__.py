@@ -42,7 +42,7 @@ def resolve_strategy(
         strategy = DDPStrategy() if local * num_nodes > 1 else SingleDeviceStrategy()
     else:
         strategy = _named(choice)
-    strategy.connect(accelerator, local, num_nodes, environment)
+    strategy.connect(accelerator, local, num_nodes, environment, devices if isinstance(devices, list) else None)
     return strategy
 
 

@@ -31,19 +31,25 @@ class Strategy:
         self.environment: ClusterEnvironment = LightningEnvironment()
 
     def connect(
-        self, accelerator: Accelerator, num_devices: int, num_nodes: int, environment: ClusterEnvironment
+        self,
+        accelerator: Accelerator,
+        num_devices: int,
+        num_nodes: int,
+        environment: ClusterEnvironment,
+        device_ids: list[int] | None = None,
     ) -> None:
-        """Take what the user asked for; no process or device is touched yet."""
+        """Take what the user asked for (``device_ids``: which of this node's devices); nothing is touched yet."""
         self.accelerator, self.environment = accelerator, environment
         self.num_devices, self.num_nodes = num_devices, num_nodes
-        self.device = accelerator.device(0)
+        self.device_ids = device_ids or list(range(num_devices))
+        self.device = accelerator.device(self.device_ids[0])
 
     def launcher(self) -> Launcher:
         return Launcher()
 
     def setup_environment(self) -> None:
         """Join the other processes and claim this process's device."""
-        self.device = self.accelerator.device(self.local_rank)
+        self.device = self.accelerator.device(self.device_ids[self.local_rank])
         self.accelerator.setup_device(self.device, self.num_devices)
 
     def teardown(self) -> None:
