@@ -291,3 +291,135 @@ def test_a_fabric_loader_left_early_starts_over_unless_it_was_resumed() -> None:
     assert list(loader) == [1, 2, 3, 4]
     assert list(other) == [2, 3, 4]
     assert list(other) == [1, 2, 3, 4]
+
+
+# -- settings and what is given to a run ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"val_check_interval": 0},
+        {"check_val_every_n_epoch": 0},
+        {"max_steps": -5},
+        {"log_every_n_steps": -1},
+        {"limit_train_batches": -3},
+        {"num_sanity_val_steps": -2},
+    ],
+)
+def test_settings_out_of_range_are_named(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be (at least|above)|a limit on batches is a count"):
+        trainer(**setting).fit(Small(), batches(), batches(1))
+
+
+def test_an_interval_of_no_steps_logs_epochs_only() -> None:
+    trainer(log_every_n_steps=0).fit(Small(), batches())
+
+
+def test_a_sanity_check_keeps_to_the_limits_of_validation() -> None:
+    counts = []
+
+    class Watched(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            counts[-1] += self.trainer.sanity_checking
+
+    for sanity, limit in ((-1, None), (-1, 2), (1, 2), (3, 2)):
+        counts.append(0)
+        runner = trainer(num_sanity_val_steps=sanity, limit_val_batches=limit)
+        runner.fit(Watched(), batches(1), batches(4))
+    assert counts == [4, 2, 1, 2]
+
+
+def test_a_fast_run_tests_one_batch_and_ignores_intervals() -> None:
+    seen: list[int] = []
+
+    class Watched(Small):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch_idx)
+
+    runner = trainer(fast_dev_run=True, val_check_interval=100)
+    runner.fit(Watched(), batches(), batches(1))
+    runner.test(Watched(), batches(), verbose=False)
+    assert seen == [0]
+
+
+def test_deterministic_kernels_are_used_during_the_run_only() -> None:
+    seen: list[bool] = []
+
+    class Watched(Small):
+        def on_train_start(self) -> None:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    for choice in (True, False):
+        trainer(deterministic=choice).fit(Watched(), batches(1))
+    assert seen == [True, False]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_frozen_layers_keep_their_mode() -> None:
+    model = Small()
+    model.net[1].eval()
+    trainer().fit(model, batches(1))
+    assert not model.net[1].training
+    assert model.net[0].training
+
+
+def test_chosen_devices_are_used() -> None:
+    from arclight.fabric.accelerators import CUDAAccelerator
+    from arclight.fabric.environments import LightningEnvironment
+    from arclight.fabric.strategies import resolve_strategy
+
+    assert resolve_strategy("auto", CUDAAccelerator(), [1], 1, LightningEnvironment()).device.index == 1
+    assert resolve_strategy("auto", CUDAAccelerator(), 1, 1, LightningEnvironment()).device.index == 0
+
+
+class Data(al.DataModule):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(stage)
+
+    def train_dataloader(self) -> Any:
+        return batches(2)
+
+
+class Validating(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train/loss", loss := self.loss(batch))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert not self.trainer.training
+        self.validated += 1
+
+    def val_dataloader(self) -> Any:
+        return batches(1)
+
+
+def test_a_data_module_in_the_place_of_loaders_and_a_module_with_loaders_of_its_own() -> None:
+    model = Validating()
+    trainer().fit(model, Data())
+    assert model.validated == 1
+
+
+def test_a_second_fit_takes_nothing_from_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    runner, data = trainer(), Data()
+    runner.fit(Validating(), data)
+    data.calls.clear()
+    runner.fit(Small(), batches(2))
+    assert "nothing is left to train: 1 epochs and 2 steps are done" in caplog.text
+    runner.max_epochs = 2
+    runner.fit(Small(), batches(2))
+    assert runner.global_step == 4
+    assert data.calls == []
+    assert not runner.callback_metrics
+
+
+def test_evaluation_of_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
+        trainer(default_root_dir=tmp_path).test(Small(), batches(1), ckpt_path="last")

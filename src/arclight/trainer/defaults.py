@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
+_LEAST = {
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+    "log_every_n_steps": 0,
+    "max_steps": -1,
+    "num_sanity_val_steps": -1,
+}
+
+
 def make_settings(given: dict[str, Any], fast_dev_run: int | bool) -> TrainerSettings:
     """Checked settings. Raises TypeError naming the nearest field for an unknown argument."""
     names = [f.name for f in dataclasses.fields(TrainerSettings)]
@@ -30,9 +39,15 @@ def make_settings(given: dict[str, Any], fast_dev_run: int | bool) -> TrainerSet
             limit_train_batches=count,
             limit_val_batches=count,
             num_sanity_val_steps=0,
+            val_check_interval=None,
+            check_val_every_n_epoch=1,
         )
-    if settings.accumulate_grad_batches < 1:
-        raise ValueError(f"accumulate_grad_batches must be at least 1, got {settings.accumulate_grad_batches}")
+    for name, least in _LEAST.items():
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if settings.val_check_interval is not None and settings.val_check_interval <= 0:
+        raise ValueError(f"val_check_interval must be above 0, got {settings.val_check_interval}")
     return settings
 
 

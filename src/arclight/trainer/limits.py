@@ -30,7 +30,7 @@ def batch_limit(limit: Count | None, loader: ResumableLoader) -> int | None:
     """
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return None
-    if isinstance(limit, int):
+    if isinstance(limit, int) and limit >= 0:
         return limit
     if not 0 <= limit <= 1:
         raise ValueError(f"a limit on batches is a count (int) or a share in [0, 1] (float), got {limit}")

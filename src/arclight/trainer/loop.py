@@ -61,7 +61,10 @@ def run_fit(trainer: Trainer, module: Module) -> None:
     """Train from where ``trainer.progress`` stands until a limit or a stop request."""
     plan = FitPlan.build(trainer, module)
     trainer.call("on_train_start")
-    module.train()
+    if evaluating := sum(not part.training for part in module.modules()):
+        trainer.notice(
+            f"{evaluating} modules are in evaluation mode and stay so: call .train() on those not meant to be frozen"
+        )
     while not finished(trainer):
         if not train_epoch(trainer, module, plan):
             break

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from arclight.data import ResumableLoader
-from arclight.fabric.seeding import MAX_SEED, isolate_rng
+from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
 from arclight.trainer import limits, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.defaults import checkpoints_last
 from arclight.trainer.evaluation import run_evaluation
 from arclight.trainer.hooks import overridden
-from arclight.trainer.loop import run_fit
+from arclight.trainer.logged import LoggedValues
+from arclight.trainer.loop import finished, run_fit
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import parse_optimizers
 from arclight.trainer.run import RunFolder
@@ -69,7 +71,8 @@ def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) ->
     """Run, and tell callbacks, data and loggers when it fails."""
     trainer.strategy.setup_environment()
     try:
-        return function(trainer, *arguments)
+        with deterministic_kernels() if trainer.settings.deterministic else nullcontext():
+            return function(trainer, *arguments)
     except BaseException as error:
         if trainer._module is not None:
             trainer.call_all("on_exception", error)
@@ -102,10 +105,10 @@ def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str)
     _add_callbacks(trainer, module)
     trainer.enter("setup")
     data = trainer.datamodule
-    if trainer.local_rank == 0:
-        for owner in (data, module):
-            if owner is not None and hasattr(owner, "prepare_data"):
-                owner.prepare_data()
+    for owner in (data, module):
+        rank = trainer.local_rank if getattr(owner, "prepare_data_per_node", True) else trainer.global_rank
+        if rank == 0 and hasattr(owner, "prepare_data"):
+            owner.prepare_data()
     trainer.strategy.barrier("data prepared")
     name = "fit" if stage == "train" else stage
     trainer.call_all("setup", name)
@@ -137,15 +140,24 @@ def _finish(trainer: Trainer, module: Module, stage: str) -> None:
     module.teardown(stage)
 
 
+def _told_apart(loaders: Any, datamodule: Any) -> tuple[Any, Any]:
+    """Loaders and data module; a data module may be given in the place of loaders."""
+    if not isinstance(loaders, DataModule):
+        return loaders, datamodule
+    if datamodule is not None:
+        raise ValueError("two data modules were given: one as dataloaders, one as datamodule; give one")
+    return None, loaders
+
+
 def _source(trainer: Trainer, module: Module, given: Any, datamodule: Any, name: str) -> Any:
     """The loader (or loaders) for a stage: given, from the data module, or from the module itself; None if nowhere."""
     if given is not None:
         return given
-    owner = datamodule if datamodule is not None else module
-    make = getattr(owner, name, None)
-    if make is None or getattr(type(owner), name, None) is getattr(DataModule, name):
-        return None
-    return make()
+    for owner in (datamodule, module):
+        make = getattr(owner, name, None)
+        if make is not None and getattr(type(owner), name, None) is not getattr(DataModule, name):
+            return make()
+    return None
 
 
 def _wrap_all(trainer: Trainer, source: Any) -> list[ResumableLoader]:
@@ -194,6 +206,11 @@ def prepare_loaders(trainer: Trainer) -> None:
 
 def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, ckpt_path: str | Path | None) -> None:
     """Set up, resume if asked, check, train, finish."""
+    train, datamodule = _told_apart(train, datamodule)
+    if datamodule is None and train is not None:
+        trainer.datamodule = None  # that of an earlier fit has no part in this one
+    if not trainer.progress.batch:  # nothing of a run before is part of this one's metrics
+        trainer.training_values, trainer.epoch_metrics, trainer.bar_metrics = LoggedValues("train"), {}, {}
     trainer.should_stop, trainer.last_loss = False, None
     trainer.train_loader, trainer.val_loaders, trainer.given_loaders = None, [], (train, val)
     trainer.logged = trainer.training_values
@@ -205,6 +222,8 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         trainer.data_seed = tree.get("data", {}).get("seed", trainer.data_seed)
         state.restore_model(trainer, tree)
         trainer.adopt_precision(tree.get("precision", {}).get("name"))
+    elif ckpt_path is not None:
+        trainer.notice('ckpt_path="last": there is no checkpoint yet; training starts from the beginning')
     _place(trainer, module)
     optimizers = module.configure_optimizers()
     trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(optimizers)
@@ -222,6 +241,11 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
             trainer.train_loader.load_state_dict(trainer.loader_state)
         for logger in loggers:
             logger.resume(trainer.progress.global_step)
+    if finished(trainer):
+        trainer.notice(
+            f"nothing is left to train: {trainer.progress.epoch} epochs and {trainer.global_step} steps are done, the limits "
+            f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
+        )
     _sanity_check(trainer, module)
     run_fit(trainer, module)
     trainer.call("on_fit_end")
@@ -249,6 +273,7 @@ def evaluate(
     trainer: Trainer, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
 ) -> list[dict[str, float]]:
     """Validate or test."""
+    loaders, datamodule = _told_apart(loaders, datamodule)
     module = _attach(trainer, model, datamodule, stage)
     _load_for_evaluation(trainer, module, ckpt_path)
     name = {"validate": "val_dataloader", "test": "test_dataloader"}[stage]
@@ -270,6 +295,7 @@ def predict(
     keep: bool | None,
 ) -> Any:
     """Collect ``predict_step``'s outputs."""
+    loaders, datamodule = _told_apart(loaders, datamodule)
     module = _attach(trainer, model, datamodule, "predict")
     _load_for_evaluation(trainer, module, ckpt_path)
     source = _source(trainer, module, loaders, trainer.datamodule, "predict_dataloader")
@@ -287,7 +313,10 @@ def predict(
 
 def _load_for_evaluation(trainer: Trainer, module: Module, ckpt_path: str | Path | None) -> None:
     """Weights of a checkpoint, the averaged ones where it has them: those are what a fit evaluated."""
-    if (path := checkpoint_path(trainer, ckpt_path)) is not None:
+    path = checkpoint_path(trainer, ckpt_path)
+    if path is None and ckpt_path is not None:
+        raise FileNotFoundError('ckpt_path="last": this run has no checkpoint yet; fit first, or name a checkpoint')
+    if path is not None:
         tree = state.load(trainer, path)
         state.load_weights(module, {**tree["model"], **tree.get("ema", {})}, strict=module.strict_loading)
     _place(trainer, module)
@@ -322,7 +351,6 @@ def _last_checkpoint(trainer: Trainer) -> Path | None:
     found = find_last(folder.checkpoints) if folder is not None else None
     found = trainer.strategy.broadcast(str(found) if found is not None else None)
     if found is None or folder is None:
-        trainer.notice('ckpt_path="last": there is no checkpoint yet; training starts from the beginning')
         return None
     trainer.run_folder = folder
     return Path(found)

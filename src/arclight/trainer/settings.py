@@ -39,7 +39,7 @@ class TrainerSettings:
     check_val_every_n_epoch: int | None = 1
     """Validate at the end of every n-th epoch."""
     num_sanity_val_steps: int = 0
-    """Validation batches run before training, to find mistakes early."""
+    """Validation batches run before training, to find mistakes early; -1 means all."""
     accumulate_grad_batches: int = 1
     """Batches whose gradients form one optimizer step."""
     gradient_clip_val: float | None = None
@@ -47,7 +47,7 @@ class TrainerSettings:
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     """Clip the global norm or each element."""
     log_every_n_steps: int = 50
-    """Steps between two rows of logged values."""
+    """Steps between two rows of logged values; 0 writes rows of epochs only."""
     enable_progress_bar: bool = True
     """Show progress in the terminal."""
     deterministic: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -60,8 +61,8 @@ class Trainer:
         self.max_epochs = limits.resolve_max_epochs(self.settings.max_epochs, self.settings.max_steps)
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
         self.limits = {
-            "validate": self.settings.limit_val_batches, "sanity_check": self.settings.num_sanity_val_steps,
-            "test": limit_test_batches, "predict": limit_predict_batches,
+            "validate": self.settings.limit_val_batches,
+            "test": int(fast_dev_run) or limit_test_batches, "predict": int(fast_dev_run) or limit_predict_batches,
         }  # fmt: skip
         self.default_root_dir, self.run_name, self._run_folder = Path(default_root_dir or "runs"), run_name, run_folder
         self.callbacks = defaults.default_callbacks(self, callbacks, enable_checkpointing, enable_model_summary)
@@ -80,7 +81,10 @@ class Trainer:
 
     def _adopt(self, settings: TrainerSettings) -> None:
         """Settings that the loop reads, as plain attributes that callbacks may change."""
-        self.max_steps, self.log_every_n_steps = settings.max_steps, settings.log_every_n_steps
+        self.max_steps, self.log_every_n_steps = (
+            settings.max_steps,
+            settings.log_every_n_steps or sys.maxsize,
+        )  # 0: never
         self.accumulate_grad_batches = settings.accumulate_grad_batches
         self.gradient_clip_val, self.gradient_clip_algorithm = (
             settings.gradient_clip_val,
@@ -228,7 +232,10 @@ class Trainer:
 
     def eval_limit(self, stage: str, loader: ResumableLoader) -> int | None:
         """Batches of ``loader`` that an evaluation runs; None for all."""
-        return limits.batch_limit(self.limits[stage], loader)
+        if stage != "sanity_check":
+            return limits.batch_limit(self.limits[stage], loader)
+        limit, steps = self.eval_limit("validate", loader), self.num_sanity_val_steps
+        return limit if steps == -1 else steps if limit is None else min(limit, steps)
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -328,7 +335,7 @@ class Trainer:
 
     @property
     def training(self) -> bool:
-        return self.train_loader is not None
+        return self.stage == "train"
 
     @property
     def sanity_checking(self) -> bool:
