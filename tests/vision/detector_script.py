@@ -31,14 +31,25 @@ def main() -> None:
     torch.set_num_threads(1)
     al.seed_everything(3)
     settings = Detection(
-        data=Path(data), image_size=64, batch_size=4, workers=2, memory_format="channels_last", augment=Augment(mixup=0.3, degrees=5, close_mosaic=0.5)
+        data=Path(data),
+        image_size=64,
+        batch_size=4,
+        workers=2,
+        memory_format="channels_last",
+        augment=Augment(mixup=0.3, degrees=5, close_mosaic=0.5),
     )
     module, datamodule = settings.build()
     callbacks: list[Any] = [al.EMAWeightAveraging(decay=0.99), al.ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)]
     if "--die-at-step" in flags:
         callbacks.insert(0, DieAtStep(int(flags[flags.index("--die-at-step") + 1])))
     trainer = al.Trainer(
-        max_epochs=2, log_every_n_steps=1, gradient_clip_val=10.0, callbacks=callbacks, enable_progress_bar=False, default_root_dir=root, run_name="run"
+        max_epochs=2,
+        log_every_n_steps=1,
+        gradient_clip_val=10.0,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        default_root_dir=root,
+        run_name="run",
     )
     trainer.fit(module, datamodule=datamodule, ckpt_path="last" if "--resume" in flags else None)
     trainer.save_checkpoint(Path(root) / "end.ckpt")

@@ -28,7 +28,13 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(data: Path, root: Path, *flags: str) -> int:
-    done = subprocess.run([sys.executable, str(SCRIPT), str(data), str(root), *flags], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(data), str(root), *flags],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode in (0, -9), done.stderr
     return done.returncode
 
@@ -53,7 +59,12 @@ def test_killed_and_resumed_ends_with_the_same_bits(scenes: Path, trained: Path,
 
 def test_the_run_folder_shows_what_it_learned(trained: Path) -> None:
     run_folder = trained / "run" / "1"
-    assert {p.name for p in (run_folder / "plots").iterdir()} == {"pr_curve.svg", "confusion_matrix.svg", "predictions.jpg", "captions.json"}
+    assert {p.name for p in (run_folder / "plots").iterdir()} == {
+        "pr_curve.svg",
+        "confusion_matrix.svg",
+        "predictions.jpg",
+        "captions.json",
+    }
     header = (run_folder / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train/loss", "val/map50", "val/map50_95", "val/precision", "val/recall"} <= set(header)
 
@@ -88,7 +99,10 @@ def test_a_program_finds_what_the_detector_finds(trained: Path, scenes: Path, tm
     # a detector this young is sure of nothing, so its surest boxes are looked at
     unsure = dataclasses.replace(detector.processing, conf_threshold=0.0005, max_det=5)
     assert [len(found) for found in unsure.postprocess(expected, context)] == [5] * len(images)
-    by_hand, named = unsure.postprocess(program(batch), context), Program.load(tmp_path / "detector.onnx", processing=unsure).predict(images)
+    by_hand, named = (
+        unsure.postprocess(program(batch), context),
+        Program.load(tmp_path / "detector.onnx", processing=unsure).predict(images),
+    )
     for ours, theirs, direct in zip(named, unsure.postprocess(expected, context), by_hand, strict=True):
         np.testing.assert_allclose(ours.boxes.conf, theirs.boxes.conf, rtol=1e-2)
         np.testing.assert_array_equal(ours.boxes.xyxy, direct.boxes.xyxy)
