@@ -423,3 +423,13 @@ def test_a_second_fit_takes_nothing_from_the_first(caplog: pytest.LogCaptureFixt
 def test_evaluation_of_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no checkpoint yet"):
         trainer(default_root_dir=tmp_path).test(Small(), batches(1), ckpt_path="last")
+
+
+def test_what_is_logged_when_training_starts_belongs_to_the_first_epoch() -> None:
+    class Logging(Small):
+        def on_train_start(self) -> None:
+            self.log("at/start", 3.0)
+
+    runner = trainer()
+    runner.fit(Logging(), batches(1))
+    assert float(runner.callback_metrics["at/start"]) == 3

@@ -102,9 +102,8 @@ class Fabric:
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> nn.Module:
         """The module with its parameters' type and device set, wrapped where processes must agree on gradients."""
         self._check_launched()
-        converted = self.precision.convert_module(module)
-        moved = self.strategy.setup_module(converted) if move_to_device else converted
-        return FabricModule(moved, module, self)
+        prepared = self.strategy.setup_module(self.precision.convert_module(module), move_to_device)
+        return FabricModule(prepared, module, self)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """The optimizers; with 16-bit gradients, ones whose ``step`` takes their scale out."""

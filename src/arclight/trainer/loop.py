@@ -69,6 +69,8 @@ def run_fit(trainer: Trainer, module: Module) -> None:
         if not train_epoch(trainer, module, plan):
             break
         trainer.progress.next_epoch()
+        if not finished(trainer):
+            trainer.logged.clear()
     trainer.call("on_train_end")
 
 
@@ -92,7 +94,6 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     """The rest of the epoch that ``trainer.progress`` points into; whether it was completed."""
     progress = trainer.progress
     if progress.batch == 0:
-        trainer.logged.clear()
         _take_up_rng(trainer)
     trainer.call("on_train_epoch_start")
     _take_up_rng(trainer)

@@ -123,7 +123,8 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
     if isinstance(trainer.datamodule, DataModule) and tree["datamodule"]:
         trainer.datamodule.load_state_dict(tree["datamodule"])
     trainer.progress.load_state_dict(tree["progress"])
-    trainer.training_values.load_state_dict(tree["logged"])
+    if trainer.progress.batch:  # else those of an epoch that has ended
+        trainer.training_values.load_state_dict(tree["logged"])
     trainer.epoch_metrics = dict(tree.get("metrics", {}))
     trainer.data_seed = tree["data"]["seed"]
     trainer.loader_state = tree["data"]["loader"]

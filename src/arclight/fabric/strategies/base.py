@@ -77,9 +77,9 @@ class Strategy:
 
     # -- model -------------------------------------------------------------------------------------------------
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        """``module`` on its device, wrapped where forward and backward must know of other processes."""
-        return module.to(self.device)
+    def setup_module(self, module: nn.Module, move: bool = True) -> nn.Module:
+        """``module`` on its device (if ``move``), wrapped where forward and backward must know of other processes."""
+        return module.to(self.device) if move else module
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step``, a bound method of ``module`` that runs forward, made aware of other processes."""

@@ -93,8 +93,8 @@ class DDPStrategy(Strategy):
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=device_ids, **self.ddp)
 
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        module = module.to(self.device)
+    def setup_module(self, module: nn.Module, move: bool = True) -> nn.Module:
+        module = super().setup_module(module, move)
         return self.wrap(module) if any(p.requires_grad for p in module.parameters()) else module
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
