@@ -85,6 +85,27 @@ def test_an_accumulation_window_equals_one_large_batch(sizes: tuple[int, ...]) -
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_a_checkpoint_inside_an_accumulation_window_resumes_exactly(tmp_path: Any) -> None:
+    """The gradients that wait for the window's other batches are part of the state."""
+
+    class SaveAfterFourBatches(al.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.progress.batches == 4:
+                trainer.save_checkpoint(tmp_path / "inside.ckpt")
+
+    def run(**more: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = Mlp()
+        trainer(max_epochs=2, accumulate_grad_batches=3, callbacks=[SaveAfterFourBatches()]).fit(
+            model, batches(), **more
+        )
+        return weights(model)
+
+    whole = run()
+    resumed = run(ckpt_path=tmp_path / "inside.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
 def test_order_of_hooks() -> None:
     calls: list[str] = []
 

@@ -287,23 +287,21 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
     Batches of other ranks may differ in size too, so several processes agree on a window's samples, once for each.
     """
     several = trainer.strategy.world_size > 1
-    parts, progress, window = _parts(trainer, module, optimizer), trainer.progress, trainer.accumulate_grad_batches
-    first_size, count = 0, 0
-    total: Any = 0
+    parts, progress, length = _parts(trainer, module, optimizer), trainer.progress, trainer.accumulate_grad_batches
+    window = trainer.window
 
     def step(batch: Any, index: int) -> Any:
-        nonlocal first_size, total, count
         size = trainer.logged.batch.size()
-        if count == 0:
-            first_size, total = 1 if several else max(1, size), 0
-        count += 1
-        last = count == window or index + 1 == trainer.num_training_batches
+        if window.count == 0:
+            window.first_size, window.total = 1 if several else max(1, size), 0
+        window.count += 1
+        last = window.count == length or index + 1 == trainer.num_training_batches
         with nullcontext() if last else trainer.strategy.no_backward_sync(trainer.step_module or module):
             output = forward(batch, index)
             loss = loss_of(output)
             if loss is not None:
-                total += size
-                share = size / first_size / window
+                window.total += size
+                share = size / window.first_size / length
                 for hook in parts.before_backward:
                     hook(loss)
                 parts.backward(loss * share)
@@ -311,14 +309,14 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
                     hook()
         if not last:
             return output
-        count = 0
+        window.count, samples = 0, window.total
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         if not gradients:
             return output  # every batch of the window was skipped
         if several:
-            total = trainer.strategy.all_reduce(torch.tensor(float(total), device=gradients[0].device))
-        if several or total != first_size * window:  # the window was shorter or its batches uneven
-            torch._foreach_mul_(gradients, first_size * window / total)
+            samples = trainer.strategy.all_reduce(torch.tensor(float(samples), device=gradients[0].device))  # type: ignore[assignment]
+        if several or samples != window.first_size * length:  # the window was shorter or its batches uneven
+            torch._foreach_mul_(gradients, window.first_size * length / samples)
         for action in parts.before_step:
             action()
         parts.optimizer_step()

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as save_bytes
 
 from arclight.data import ResumableLoader
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
@@ -22,6 +24,7 @@ from arclight.trainer.loop import finished, run_fit
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import parse_optimizers
 from arclight.trainer.run import RunFolder
+from arclight.trainer.window import Window
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -42,9 +45,9 @@ def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: 
         result = _guarded(trainer, function, *arguments)
         if not trainer.is_global_zero:
             return None
-        weights = {name: tensor.cpu().numpy() for name, tensor in trainer.lightning_module.state_dict().items()}
+        weights = {name: tensor.cpu().clone() for name, tensor in trainer.lightning_module.state_dict().items()}
         return {
-            "result": result, "weights": weights, "progress": trainer.progress, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+            "result": result, "weights": save_bytes(weights), "progress": trainer.progress, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
             "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
             "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
         }  # fmt: skip
@@ -55,7 +58,7 @@ def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: 
 def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any]) -> Any:
     """What rank 0 of other processes ended with becomes this trainer's own state."""
     if module is not None:
-        module.load_state_dict({name: torch.from_numpy(array) for name, array in outcome["weights"].items()})
+        module.load_state_dict(load_bytes(outcome["weights"]))
         trainer._module = module
     trainer.progress = outcome["progress"]
     trainer.epoch_metrics = {name: torch.tensor(value) for name, value in outcome["metrics"].items()}
@@ -211,7 +214,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         trainer.datamodule = None  # that of an earlier fit has no part in this one
     if not trainer.progress.batch:  # nothing of a run before is part of this one's metrics
         trainer.training_values, trainer.epoch_metrics, trainer.bar_metrics = LoggedValues("train"), {}, {}
-    trainer.should_stop, trainer.last_loss = False, None
+    trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
     trainer.train_loader, trainer.val_loaders, trainer.given_loaders = None, [], (train, val)
     trainer.logged = trainer.training_values
     trainer.data_seed = trainer.strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1))

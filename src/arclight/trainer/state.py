@@ -52,6 +52,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "logged": trainer.training_values.state_dict(),
             "metrics": dict(trainer.epoch_metrics),
             "rng": trainer.strategy.all_gather_object(rng_state()),
+            "window": trainer.strategy.all_gather_object(trainer.window.state_dict(trainer.optimizers)),
             "data": {
                 "seed": trainer.data_seed,
                 "loader": loader.state_dict(trainer.progress.batch, epoch=trainer.progress.epoch)
@@ -131,6 +132,7 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
     ranks = tree["rng"]
     if len(ranks) == trainer.world_size:
         trainer.pending_rng = ranks[trainer.global_rank]
+        trainer.window.load_state_dict(tree["window"][trainer.global_rank], trainer.optimizers)
     else:
         trainer.notice(
             f"the checkpoint was made by {len(ranks)} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run"

@@ -28,6 +28,7 @@ from arclight.trainer.optimization import LRSchedulerConfig
 from arclight.trainer.progress import Progress
 from arclight.trainer.run import RunFolder
 from arclight.trainer.settings import TrainerSettings
+from arclight.trainer.window import Window
 
 _LOG = logging.getLogger("arclight")
 
@@ -98,7 +99,7 @@ class Trainer:
 
     def _reset(self) -> None:
         """The state before any run."""
-        self.progress = Progress()
+        self.progress, self.window = Progress(), Window()
         self.stage = ""
         self.should_stop = self.is_last_batch = False
         self.logged = self.training_values = LoggedValues("train")

@@ -1,0 +1,42 @@
+"""The accumulation window under way: what a checkpoint between its batches must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+@dataclass
+class Window:
+    """Batches whose gradients wait for an optimizer step."""
+
+    count: int = 0
+    """Batches so far; 0 between two windows."""
+    first_size: int = 0
+    """Samples of the window's first batch, the unit that the losses are scaled in."""
+    total: float = 0
+    """Samples so far on this rank, without those of skipped batches."""
+
+    def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """This rank's part, with its gradients; empty between two windows."""
+        if self.count == 0:
+            return {}
+        gradients = [p.grad for p in _parameters(optimizers)]
+        return {"count": self.count, "first_size": self.first_size, "total": self.total, "gradients": gradients}
+
+    def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Take up a window where it was left."""
+        if not state:
+            return
+        self.count, self.first_size, self.total = state["count"], state["first_size"], state["total"]
+        for parameter, gradient in zip(_parameters(optimizers), state["gradients"], strict=True):
+            # in the parameter's own memory layout, which fused optimizers rely on
+            parameter.grad = None if gradient is None else torch.empty_like(parameter).copy_(gradient)
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
