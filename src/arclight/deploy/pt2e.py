@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -39,19 +39,22 @@ with _dropped("torchao", "Failed to load"), _dropped("torch.utils._pytree", "is 
 
 Quantizer: Any = _quantizer.Quantizer
 SharedSpec: Any = _quantizer.SharedQuantizationSpec
-Observer = Literal["minmax", "histogram"]
+ObserverBase: Any = _pt2e.ObserverBase
+MinMaxObserver: Any = _pt2e.MinMaxObserver
 
 _ANNOTATION_KEY = "quantization_annotation"
 _ACTIVATION_EPS = 2.0**-16
 _WEIGHT_EPS = 2.0**-16
 
 
-def activation_spec(observer: Observer) -> Any:
-    """Unsigned 8-bit with a zero point: the activation type of the fast integer kernels on x86 and ARM."""
-    kinds = {"minmax": _pt2e.MinMaxObserver, "histogram": _pt2e.HistogramObserver}
+def activation_spec(observer: Any, **options: Any) -> Any:
+    """Unsigned 8-bit with a zero point, the activation type of the fast integer kernels on x86 and ARM.
+
+    ``observer`` is an ObserverBase, made with ``options``.
+    """
     return _quantizer.QuantizationSpec(
         dtype=torch.uint8,
-        observer_or_fake_quant_ctr=kinds[observer].with_args(eps=_ACTIVATION_EPS),
+        observer_or_fake_quant_ctr=observer.with_args(eps=_ACTIVATION_EPS, **options),
         quant_min=0,
         quant_max=255,
         qscheme=torch.per_tensor_affine,

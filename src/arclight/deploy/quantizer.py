@@ -18,6 +18,8 @@ from torch.fx import GraphModule, Node
 
 from arclight.deploy import pt2e
 from arclight.deploy.errors import QuantizeError
+from arclight.deploy.observers import LeastErrorObserver
+from arclight.deploy.settings import Observer
 
 aten = torch.ops.aten
 
@@ -48,18 +50,20 @@ class PlacementQuantizer(pt2e.Quantizer):
     Afterwards ``quantized_layers`` and ``float_layers`` name the layers with weights on either side.
     """
 
-    def __init__(
-        self, *, observer: pt2e.Observer = "histogram", weight_bits: int = 8, skip: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, *, observer: Observer = "histogram", weight_bits: int = 8, skip: Iterable[str] = ()) -> None:
         super().__init__()
-        self.activation = pt2e.activation_spec(observer)
+        if observer == "minmax":
+            self.activation = self.before_silu = pt2e.activation_spec(pt2e.MinMaxObserver)
+        else:
+            self.activation = pt2e.activation_spec(LeastErrorObserver)
+            self.before_silu = pt2e.activation_spec(LeastErrorObserver, reader="silu")
         self.weight_bits = weight_bits
         self.skip = tuple(skip)
         self.quantized_layers: list[str] = []
         self.float_layers: list[str] = []
         self._kept: set[Node] = set()  # in a module that the user keeps in float
         self._before_layer: set[Node] = set()
-        self._quantized: set[Node] = set()  # nodes whose output is quantized
+        self._quantized: dict[Node, Any] = {}  # nodes whose output is quantized, and how
 
     def transform_for_annotation(self, graph: GraphModule) -> GraphModule:
         """SiLU becomes x * sigmoid(x): runtimes have integer kernels for both parts, not for the whole."""
@@ -82,12 +86,8 @@ class PlacementQuantizer(pt2e.Quantizer):
                 continue
             if node.target in LAYERS:
                 self._annotate_layer(graph, node)
-            elif node in self._before_layer and self._quantized.intersection(sources := _activations(node)):
-                if node.target in MOVEMENT:
-                    self._annotate_movement(node, sources)
-                elif node.target in ARITHMETIC and node not in self._quantized and self._read_by(node, INTEGER, any):
-                    pt2e.annotate(node, inputs=dict.fromkeys(sources, self.activation))
-                    self._annotate_output(node)
+            elif node in self._before_layer and node not in self._quantized:
+                self._annotate_between(node)
         layers = {node: module_name(node) for node in graph.graph.nodes if node.target in LAYERS}
         self.quantized_layers = [name for node, name in layers.items() if pt2e.is_annotated(node)]
         self.float_layers = [name for node, name in layers.items() if not pt2e.is_annotated(node)]
@@ -109,7 +109,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         if convolution and (not writes or source.meta["val"].shape[1] < STEM_CHANNELS):
             return
         values = graph.get_parameter(str(weight.target))
-        inputs = {source: self.activation, weight: pt2e.weight_spec(values, bits=self.weight_bits)}
+        inputs = {source: self._spec(source), weight: pt2e.weight_spec(values, bits=self.weight_bits)}
         if isinstance(bias, Node):
             bias = _own(graph, node, bias)
             inputs[bias] = pt2e.bias_spec(source, node)
@@ -117,16 +117,31 @@ class PlacementQuantizer(pt2e.Quantizer):
         if writes:
             self._annotate_output(node)
 
+    def _annotate_between(self, node: Node) -> None:
+        """An operator without weights, where it has quantized tensors to read."""
+        sources = _activations(node)
+        if not any(source in self._quantized for source in sources):
+            return
+        if node.target in MOVEMENT:
+            self._annotate_movement(node, sources)
+        elif node.target in ARITHMETIC and self._read_by(node, INTEGER, any):
+            pt2e.annotate(node, inputs={source: self._spec(source) for source in sources})
+            self._annotate_output(node)
+
     def _annotate_movement(self, node: Node, sources: list[Node]) -> None:
         first, *others = sources
         shared = pt2e.SharedSpec((first, node))
-        pt2e.annotate(node, inputs={first: self.activation, **dict.fromkeys(others, shared)}, output=shared)
-        self._quantized.add(node)
+        pt2e.annotate(node, inputs={first: self._spec(first), **dict.fromkeys(others, shared)}, output=shared)
+        self._quantized[node] = self.activation
 
     def _annotate_output(self, node: Node) -> None:
         tail = self._tail(node)
-        pt2e.annotate(tail, inputs={}, output=self.activation)
-        self._quantized.add(tail)
+        self._quantized[tail] = self.before_silu if _read_by_silu(tail) else self.activation
+        pt2e.annotate(tail, inputs={}, output=self._quantized[tail])
+
+    def _spec(self, source: Node) -> Any:
+        """How a reader sees ``source``: as it was written."""
+        return self._quantized.get(source, self.activation)
 
     def _tail(self, node: Node) -> Node:
         """The clip (ReLU, ReLU6) that alone reads ``node``, else ``node`` itself."""
@@ -147,6 +162,13 @@ def module_name(node: Node) -> str:
 def _like(node: Node, new: Node) -> Node:
     new.meta = dict(node.meta)
     return new
+
+
+def _read_by_silu(node: Node) -> bool:
+    """Whether nothing but x * sigmoid(x) reads ``node``."""
+    gates = [user for user in node.users if user.target is aten.sigmoid.default]
+    products = [user for user in node.users if user.target is aten.mul.Tensor]
+    return len(node.users) == 2 and len(gates) == 1 == len(products) and set(products[0].args[:2]) == {node, gates[0]}
 
 
 def _own(graph: GraphModule, layer: Node, bias: Node) -> Node:

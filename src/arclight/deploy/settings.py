@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Observer = Literal["minmax", "histogram"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Int8:
     """Post-training quantization: unsigned 8-bit activations, signed 8-bit weights, one scale per channel."""
 
-    observer: Literal["minmax", "histogram"] = "histogram"
-    """How the range of an activation is chosen: its extremes, or the range with the smallest squared rounding error."""
+    observer: Observer = "histogram"
+    """How ranges of activations are chosen: the extremes, or from a histogram, where rounding costs least."""
     calibration_batches: int = 16
     """Most calibration batches that are run; the data may hold fewer."""
     reduce_range: bool = False

@@ -34,28 +34,36 @@ class SubprocessLauncher(Launcher):
         self.children: list[subprocess.Popen[bytes]] = []
 
     def launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if "LOCAL_RANK" in os.environ or self.children:
+        if "LOCAL_RANK" in os.environ and not self.children:
+            return function(*arguments)  # this is one of the children
+        if not self.children:
+            self._start_children()
+        finished = threading.Event()
+        threading.Thread(target=self._watch, args=(finished,), daemon=True).start()
+        try:
             return function(*arguments)
+        except BaseException:
+            finished.set()
+            self._stop_children()
+            raise
+        finally:
+            finished.set()
+
+    def _start_children(self) -> None:
         os.environ["MASTER_ADDR"] = self.environment.main_address
         os.environ["MASTER_PORT"] = str(self.environment.main_port)
         os.environ["LOCAL_RANK"] = "0"
         for rank in range(1, self.num_processes):
             self.children.append(subprocess.Popen(_this_command(), env={**os.environ, "LOCAL_RANK": str(rank)}))
-        finished = threading.Event()
-        threading.Thread(target=self._watch, args=(finished,), daemon=True).start()
-        try:
-            result = function(*arguments)
-        except BaseException:
-            finished.set()
-            self._stop_children()
-            raise
-        finished.set()
-        return result
 
     def _watch(self, finished: threading.Event) -> None:
         while not finished.wait(0.5):
-            for _rank, child in enumerate(self.children, 1):
+            for rank, child in enumerate(self.children, 1):
                 if child.poll() not in (None, 0):
+                    sys.stderr.write(
+                        f"arclight: local rank {rank} ended with status {child.returncode}; stopping the run\n"
+                    )
+                    sys.stderr.flush()
                     self._stop_children()
                     os._exit(1)  # the main thread may be inside a collective that will never return
 

@@ -47,7 +47,8 @@ def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: 
             return None
         weights = {name: tensor.cpu().clone() for name, tensor in trainer.lightning_module.state_dict().items()}
         return {
-            "result": result, "weights": save_bytes(weights), "progress": trainer.progress, "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+            "result": result, "weights": save_bytes(weights), "progress": trainer.progress,
+            "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
             "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
             "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
         }  # fmt: skip

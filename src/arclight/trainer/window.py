@@ -22,7 +22,7 @@ class Window:
     """Samples so far on this rank, without those of skipped batches."""
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-        """This rank's part, with its gradients; empty between two windows."""
+        """The part of this rank, with its gradients; empty between two windows."""
         if self.count == 0:
             return {}
         gradients = [p.grad for p in _parameters(optimizers)]

@@ -47,12 +47,15 @@ class DDPStrategy(Strategy):
             ddp,
         )
         self._made_group = False
+        self._children: SubprocessLauncher | None = None
 
     def launcher(self) -> Launcher:
         if self.environment.creates_processes_externally:
             return Launcher()
         if self.start_method == "popen":
-            return SubprocessLauncher(self.num_devices, self.environment)
+            if self._children is None:  # one set of children serves every fit and test of this program
+                self._children = SubprocessLauncher(self.num_devices, self.environment)
+            return self._children
         return MultiProcessingLauncher(self.num_devices, self.start_method)
 
     def setup_environment(self) -> None:
