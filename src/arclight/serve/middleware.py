@@ -115,7 +115,8 @@ async def drop_upload(receive: Receive, *, total_s: float, idle_s: float) -> Non
     try:
         async with asyncio.timeout(total_s):
             while True:
-                message = await asyncio.wait_for(receive(), idle_s)
+                async with asyncio.timeout(idle_s):  # wait_for could lose the outer deadline, see uploads.chunks
+                    message = await receive()
                 if message["type"] != "http.request" or not message.get("more_body", False):
                     return
     except TimeoutError:

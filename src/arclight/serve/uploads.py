@@ -67,9 +67,13 @@ async def chunks(request: Request, idle_s: float) -> AsyncIterator[bytes]:
     stream = request.stream()
     while True:
         try:
-            yield await asyncio.wait_for(anext(stream), idle_s)
+            # not wait_for: in Python 3.11 it loses a cancellation, such as that of the total deadline, which comes
+            # at the same moment as a piece, and a client that sends byte by byte could then go on for ever
+            async with asyncio.timeout(idle_s):
+                piece = await anext(stream)
         except StopAsyncIteration:
             return
+        yield piece
 
 
 def image_bytes(body: bytes, content_type: str) -> bytes:
