@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from arclight.trainer.loggers.logger import Logger, next_version, plain_hyperparams, yaml_lines
+from arclight.trainer.loggers.folder_logger import FolderLogger
+from arclight.trainer.loggers.logger import plain_hyperparams, yaml_lines
 
 Row = dict[str, str]
 
 
-class CSVLogger(Logger):
+class CSVLogger(FolderLogger):
     """One row per call of :meth:`log_metrics`, one column per name, empty where a row has no value.
 
     Without ``save_dir`` the file is ``metrics.csv`` in the run folder; with it,
@@ -39,22 +40,17 @@ class CSVLogger(Logger):
     ) -> None:
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): must be at least 1")
-        self._save_dir = Path(save_dir) if save_dir is not None else None
-        self._name, self._version, self.prefix = name or "", version, prefix
+        super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
-        self._folder: Path | None = None
         self._columns: list[str] | None = None
         self._waiting: list[Row] = []
         self._replayed: list[Row] = []
         """Rows of the resumed step that are in the file and may be logged once more."""
         self._resumed_at = -1
 
-    @property
-    def needs_folder(self) -> bool:
-        return self._save_dir is None
-
     def use_folder(self, folder: Path) -> None:
-        self._folder, self._columns = Path(folder), None
+        super().use_folder(folder)
+        self._columns = None
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         row = {
@@ -121,38 +117,6 @@ class CSVLogger(Logger):
     @property
     def file(self) -> Path:
         return Path(self.log_dir) / self.NAME_METRICS_FILE
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        if self._version is None:
-            self._version = next_version(Path(self.root_dir))
-        return self._version
-
-    @property
-    def save_dir(self) -> str:
-        return str(self._save_dir if self._save_dir is not None else self._run_folder())
-
-    @property
-    def root_dir(self) -> str:
-        return str(self._save_dir / self._name) if self._save_dir is not None else str(self._run_folder())
-
-    @property
-    def log_dir(self) -> str:
-        if self._save_dir is None:
-            return str(self._run_folder())
-        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return str(Path(self.root_dir) / version)
-
-    def _run_folder(self) -> Path:
-        if self._folder is None:
-            raise RuntimeError(
-                "CSVLogger has no folder yet: give it save_dir, or pass it to a Trainer, which brings the run folder",
-            )
-        return self._folder
 
 
 def number_text(value: Any) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
-from arclight.trainer.loggers.logger import Logger, next_version, plain_hyperparams
+from arclight.trainer.loggers.folder_logger import FolderLogger
+from arclight.trainer.loggers.logger import plain_hyperparams
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(FolderLogger):
     """Scalars, hyper-parameters and, with ``log_graph``, the model's graph, for ``tensorboard --logdir``.
 
     Without ``save_dir`` the files lie in ``tensorboard/`` of the run folder; with it, in
     ``save_dir/name/version_<version>[/sub_dir]``. ``default_hp_metric`` gives hyper-parameters the metric
     ``hp_metric`` = -1 where none is passed, as TensorBoard's HPARAMS page needs one. Needs the extra ``track``.
     """
+
+    inside_run = "tensorboard"
 
     def __init__(
         self,
@@ -38,25 +41,20 @@ class TensorBoardLogger(Logger):
         **writer_arguments: Any,
     ) -> None:
         require("tensorboard", extra="track")
-        self._save_dir = Path(save_dir) if save_dir is not None else None
-        self._name, self._version, self._sub_dir, self.prefix = name or "", version, sub_dir, prefix
+        super().__init__(save_dir, name, version, prefix)
+        self.inside_version = sub_dir or ""
         self._log_graph, self._default_hp_metric, self._writer_arguments = (
             log_graph,
             default_hp_metric,
             writer_arguments,
         )
-        self._folder: Path | None = None
         self._writer: SummaryWriter | None = None
         self.hparams: dict[str, Any] = {}
-
-    @property
-    def needs_folder(self) -> bool:
-        return self._save_dir is None
 
     def use_folder(self, folder: Path) -> None:
         if self._folder != Path(folder):
             self._close()
-            self._folder = Path(folder)
+            super().use_folder(folder)
 
     @property
     def experiment(self) -> SummaryWriter:
@@ -123,35 +121,3 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        if self._version is None:
-            self._version = next_version(Path(self.root_dir))
-        return self._version
-
-    @property
-    def save_dir(self) -> str:
-        return str(self._save_dir if self._save_dir is not None else self._run_folder())
-
-    @property
-    def root_dir(self) -> str:
-        return str(self._save_dir / self._name) if self._save_dir is not None else str(self._run_folder())
-
-    @property
-    def log_dir(self) -> str:
-        if self._save_dir is None:
-            return str(self._run_folder() / "tensorboard")
-        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return str(Path(self.root_dir) / version / (self._sub_dir or ""))
-
-    def _run_folder(self) -> Path:
-        if self._folder is None:
-            raise RuntimeError(
-                "TensorBoardLogger has no folder yet: give it save_dir, or a Trainer, which brings the run folder",
-            )
-        return self._folder
