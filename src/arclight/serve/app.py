@@ -87,6 +87,8 @@ def create_app(
 
     # The interactive documentation of FastAPI loads its scripts from a CDN, so only the schema is offered.
     app = FastAPI(title="Arclight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_exception_handler(Refusal, refuse)
+    app.add_exception_handler(HTTPException, refuse_address)
 
     @app.post("/detect", responses={200: {"model": Answer}, **REFUSALS}, openapi_extra=BODY)
     async def detect(request: Request) -> JSONResponse:
@@ -111,18 +113,22 @@ def create_app(
         """Counters in the Prometheus text format."""
         return Response(metrics.exposition(), media_type=CONTENT_TYPE)
 
-    @app.exception_handler(Refusal)
-    async def refuse(_: Request, refusal: Refusal) -> JSONResponse:
-        return refusal.response()
-
-    @app.exception_handler(HTTPException)
-    async def refuse_address(request: Request, error: HTTPException) -> JSONResponse:
-        what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
-        sentence = f"{what.get(error.status_code, error.detail)}; photos go to POST /detect."
-        return Refusal(error.status_code, sentence, headers=error.headers).response()
-
     app.mount("/", StaticFiles(directory=PAGE, html=True))
     paths = frozenset({"/", "/detect", "/health", "/metrics", "/openapi.json"})
     app.add_middleware(Lingering, linger_s=limits.linger_s)
     app.add_middleware(Envelope, metrics=metrics, paths=paths)
     return app
+
+
+async def refuse(_: Request, refusal: Exception) -> Response:
+    """The answer to a request that was turned down."""
+    assert isinstance(refusal, Refusal)
+    return refusal.response()
+
+
+async def refuse_address(request: Request, error: Exception) -> Response:
+    """The answer to a request for something that is not there."""
+    assert isinstance(error, HTTPException)
+    what = {404: "There is nothing at this address", 405: f"{request.method} is not possible at this address"}
+    sentence = f"{what.get(error.status_code, error.detail)}; photos go to POST /detect."
+    return Refusal(error.status_code, sentence, headers=error.headers).response()
