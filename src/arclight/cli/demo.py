@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,16 +128,14 @@ class Demo:
         return module, datamodule, trainer.run_folder
 
     def export(self, detector: Detector, photos: DetectionDataset) -> dict[str, Program]:
-        from arclight.vision.deployment import export_detector
+        from arclight.vision.deployment import agreement, export_detector
 
         programs = {}
         for name, int8 in {"fp32": None, "int8": Int8(calibration_batches=40)}.items():
             path = self.folder / "programs" / f"detector-{name}.onnx"
             programs[name] = export_detector(detector, path, photos, int8)
-            difference = programs[name].metadata["parity"]["max_difference"]
-            self.say(
-                f"{name} program: {path}, {programs[name].nbytes / 1e6:.1f} MB, differs from torch by at most {difference:.2g}"
-            )
+            size = f"{programs[name].nbytes / 1e6:.1f} MB"
+            self.say(f"{name} program: {path}, {size}, {agreement(programs[name])}")
         return programs
 
     def measure(self, program: Program, photos: DetectionDataset) -> Any:
@@ -209,4 +209,9 @@ class Demo:
         self.console.print(f"took {seconds / 60:.1f} minutes on {torch.get_num_threads()} threads\n")
         self.console.print(f"report   {run.report}")
         self.console.print(f"summary  {self.folder / 'summary.json'}")
-        self.console.print(f"try it   arclight serve --program {self.folder / 'programs' / 'detector-int8.onnx'}")
+        self.console.print(f"try it   {command()} serve --program {self.folder / 'programs' / 'detector-int8.onnx'}")
+
+
+def command() -> str:
+    """How this program is called from here: by its name where the shell finds it, else by its path."""
+    return "arclight" if shutil.which("arclight") else os.path.relpath(sys.argv[0])

@@ -58,7 +58,7 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     options = parser.parse_args(arguments)
 
     from arclight.vision.dataset import DetectionDataset, read_data_yaml
-    from arclight.vision.deployment import export_detector
+    from arclight.vision.deployment import agreement, export_detector
 
     detector = load_detector(options.checkpoint)
     settings = detector.settings
@@ -74,10 +74,8 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
         else None
     )
     program = export_detector(detector, options.out, photos, recipe)
-    parity = program.metadata["parity"]
-    print(
-        f"wrote {options.out}: {program.precision}, {program.nbytes / 1e6:.1f} MB, differs from torch by at most {parity['max_difference']:.3g}"
-    )
+    size = f"{program.nbytes / 1e6:.1f} MB"
+    print(f"wrote {options.out}: {program.precision}, {size}, {agreement(program)}")
 
 
 def load_detector(path: Path) -> Detector:

@@ -61,6 +61,13 @@ def _float_batches(photos: DetectionDataset, count: int) -> Iterator[torch.Tenso
         yield batch["images"].float() / 255
 
 
+def agreement(program: Program) -> str:
+    """How closely a program computes what its model computes, as measured when it was written."""
+    parity = program.metadata["parity"]
+    difference = f"largest difference {parity['max_difference']:.2g} of {parity['largest']:.0f}"
+    return f"agrees with its torch model to {parity['sqnr_db']:.0f} dB ({difference})"
+
+
 def evaluate_program(program: Program, photos: DetectionDataset, batch_size: int = 8) -> DetectionResults:
     """Average precision of a program, measured exactly as a detector's is during training."""
     metrics = DetectionMetrics(num_classes=len(program.metadata["names"]))
