@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -100,12 +99,6 @@ def warmed(model: nn.Module, *batches: Tensor) -> nn.Module:
 def _seeded() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _no_tracing_log() -> None:
-    """Pytest collects every record that reaches the root logger, and torch.export sends thousands of large ones there."""
-    logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(scope="session")

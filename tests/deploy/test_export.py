@@ -114,7 +114,8 @@ def test_int8_runs_on_integer_kernels(int8_program: Program, quantized: Quantize
     operators = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
     assert operators["QLinearConv"] == len(quantized.quantized_layers) == 18
     assert operators["QLinearConv"] / (operators["QLinearConv"] + operators["Conv"]) > 0.85  # but for stem and 2 heads
-    assert operators["DequantizeLinear"] <= 3  # integers end only where the heads begin
+    assert operators["QLinearMul"] == 16  # every SiLU but those of the stem and before the heads
+    assert operators["DequantizeLinear"] <= 4  # integers end only where the heads begin
     assert int8_program.metadata["quantization"]["integer_kernels"] == {"QLinearConv": 18}
 
 

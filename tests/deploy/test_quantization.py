@@ -66,12 +66,12 @@ def test_the_users_model_is_untouched(images: Tensor) -> None:
     assert list(model.state_dict()) == list(state)
 
 
-def test_skip_keeps_a_module_and_what_is_inside_in_float(model: nn.Module, images: Tensor) -> None:
-    kept = quantize(model, [images], recipe=Int8(skip=("stage2", "neck.out")))
-    assert "neck.out.0" in kept.float_layers
-    assert {name for name in kept.quantized_layers if name.startswith("stage2")} == set()
-    assert any(name.startswith("stage2.block") for name in kept.float_layers)
-    assert "neck.a.0" in kept.quantized_layers
+def test_skip_keeps_a_module_and_what_is_inside_in_float() -> None:
+    block = nn.Sequential(OrderedDict(one=nn.Conv2d(8, 8, 3), act=nn.SiLU(), two=nn.Conv2d(8, 8, 3)))
+    model = small(last=nn.Conv2d(8, 8, 1), block=block, block2=nn.Conv2d(8, 8, 1), out=nn.Conv2d(8, 4, 1))
+    kept = quantize(model, [torch.rand(2, 4, 16, 16)], recipe=Int8(skip=("block", "second")))
+    assert set(kept.float_layers) == {"second", "block.one", "block.two", "out"}
+    assert set(kept.quantized_layers) == {"first", "last", "block2"}
 
 
 def test_skip_that_names_nothing_is_refused_with_the_nearest_name() -> None:
@@ -147,6 +147,31 @@ def test_a_nearly_dead_channel_does_not_overflow_the_bias(tmp_path: Path) -> Non
     program = export(quantized, tmp_path / "q.onnx", example_inputs=batch)
     with torch.no_grad():
         assert sqnr_db(model(batch), program(batch)) >= 30
+
+
+class Sized(nn.Module):
+    """Asks a tensor for its batch size, and hands another to a float operator and to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 1)
+        self.out = nn.Linear(8 * 12 * 12, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.silu(self.b(F.relu(self.a(x))))
+        y = F.relu(self.c(x))
+        return self.out(y.view(y.shape[0], -1)), x.softmax(1)
+
+
+def test_what_a_float_operator_reads_is_not_rounded(tmp_path: Path) -> None:
+    batch = torch.randn(4, 4, 16, 16)
+    quantized = quantize(Sized(), [batch])
+    assert set(quantized.quantized_layers) == {"a", "b", "c", "out"}
+    graph = onnx.load(export(quantized, tmp_path / "q.onnx", example_inputs=batch).path).graph
+    producer = {output: node for node in graph.node for output in node.output}
+    readers = [node for node in graph.node if node.op_type in ("Softmax", "Reshape")]
+    assert {producer[node.input[0]].op_type for node in readers if node.op_type == "Softmax"} == {"Mul"}
+    assert {producer[node.input[0]].op_type for node in readers if node.op_type == "Reshape"} == {"DequantizeLinear"}
 
 
 class Towers(nn.Module):

@@ -4,7 +4,7 @@ A runtime uses an integer kernel only where an operator reads *and* writes quant
 speed: quantizing just the inputs of convolutions runs no faster than float32 in ONNX Runtime. Here everything
 between two layers with weights stays quantized: activations, sums, products, pooling, resizing and concatenation.
 What follows the last such layer (box decoding, softmax, the outputs) stays in float32, and so do a convolution whose
-result is only read there and the one that reads the image.
+result is only read there, the activations that such a convolution reads, and the convolution that reads the image.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ MOVEMENT = {
     aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.dropout.default, aten.clone.default,
 }  # fmt: skip
 """Operators that only choose or move values: inputs and output share one scale and zero point."""
+BETWEEN = CLIPS | ARITHMETIC | MOVEMENT
 STEM_CHANNELS = 4
 """A convolution of fewer input channels, such as one that reads an image, is faster in float32: ONNX Runtime's integer
 kernel gathers its input position by position, a few bytes each (YOLOv5n at 320 px: 13 % of the whole model)."""
-INTEGER = LAYERS | CLIPS | ARITHMETIC | MOVEMENT
 
 
 class PlacementQuantizer(pt2e.Quantizer):
@@ -52,9 +52,9 @@ class PlacementQuantizer(pt2e.Quantizer):
 
     def __init__(self, *, observer: Observer = "histogram", weight_bits: int = 8, skip: Iterable[str] = ()) -> None:
         super().__init__()
-        if observer == "minmax":
-            self.activation = self.before_silu = pt2e.activation_spec(pt2e.MinMaxObserver)
-        else:
+        # a gate is never cut: its largest values let the largest activations pass
+        self.activation = self.before_silu = self.gate = pt2e.activation_spec(pt2e.MinMaxObserver)
+        if observer == "histogram":
             self.activation = pt2e.activation_spec(LeastErrorObserver)
             self.before_silu = pt2e.activation_spec(LeastErrorObserver, reader="silu")
         self.weight_bits = weight_bits
@@ -63,6 +63,7 @@ class PlacementQuantizer(pt2e.Quantizer):
         self.float_layers: list[str] = []
         self._kept: set[Node] = set()  # in a module that the user keeps in float
         self._before_layer: set[Node] = set()
+        self._rounded: set[Node] = set()  # operators without weights that only integer operators read
         self._quantized: dict[Node, Any] = {}  # nodes whose output is quantized, and how
 
     def transform_for_annotation(self, graph: GraphModule) -> GraphModule:
@@ -81,12 +82,13 @@ class PlacementQuantizer(pt2e.Quantizer):
         _check_names(graph, self.skip)
         self._kept = {node for node in graph.graph.nodes if _inside(module_name(node), self.skip)}
         self._before_layer = _before(graph, LAYERS)
+        for node in reversed(graph.graph.nodes):
+            if node.target in BETWEEN and _readers(node) and all(map(self._integer, _readers(node))):
+                self._rounded.add(node)
         for node in list(graph.graph.nodes):
-            if node in self._kept or not _is_float(node):
-                continue
-            if node.target in LAYERS:
+            if node.target in LAYERS and self._integer(node):
                 self._annotate_layer(graph, node)
-            elif node in self._before_layer and node not in self._quantized:
+            elif node in self._rounded and node not in self._quantized:
                 self._annotate_between(node)
         layers = {node: module_name(node) for node in graph.graph.nodes if node.target in LAYERS}
         self.quantized_layers = [name for node, name in layers.items() if pt2e.is_annotated(node)]
@@ -96,25 +98,33 @@ class PlacementQuantizer(pt2e.Quantizer):
     def validate(self, graph: GraphModule) -> None:
         """Nothing to check: every annotation above is one that the integer kernels take."""
 
+    def _integer(self, node: Node) -> bool:
+        """Whether ``node`` will read integers."""
+        if node in self._kept or not _is_float(node):
+            return False
+        if node.target not in LAYERS:
+            return node in self._rounded
+        weight = node.args[1]
+        if not isinstance(weight, Node) or weight.op != "get_attr":
+            return False  # a weight that is computed has no constant scales
+        # A convolution must write integers to run on integers; a matrix product also writes float32.
+        return node.target not in CONVOLUTIONS or (
+            node in self._before_layer and _input_channels(node) >= STEM_CHANNELS
+        )
+
     def _annotate_layer(self, graph: GraphModule, node: Node) -> None:
         source, weight, bias = (*node.args, None)[:3]
         assert isinstance(source, Node)
         assert isinstance(weight, Node)
-        if weight.op != "get_attr":
-            return  # a weight that is computed has no constant scales
-        # A convolution must write integers to run on integers; a matrix product also writes float32, which keeps
-        # sums of many layers (the residual stream of a transformer) exact.
-        convolution = node.target in CONVOLUTIONS
-        writes = node in self._before_layer and (convolution or self._read_by(self._tail(node), LAYERS, all))
-        if convolution and (not writes or source.meta["val"].shape[1] < STEM_CHANNELS):
-            return
         values = graph.get_parameter(str(weight.target))
         inputs = {source: self._spec(source), weight: pt2e.weight_spec(values, bits=self.weight_bits)}
         if isinstance(bias, Node):
             bias = _own(graph, node, bias)
             inputs[bias] = pt2e.bias_spec(source, node)
         pt2e.annotate(node, inputs=inputs)
-        if writes:
+        # Float sums of many matrix products, the residual stream of a transformer, stay exact.
+        direct = all(user.target in LAYERS and self._integer(user) for user in _readers(self._tail(node)))
+        if node.target in CONVOLUTIONS or direct:
             self._annotate_output(node)
 
     def _annotate_between(self, node: Node) -> None:
@@ -124,7 +134,7 @@ class PlacementQuantizer(pt2e.Quantizer):
             return
         if node.target in MOVEMENT:
             self._annotate_movement(node, sources)
-        elif node.target in ARITHMETIC and self._read_by(node, INTEGER, any):
+        elif node.target in ARITHMETIC:
             pt2e.annotate(node, inputs={source: self._spec(source) for source in sources})
             self._annotate_output(node)
 
@@ -136,7 +146,8 @@ class PlacementQuantizer(pt2e.Quantizer):
 
     def _annotate_output(self, node: Node) -> None:
         tail = self._tail(node)
-        self._quantized[tail] = self.before_silu if _read_by_silu(tail) else self.activation
+        spec = self.gate if node.target is aten.sigmoid.default else self.activation
+        self._quantized[tail] = self.before_silu if _read_by_silu(tail) else spec
         pt2e.annotate(tail, inputs={}, output=self._quantized[tail])
 
     def _spec(self, source: Node) -> Any:
@@ -145,11 +156,8 @@ class PlacementQuantizer(pt2e.Quantizer):
 
     def _tail(self, node: Node) -> Node:
         """The clip (ReLU, ReLU6) that alone reads ``node``, else ``node`` itself."""
-        reader = next(iter(node.users), node)
-        return reader if len(node.users) == 1 and reader.target in CLIPS and reader not in self._kept else node
-
-    def _read_by(self, node: Node, targets: set[Any], how_many: Any) -> bool:
-        return bool(how_many(user.target in targets and user not in self._kept for user in node.users))
+        readers = _readers(node)
+        return readers[0] if len(readers) == 1 and readers[0].target in CLIPS and readers[0] not in self._kept else node
 
 
 def module_name(node: Node) -> str:
@@ -166,9 +174,15 @@ def _like(node: Node, new: Node) -> Node:
 
 def _read_by_silu(node: Node) -> bool:
     """Whether nothing but x * sigmoid(x) reads ``node``."""
-    gates = [user for user in node.users if user.target is aten.sigmoid.default]
-    products = [user for user in node.users if user.target is aten.mul.Tensor]
-    return len(node.users) == 2 and len(gates) == 1 == len(products) and set(products[0].args[:2]) == {node, gates[0]}
+    readers = _readers(node)
+    gates = [reader for reader in readers if reader.target is aten.sigmoid.default]
+    products = [reader for reader in readers if reader.target is aten.mul.Tensor]
+    return len(readers) == 2 and len(gates) == 1 == len(products) and set(products[0].args[:2]) == {node, gates[0]}
+
+
+def _readers(node: Node) -> list[Node]:
+    """Users of the values of ``node``; asking for its size does not count."""
+    return [user for user in node.users if user.target is not aten.sym_size.int]
 
 
 def _own(graph: GraphModule, layer: Node, bias: Node) -> Node:
@@ -188,6 +202,10 @@ def _before(graph: GraphModule, targets: set[Any]) -> set[Node]:
         if any(user.target in targets or user in found for user in node.users):
             found.add(node)
     return found
+
+
+def _input_channels(convolution: Node) -> int:
+    return int(convolution.args[0].meta["val"].shape[1])  # type: ignore[union-attr]
 
 
 def _is_float(node: Node) -> bool:

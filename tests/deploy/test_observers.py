@@ -1,0 +1,100 @@
+"""Ranges: where rounding costs least, found by brute force beside."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from arclight.deploy.observers import LeastErrorObserver, least_error_range
+from arclight.deploy.pt2e import activation_spec
+
+
+def observer(**options: object) -> LeastErrorObserver:
+    spec = activation_spec(LeastErrorObserver, **options)
+    return spec.observer_or_fake_quant_ctr.with_args(
+        dtype=spec.dtype, qscheme=spec.qscheme, quant_min=spec.quant_min, quant_max=spec.quant_max, is_dynamic=False
+    )()
+
+
+def rounded(values: Tensor, scale: float, zero_point: int) -> np.ndarray:
+    levels = np.clip(np.round(values.double().numpy() / scale) + zero_point, 0, 255)
+    return (levels - zero_point) * scale
+
+
+def test_an_even_spread_keeps_its_whole_range() -> None:
+    made = observer()
+    made(torch.linspace(-1, 3, 100_000))
+    scale, zero_point = made.calculate_qparams()
+    assert scale.item() == pytest.approx(4 / 255, rel=0.02)
+    assert zero_point.item() == pytest.approx(64, abs=2)
+
+
+def test_rare_large_values_do_not_take_all_levels() -> None:
+    values = torch.randn(200_000, generator=torch.Generator().manual_seed(0)).abs()
+    values[7] = 12.0
+    made = observer()
+    made(values)
+    scale, zero_point = (float(v) for v in made.calculate_qparams())
+    reference = values.double().numpy()
+    chosen, whole = (np.mean((rounded(values, s, 0) - reference) ** 2) for s in (scale, 12 / 255))
+    assert scale < 0.7 * 12 / 255
+    assert zero_point == 0
+    assert chosen < whole
+
+
+def test_before_silu_the_negative_side_is_given_up() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(200_000, generator=generator) * 4
+    errors = {}
+    for reader in ("any", "silu"):
+        made = observer(reader=reader)
+        made(values)
+        scale, zero_point = (float(v) for v in made.calculate_qparams())
+        x = rounded(values, scale, int(zero_point))
+        gate = np.round(255 / (1 + np.exp(-x))) / 255
+        exact = torch.nn.functional.silu(values.double()).numpy()
+        errors[reader] = np.mean((x * gate - exact) ** 2)
+    assert errors["silu"] < 0.75 * errors["any"]
+
+
+def test_the_search_finds_what_brute_force_finds() -> None:
+    values = torch.rand(20_000, generator=torch.Generator().manual_seed(1)).log().neg()  # exponential: a long tail
+    high = float(values.max())
+    counts = torch.histc(values, 2048, 0, high)
+    _, top = least_error_range(counts, 0.0, high)
+    tops = np.linspace(0.5, 1, 26) * high
+    errors = [np.mean(np.abs(rounded(values, t / 255, 0) - values.double().numpy()) ** 2.4) for t in tops]
+    found = np.mean(np.abs(rounded(values, top / 255, 0) - values.double().numpy()) ** 2.4)
+    assert found <= 1.05 * min(errors)
+
+
+def test_the_order_and_growth_of_batches_hardly_matter() -> None:
+    generator = torch.Generator().manual_seed(0)
+    small, large = torch.rand(50_000, generator=generator), torch.rand(50_000, generator=generator) * 5 - 2
+    ranges = []
+    for batches in ((small, large), (large, small)):
+        made = observer()
+        for batch in batches:
+            made(batch)
+        ranges.append([float(v) for v in made.calculate_qparams()])
+    assert ranges[0][0] == pytest.approx(ranges[1][0], rel=0.05)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0])
+def test_constants_are_kept(value: float) -> None:
+    made = observer()
+    made(torch.full((100,), value))
+    scale, zero_point = (float(v) for v in made.calculate_qparams())
+    assert rounded(torch.tensor([value]), scale, int(zero_point))[0] == pytest.approx(value, abs=0.01)
+    assert 0 <= zero_point <= 255
+
+
+def test_the_same_data_give_the_same_range() -> None:
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    first, second = observer(), observer()
+    first(values)
+    torch.rand(5)
+    second(values)
+    assert first.calculate_qparams() == second.calculate_qparams()
