@@ -37,11 +37,11 @@ def test_rare_large_values_do_not_take_all_levels() -> None:
     made = observer()
     made(values)
     scale, zero_point = (float(v) for v in made.calculate_qparams())
-    reference = values.double().numpy()
-    chosen, whole = (np.mean((rounded(values, s, 0) - reference) ** 2) for s in (scale, 12 / 255))
+    usual = values[values < 4]
+    chosen, whole = (np.mean((rounded(usual, s, 0) - usual.double().numpy()) ** 2) for s in (scale, 12 / 255))
     assert scale < 0.7 * 12 / 255
     assert zero_point == 0
-    assert chosen < whole
+    assert chosen < 0.5 * whole
 
 
 def test_before_silu_the_negative_side_is_given_up() -> None:
