@@ -124,6 +124,17 @@ def _entry(
     local_rank: int, shared: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], queue: Any
 ) -> None:
     os.environ.update(shared, LOCAL_RANK=str(local_rank))
-    result = function(*arguments)
-    if local_rank == 0:
-        queue.put(result)
+    try:
+        result = function(*arguments)
+        if local_rank == 0:
+            queue.put(result)
+    finally:
+        leave_group()
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one: gloo's threads abort a process that ends while they still run."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

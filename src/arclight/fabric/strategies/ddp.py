@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from arclight.fabric.environments import LightningEnvironment
-from arclight.fabric.launchers import Launcher, MultiProcessingLauncher, SubprocessLauncher
+from arclight.fabric.launchers import Launcher, MultiProcessingLauncher, SubprocessLauncher, leave_group
 from arclight.fabric.strategies.base import Strategy
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -72,6 +73,7 @@ class DDPStrategy(Strategy):
                 timeout=self.timeout,
             )
             self._made_group = True
+            atexit.register(leave_group)
 
     def teardown(self) -> None:
         if self._made_group and dist.is_initialized():
