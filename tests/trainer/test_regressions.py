@@ -313,7 +313,9 @@ def test_settings_out_of_range_are_named(setting: dict[str, Any]) -> None:
 
 
 def test_an_interval_of_no_steps_logs_epochs_only() -> None:
-    trainer(log_every_n_steps=0).fit(Small(), batches())
+    runner = trainer(log_every_n_steps=0)
+    runner.fit(Small(), batches())
+    assert runner.global_step == len(batches())
 
 
 def test_a_sanity_check_keeps_to_the_limits_of_validation() -> None:

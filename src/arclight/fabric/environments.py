@@ -55,10 +55,6 @@ class LightningEnvironment(ClusterEnvironment):
     def set_global_rank(self, rank: int) -> None:
         self._global_rank = rank
 
-    @property
-    def started_by_us(self) -> bool:
-        return "LOCAL_RANK" in os.environ
-
     def world_size(self) -> int:
         return self._world_size
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 from collections.abc import Iterator
@@ -14,12 +13,6 @@ import torch
 
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's legacy generator takes."""
-
-
-def derive_seed(seed: int, *words: int | str) -> int:
-    """A 32-bit seed that is a pure function of ``seed`` and ``words``, and unrelated for any two different inputs."""
-    text = "\x1f".join(map(str, (seed, *words)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:

@@ -21,6 +21,9 @@ from arclight.trainer.transfer import batch_transfer
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
+PROGRESS_INTERVAL = 0.1
+"""Seconds between two ``on_progress`` calls."""
+
 _HOOK = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
 
 
@@ -116,7 +119,7 @@ def _run_loader(trainer: Trainer, module: Module, loader: Any, number: int, coun
             for function in end:
                 function(output, batch, index, number)
         if on_progress and (now := time.monotonic()) >= show_at:
-            show_at = now + 0.1
+            show_at = now + PROGRESS_INTERVAL
             for function in on_progress:
                 function()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.seeding import set_rng_state
 from arclight.trainer import reporting
-from arclight.trainer.evaluation import validate_during_fit
+from arclight.trainer.evaluation import PROGRESS_INTERVAL, validate_during_fit
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import Step, build_step, epoch_scheduler_steps
@@ -21,9 +21,6 @@ from arclight.trainer.transfer import batch_transfer
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
-
-PROGRESS_INTERVAL = 0.1
-"""Seconds between two ``on_progress`` calls."""
 
 
 @dataclass(frozen=True)

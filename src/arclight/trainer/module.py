@@ -66,9 +66,6 @@ class Module(nn.Module):
     def configure_model(self) -> None:
         """Create layers on their device, just before they are needed."""
 
-    def averages_loaded(self) -> None:
-        """Called when averaged weights have been put in place of the trained ones."""
-
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def prepare_data(self) -> None: ...

@@ -41,19 +41,18 @@ def launch(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> A
 
 
 def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:
-    try:
-        result = _guarded(trainer, function, *arguments)
-        if not trainer.is_global_zero:
-            return None
-        weights = {name: tensor.cpu().clone() for name, tensor in trainer.lightning_module.state_dict().items()}
-        return {
-            "result": result, "weights": save_bytes(weights), "progress": trainer.progress,
-            "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
-            "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
-            "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
-        }  # fmt: skip
-    finally:
-        trainer.strategy.teardown()
+    result = _guarded(trainer, function, *arguments)
+    if not trainer.is_global_zero:
+        return None
+    weights = {name: tensor.cpu().clone() for name, tensor in trainer.lightning_module.state_dict().items()}
+    return {
+        "result": result,
+        "weights": save_bytes(weights),
+        "progress": trainer.progress,
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
+        "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
+    }
 
 
 def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -118,13 +117,3 @@ class EMA:
         from arclight.trainer.callbacks import EMAWeightAveraging
 
         return EMAWeightAveraging(decay=self.decay, ramp_steps=self.ramp_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Where a run writes."""
-
-    name: str = "run"
-    """Name of the run; its files lie in <root>/<name>/<n>/."""
-    root: Path = Path("runs")
-    """Folder of all runs."""

@@ -52,9 +52,6 @@ class Strategy:
         self.device = self.accelerator.device(self.device_ids[self.local_rank])
         self.accelerator.setup_device(self.device, self.num_devices)
 
-    def teardown(self) -> None:
-        """Leave the process group."""
-
     @property
     def world_size(self) -> int:
         return 1

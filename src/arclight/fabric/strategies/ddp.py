@@ -47,7 +47,6 @@ class DDPStrategy(Strategy):
             process_group_backend,
             ddp,
         )
-        self._made_group = False
         self._children: SubprocessLauncher | None = None
 
     def launcher(self) -> Launcher:
@@ -72,13 +71,7 @@ class DDPStrategy(Strategy):
                 rank=self.global_rank,
                 timeout=self.timeout,
             )
-            self._made_group = True
             atexit.register(leave_group)
-
-    def teardown(self) -> None:
-        if self._made_group and dist.is_initialized():
-            dist.destroy_process_group()
-            self._made_group = False
 
     @property
     def world_size(self) -> int:
