@@ -136,7 +136,8 @@ def _entry(
 
 def _end_process() -> None:
     """End a process whose result is delivered, without taking the interpreter apart: threads of gloo that still look
-    for it while it goes have aborted such processes."""
+    for it while it goes have aborted such processes.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
-from arclight.data import ResumableLoader
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
-from arclight.trainer import limits, state
+from arclight.trainer import state
 from arclight.trainer.callback import Callback
+from arclight.trainer.dataloading import prepare_loaders, source_of, wrap_all
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.defaults import checkpoints_last
 from arclight.trainer.evaluation import run_evaluation
@@ -152,58 +152,6 @@ def _told_apart(loaders: Any, datamodule: Any) -> tuple[Any, Any]:
     return None, loaders
 
 
-def _source(trainer: Trainer, module: Module, given: Any, datamodule: Any, name: str) -> Any:
-    """The loader (or loaders) for a stage: given, from the data module, or from the module itself; None if nowhere."""
-    if given is not None:
-        return given
-    for owner in (datamodule, module):
-        make = getattr(owner, name, None)
-        if make is not None and getattr(type(owner), name, None) is not getattr(DataModule, name):
-            return make()
-    return None
-
-
-def _wrap_all(trainer: Trainer, source: Any) -> list[ResumableLoader]:
-    """One resumable loader for each of a stage's loaders; a list or tuple holds several, anything else is one."""
-    several = (
-        isinstance(source, (list, tuple))
-        and bool(source)
-        and all(
-            hasattr(part, "__iter__") and not isinstance(part, (list, tuple, torch.Tensor, dict, str))
-            for part in source
-        )
-    )
-    parts = list(source) if several else [] if source is None else [source]
-    return [_wrap(trainer, part, train=False) for part in parts]
-
-
-def _wrap(trainer: Trainer, loader: Any, train: bool) -> ResumableLoader:
-    return ResumableLoader(
-        loader, seed=trainer.data_seed, rank=trainer.global_rank, world_size=trainer.world_size, train=train
-    )
-
-
-def prepare_loaders(trainer: Trainer) -> None:
-    """Make the loaders of a fit, once: when the trainer is about to begin or when a schedule asks how long it will be."""
-    if trainer.train_loader is not None:
-        return
-    module, (train, val) = trainer.lightning_module, trainer.given_loaders
-    source = _source(trainer, module, train, trainer.datamodule, "train_dataloader")
-    if source is None:
-        raise ValueError(
-            "fit needs training data: pass train_dataloaders or a datamodule, or give the module a train_dataloader()"
-        )
-    trainer.train_loader = _wrap(trainer, source, train=True)
-    limit = limits.batch_limit(trainer.settings.limit_train_batches, trainer.train_loader)
-    trainer.num_training_batches = limits.count_batches(limit, trainer.train_loader)
-    if trainer.num_training_batches == 0:
-        raise ValueError(
-            "there are no training batches: the data set is empty, smaller than one batch with drop_last, or limit_train_batches is 0"
-        )
-    if trainer.limits["validate"] != 0:
-        trainer.val_loaders = _wrap_all(trainer, _source(trainer, module, val, trainer.datamodule, "val_dataloader"))
-
-
 # -- entry points --------------------------------------------------------------------------------------------------
 
 
@@ -280,10 +228,10 @@ def evaluate(
     module = _attach(trainer, model, datamodule, stage)
     _load_for_evaluation(trainer, module, ckpt_path)
     name = {"validate": "val_dataloader", "test": "test_dataloader"}[stage]
-    source = _source(trainer, module, loaders, trainer.datamodule, name)
+    source = source_of(trainer, module, loaders, trainer.datamodule, name)
     if source is None:
         raise ValueError(f"{stage} needs data: pass dataloaders or a datamodule, or give the module a {name}()")
-    trainer.eval_loaders = _wrap_all(trainer, source)
+    trainer.eval_loaders = wrap_all(trainer, source)
     results = run_evaluation(trainer, module, trainer.eval_loaders)
     _finish(trainer, module, stage)
     return results
@@ -301,12 +249,12 @@ def predict(
     loaders, datamodule = _told_apart(loaders, datamodule)
     module = _attach(trainer, model, datamodule, "predict")
     _load_for_evaluation(trainer, module, ckpt_path)
-    source = _source(trainer, module, loaders, trainer.datamodule, "predict_dataloader")
+    source = source_of(trainer, module, loaders, trainer.datamodule, "predict_dataloader")
     if source is None:
         raise ValueError(
             "predict needs data: pass dataloaders or a datamodule, or give the module a predict_dataloader()"
         )
-    trainer.eval_loaders = _wrap_all(trainer, source)
+    trainer.eval_loaders = wrap_all(trainer, source)
     trainer.predictions = None if keep is False else [[] for _ in trainer.eval_loaders]
     run_evaluation(trainer, module, trainer.eval_loaders)
     predictions, trainer.predictions = trainer.predictions, None

@@ -19,7 +19,7 @@ from arclight.fabric.accelerators import resolve_accelerator
 from arclight.fabric.environments import detect_environment
 from arclight.fabric.precision import resolve_precision
 from arclight.fabric.strategies import resolve_strategy
-from arclight.trainer import defaults, limits, session, state
+from arclight.trainer import dataloading, defaults, limits, session, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.logged import LoggedValues
@@ -323,7 +323,7 @@ class Trainer:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
-        session.prepare_loaders(self)
+        dataloading.prepare_loaders(self)
         return limits.estimated_steps(self)
 
     @property
