@@ -1,0 +1,83 @@
+"""What only the first of all processes does: write, warn, talk to a service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+_LOG = logging.getLogger("arclight")
+
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+"""Where launchers say which process this is, before any process group exists."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def known_rank() -> int | None:
+    """The global rank of this process: of the process group, else what the launcher says; None where nobody says."""
+    distributed = sys.modules.get("torch.distributed")  # not imported: then there is no group either
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if os.environ.get(name, "").isdigit()), None)
+
+
+class RankZeroOnly:
+    """The decorator :data:`rank_zero_only`: on every other rank the function does not run, and gives None.
+
+    The rank is looked up at each call, so one decorated before the processes were started is right in each of them.
+    """
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process; assign a number to fix it, None to have it looked up again."""
+        return self._rank if self._rank is not None else known_rank() or 0
+
+    @rank.setter
+    def rank(self, rank: int | None) -> None:
+        self._rank = rank
+
+    @rank.deleter
+    def rank(self) -> None:
+        self._rank = None
+
+    def __call__(self, function: Function, default: Any = None) -> Function:
+        @wraps(function)
+        def on_rank_zero(*arguments: Any, **options: Any) -> Any:
+            return function(*arguments, **options) if self.rank == 0 else default
+
+        return on_rank_zero  # type: ignore[return-value]
+
+
+rank_zero_only = RankZeroOnly()
+
+
+@rank_zero_only
+def rank_zero_info(message: object, *arguments: Any, **options: Any) -> None:
+    """Log at level INFO on rank 0."""
+    _LOG.info(message, *arguments, **options)
+
+
+@rank_zero_only
+def rank_zero_debug(message: object, *arguments: Any, **options: Any) -> None:
+    """Log at level DEBUG on rank 0."""
+    _LOG.debug(message, *arguments, **options)
+
+
+@rank_zero_only
+def rank_zero_warn(message: str, stacklevel: int = 4, category: type[Warning] = UserWarning, **options: Any) -> None:
+    """``warnings.warn`` on rank 0; ``stacklevel`` counts from here, so that the caller's caller is shown."""
+    warnings.warn(message, category, stacklevel=stacklevel, **options)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: str, stacklevel: int = 5, **options: Any) -> None:
+    """A DeprecationWarning on rank 0."""
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel, **options)
