@@ -41,10 +41,12 @@ def test_stops_when_it_should(fit: Any, arguments: Any, curve: list[float], epoc
 
 
 def test_a_missing_value_is_an_error_unless_told_otherwise(fit: Any) -> None:
-    with pytest.raises(MissingMetricError, match=r"EarlyStopping\(monitor='val/scor'.*did you mean 'val/score'"):
+    with pytest.raises(
+        MissingMetricError, match=r"EarlyStopping\(monitor='val/scor'\)` could not find.*did you mean 'val/score'"
+    ):
         fit({"val/score": [1.0, 1.0]}, EarlyStopping("val/scor"))
     assert fit({"val/score": [1.0, 1.0]}, EarlyStopping("val/scor", strict=False), batches=1).global_step == 2
-    with pytest.raises(ValueError, match="choose 'min'"):
+    with pytest.raises(ValueError, match=r"`mode` can be min .* got lowest"):
         EarlyStopping("x", mode="lowest")
 
 
@@ -87,6 +89,22 @@ def test_a_resumed_run_stops_where_the_whole_one_does(fit: Any, scripted: Any) -
     resumed = fit(module, stopper, ckpt_path=trainer.run_folder.checkpoints / "epoch=2.ckpt", max_epochs=6)
     assert stopper.stopped_epoch == 4
     assert resumed.global_step == 20
+
+
+def test_a_stopped_run_stays_stopped_when_it_is_resumed_and_a_new_fit_does_not(fit: Any, scripted: Any) -> None:
+    saver = ModelCheckpoint(save_last=True, filename="{epoch}")
+    stopper = EarlyStopping("val/score", patience=1)
+    first = fit({"val/score": [2.0, 3.0, 1.0, 0.0]}, stopper, saver)
+    assert first.global_step == 8
+    again, module = EarlyStopping("val/score", patience=1), scripted({"val/score": [0.0] * 4})
+    with pytest.warns(UserWarning, match="had stopped the run .*val/score did not improve.*leave out EarlyStopping"):
+        resumed = fit(module, again, ckpt_path=saver.last_model_path, max_epochs=9)
+    assert (resumed.global_step, module.validations, again.stopped_epoch) == (8, 0, 1)
+    onward = fit(scripted({"val/score": [0.0] * 4}), ckpt_path=saver.last_model_path, max_epochs=3)
+    assert onward.global_step == 12, "without the callback it goes on"
+    stopper.wait_count = 0
+    fresh = fit({"val/score": [1.0, 0.5]}, stopper)
+    assert fresh.global_step == 8, "the same object in a new fit does not stop at once"
 
 
 def test_says_why_when_asked(fit: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
-from arclight.trainer.callbacks.monitored import MissingMetricError, check_mode
+from arclight.trainer.callbacks.monitored import (
+    MissingMetricError,
+    check_mode,
+    missing_metric,
+    validates_once_per_epoch,
+)
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -34,10 +43,16 @@ class EarlyStopping(Callback):
     number of times (or where ``check_on_train_epoch_end`` says so). An improvement is a change of more than
     ``min_delta`` in the direction of ``mode``. Training also stops when the value is not finite
     (``check_finite``), as good as ``stopping_threshold``, or worse than ``divergence_threshold``.
+    With several processes, all stop when one of them would: they agree once per check. With ``log_rank_zero_only``
+    only the first says why.
+
+    A run that was stopped and is resumed from a checkpoint of that moment stays stopped: train on without this callback.
     With ``strict``, a value that is not logged raises MissingMetricError; otherwise the check is left out.
     """
 
     runs_last = True
+    mode_dict = {"min": torch.lt, "max": torch.gt}
+    order_dict = {"min": "<", "max": ">"}
 
     def __init__(
         self,
@@ -53,22 +68,22 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
-        check_mode("EarlyStopping", mode)
-        self.monitor, self.min_delta, self.patience, self.verbose, self.mode = (
-            monitor,
-            abs(min_delta),
-            patience,
-            verbose,
-            mode,
-        )
+        check_mode(mode)
+        self.monitor, self.mode, self.patience, self.verbose = monitor, mode, patience, verbose
+        self.min_delta = abs(min_delta) if mode == "max" else -abs(min_delta)
         self.strict, self.check_finite, self.log_rank_zero_only = strict, check_finite, log_rank_zero_only
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
-        self.best_score = math.inf if mode == "min" else -math.inf
+        self.best_score = torch.tensor(math.inf if mode == "min" else -math.inf)
         self.wait_count = self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
-        self._fitting = False
+        self._fitting = self._restored = False
+
+    @property
+    def monitor_op(self) -> Callable[..., Any]:
+        """``torch.lt`` or ``torch.gt``: whether its first argument is better."""
+        return self.mode_dict[self.mode]
 
     @property
     def state_key(self) -> str:
@@ -80,86 +95,97 @@ class EarlyStopping(Callback):
             "stopped_epoch": self.stopped_epoch,
             "best_score": self.best_score,
             "patience": self.patience,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.wait_count, self.stopped_epoch = state_dict["wait_count"], state_dict["stopped_epoch"]
-        self.best_score, self.patience = float(state_dict["best_score"]), state_dict["patience"]
+        self.best_score, self.patience = torch.as_tensor(state_dict["best_score"]), state_dict["patience"]
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
+        self._restored = True
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        self._fitting, self._restored = stage == "fit", False
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._fitting = True
-
-    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._fitting = False
-
-    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
-        self._fitting = False
+        if self._restored and self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+            trainer.should_stop = True
+            rank_zero_warn(
+                f"EarlyStopping had stopped the run that saved this checkpoint ({self.stopping_reason_message}), so no "
+                "more is trained; leave out EarlyStopping to train on"
+            )
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if self._fitting and not trainer.sanity_checking and not self._checks_epoch(trainer):
-            self._check(trainer)
+        if not self._should_skip_check(trainer) and not self._checks_epoch(trainer):
+            self._run_early_stopping_check(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if self._fitting and self._checks_epoch(trainer):
-            self._check(trainer)
+        if not self._should_skip_check(trainer) and self._checks_epoch(trainer):
+            self._run_early_stopping_check(trainer)
+
+    def _should_skip_check(self, trainer: Trainer) -> bool:
+        return not self._fitting or trainer.sanity_checking
 
     def _checks_epoch(self, trainer: Trainer) -> bool:
         if self.check_on_train_epoch_end is not None:
             return self.check_on_train_epoch_end
         return validates_once_per_epoch(trainer)
 
-    def _check(self, trainer: Trainer) -> None:
-        metrics = trainer.callback_metrics
+    def _run_early_stopping_check(self, trainer: Trainer) -> None:
         if trainer.fast_dev_run:
             return
-        if self.monitor not in metrics:
+        metrics, reduce = trainer.callback_metrics, trainer.strategy.reduce_boolean_decision
+        here = self.monitor in metrics
+        if not reduce(here, all=False):  # on no rank: a value logged on one of them is judged there
             if self.strict:
                 raise MissingMetricError("EarlyStopping", self.monitor, metrics)
+            if self.verbose:
+                rank_zero_warn(missing_metric("EarlyStopping", self.monitor, metrics), category=RuntimeWarning)
             return
-        reason, message = self._judge(float(metrics[self.monitor]))
-        if trainer.strategy.reduce_boolean_decision(reason is not EarlyStoppingReason.NOT_STOPPED, all=False):
+        stop, message = self._evaluate_stopping_criteria(metrics[self.monitor].squeeze()) if here else (False, None)
+        if reduce(stop, all=False):
             trainer.should_stop, self.stopped_epoch = True, trainer.current_epoch
-            self.stopping_reason, self.stopping_reason_message = reason, message
-        if message and self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
-            log.info(message)
+            self._agree_on_reason(trainer, message if stop else None)
+        if message and self.verbose:
+            self._log_info(trainer, message, self.log_rank_zero_only)
 
-    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str | None]:
-        name, best = self.monitor, self.best_score
-        if self.check_finite and not math.isfinite(current):
-            return (
-                EarlyStoppingReason.NON_FINITE_METRIC,
-                f"{name} = {current} is not finite; the best value was {best:.5g}. Stopping.",
-            )
-        if self.stopping_threshold is not None and self._better(current, self.stopping_threshold):
-            return (
-                EarlyStoppingReason.STOPPING_THRESHOLD,
-                f"{name} = {current:.5g} reached the goal of {self.stopping_threshold}. Stopping.",
-            )
-        if self.divergence_threshold is not None and self._better(-current, -self.divergence_threshold):
-            return (
-                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
-                f"{name} = {current:.5g} is past the limit of {self.divergence_threshold}. Stopping.",
-            )
-        if self._better(current, best, by=self.min_delta):
-            self.best_score, self.wait_count = current, 0
-            return EarlyStoppingReason.NOT_STOPPED, f"{name} improved from {best:.5g} to {current:.5g}"
+    def _agree_on_reason(self, trainer: Trainer, message: str | None) -> None:
+        """The reason of the first process that has one is that of all."""
+        reasons = [(self.stopping_reason.value, message)]
+        if trainer.world_size > 1:
+            reasons = trainer.strategy.all_gather_object(reasons[0])
+        value, message = next((reason for reason in reasons if reason[0]), reasons[0])
+        self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason(value), message
+
+    def _evaluate_stopping_criteria(self, current: torch.Tensor) -> tuple[bool, str | None]:
+        """Whether to stop, and what to say about the value."""
+        name, value, best, order = self.monitor, float(current), float(self.best_score), self.order_dict[self.mode]
+        if self.check_finite and not math.isfinite(value):
+            self.stopping_reason = EarlyStoppingReason.NON_FINITE_METRIC
+            return True, f"{name} = {value} is not finite; the best value was {best:.5g}. Stopping."
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            self.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
+            return True, f"Stopping threshold reached: {name} = {value:.5g} {order} {self.stopping_threshold}."
+        if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
+            self.stopping_reason = EarlyStoppingReason.DIVERGENCE_THRESHOLD
+            return True, f"Divergence threshold reached: {name} = {value:.5g} is past {self.divergence_threshold}."
+        if self._better(value - self.min_delta, best):
+            self.best_score, self.wait_count = current.detach().cpu().clone(), 0
+            return False, f"{name} improved from {best:.5g} to {value:.5g}"
         self.wait_count += 1
         if self.wait_count < self.patience:
-            return EarlyStoppingReason.NOT_STOPPED, None
-        message = (
-            f"{name} did not improve in the last {self.wait_count} checks; the best value was {best:.5g}. Stopping."
-        )
-        return EarlyStoppingReason.PATIENCE_EXHAUSTED, message
+            return False, None
+        self.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
+        return True, f"{name} did not improve in the last {self.wait_count} checks; the best value was {best:.5g}."
 
-    def _better(self, a: float, b: float, by: float = 0.0) -> bool:
-        return a + by < b if self.mode == "min" else a - by > b
+    def _better(self, a: float, b: float) -> bool:
+        return a < b if self.mode == "min" else a > b
 
-
-def validates_once_per_epoch(trainer: Trainer) -> bool:
-    """Whether every training epoch ends with exactly one validation run, or there is none at all."""
-    if not trainer.num_val_batches:
-        return True
-    interval = trainer.val_check_interval
-    return trainer.check_val_every_n_epoch == 1 and (
-        interval is None or (isinstance(interval, float) and interval == 1.0)
-    )
+    @staticmethod
+    def _log_info(trainer: Trainer, message: str, log_rank_zero_only: bool) -> None:
+        if trainer.world_size == 1:
+            log.info(message)
+        elif trainer.global_rank == 0 or not log_rank_zero_only:
+            log.info(f"[rank: {trainer.global_rank}] {message}")

@@ -18,8 +18,7 @@ from arclight.checkpoint import remove
 from arclight.trainer.callback import Checkpoint
 from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, format_name, link_checkpoint
 from arclight.trainer.callbacks.checkpoint_record import Ranking, Record
-from arclight.trainer.callbacks.early_stopping import validates_once_per_epoch
-from arclight.trainer.callbacks.monitored import MissingMetricError, check_mode
+from arclight.trainer.callbacks.monitored import MissingMetricError, check_mode, validates_once_per_epoch
 from arclight.trainer.loggers.logger import yaml_lines
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ class ModelCheckpoint(Checkpoint):
             self.unused_hooks = frozenset({"on_train_batch_end", "on_train_epoch_start"})
 
     def _check(self) -> None:
-        check_mode("ModelCheckpoint", self.mode)
+        check_mode(self.mode)
         if self.save_top_k < -1:
             raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k}): -1 keeps all, 0 none, k the best k")
         if self.monitor is None and self.save_top_k not in (-1, 0, 1):

@@ -4,21 +4,43 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from arclight.fabric.errors import MisconfigurationError
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
 
 
-class MissingMetricError(ValueError):
+class MissingMetricError(MisconfigurationError, RuntimeError):
     """A callback watches a value that is not logged."""
 
     def __init__(self, who: str, monitor: str, logged: Iterable[str]) -> None:
-        names = sorted(logged)
-        near = difflib.get_close_matches(monitor, names, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        super().__init__(
-            f"{who}(monitor={monitor!r}): no such value is logged; {hint}logged: {', '.join(names) or 'nothing'}. "
-            f"Call self.log({monitor!r}, value) in the module, or monitor one of these",
-        )
+        super().__init__(missing_metric(who, monitor, logged))
 
 
-def check_mode(who: str, mode: str) -> None:
+def missing_metric(who: str, monitor: str, logged: Iterable[str]) -> str:
+    """What is wrong, what there is instead, and what to do."""
+    names = sorted(logged)
+    near = difflib.get_close_matches(monitor, names, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return (
+        f"`{who}(monitor={monitor!r})` could not find the monitored key: no such value is logged; {hint}"
+        f"logged: {', '.join(names) or 'nothing'}. Call self.log({monitor!r}, value) in the module, or monitor one of these"
+    )
+
+
+def check_mode(mode: str) -> None:
+    """Raises MisconfigurationError for a mode that is neither min nor max."""
     if mode not in ("min", "max"):
-        raise ValueError(f"{who}(mode={mode!r}): choose 'min' (lower is better) or 'max'")
+        raise MisconfigurationError(f"`mode` can be min (lower is better) or max, but got {mode}")
+
+
+def validates_once_per_epoch(trainer: Trainer) -> bool:
+    """Whether every training epoch ends with exactly one validation run, or there is none at all."""
+    if not trainer.num_val_batches:
+        return True
+    interval = trainer.val_check_interval
+    return trainer.check_val_every_n_epoch == 1 and (
+        interval is None or (isinstance(interval, float) and interval == 1.0)
+    )

@@ -7,7 +7,9 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callback import Callback
+from arclight.trainer.durations import FORMS, Duration, Unit
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -15,67 +17,78 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STAGES = {"train": "train", "validate": "validation", "sanity_check": "validation", "test": "test"}
+_STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 
 class Timer(Callback):
     """Measure how long training, validation and test take, and stop training after ``duration`` of the first.
 
-    ``duration`` is a timedelta, a dict of its arguments, or text ``"DD:HH:MM:SS"``; None only measures. The limit is
-    looked at after every batch, or at the end of epochs with ``interval="epoch"``. Time of earlier sessions counts
-    when a run is resumed.
+    ``duration`` is text such as ``"2h30min"`` or ``"00:12:00:00"`` (days, hours, minutes, seconds), a timedelta or a
+    dict of its arguments; None only measures. The limit is looked at when training starts and after every batch, or at
+    the end of epochs with ``interval="epoch"``; with several processes, at the logging interval, as a stop must be
+    agreed on. Time of earlier sessions counts when a run is resumed.
+    Raises MisconfigurationError for a duration that is no time.
     """
 
     def __init__(
         self,
-        duration: str | timedelta | dict[str, int] | None = None,
+        duration: str | timedelta | dict[str, float] | Duration | None = None,
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
         if interval not in ("step", "epoch"):
-            raise ValueError(f"Timer(interval={interval!r}): choose 'step' or 'epoch'")
-        self._limit = None if (limit := as_timedelta(duration)) is None else limit.total_seconds()
-        self.interval, self.verbose = interval, verbose
-        self.unused_hooks = frozenset({"on_train_batch_end"} if interval == "epoch" or self._limit is None else ())
+            raise MisconfigurationError(
+                f"Unsupported parameter value `Timer(interval={interval!r})`: choose 'step' or 'epoch'"
+            )
+        limit = None if duration is None else Duration.parse(duration)
+        if limit is not None and limit.unit is not Unit.SECONDS:
+            raise MisconfigurationError(f"`Timer(duration={duration!r})` is no time; {FORMS}")
+        self._duration = None if limit is None else float(limit.value)
+        self._interval, self._verbose = interval, verbose
+        self.unused_hooks = frozenset({"on_train_batch_end"} if interval == "epoch" or limit is None else ())
         self._started: dict[str, float] = {}
         self._ended: dict[str, float] = {}
         self._offset = 0.0
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Monotonic seconds at which ``stage`` (train, validation or test) began; None before."""
-        return self._started.get(stage)
+        """Monotonic seconds at which ``stage`` (train, validate, test) began; None before."""
+        return self._started.get(known_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        return self._ended.get(stage)
+        """Monotonic seconds at which ``stage`` ended; None before."""
+        return self._ended.get(known_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Seconds spent in ``stage``, in this session and those it resumed."""
+        stage = known_stage(stage)
         offset = self._offset if stage == "train" else 0.0
         if stage not in self._started:
             return offset
-        return offset + self._ended.get(stage, time.monotonic()) - self._started[stage]
+        end = self._ended[stage] if stage in self._ended else time.monotonic()
+        return offset + end - self._started[stage]
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Seconds until the limit; None without one."""
-        return None if self._limit is None else self._limit - self.time_elapsed(stage)
+        return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in ("train", "validation", "test")}}
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._offset = state_dict["time_elapsed"].get("train", 0.0)
+        self._offset = state_dict.get("time_elapsed", {}).get("train", 0.0)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._begin("train")
+        self._check_time_remaining(trainer)  # what was resumed may have used its time up
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         self._ended["train"] = time.monotonic()
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._begin("validation")
+        self._begin("validate")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._ended["validation"] = time.monotonic()
+        self._ended["validate"] = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._begin("test")
@@ -84,35 +97,28 @@ class Timer(Callback):
         self._ended["test"] = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # With several processes a stop must be agreed on, which costs an exchange: then only at the logging interval.
         if trainer.world_size == 1 or trainer.global_step % trainer.log_every_n_steps == 0:
-            self._check(trainer)
+            self._check_time_remaining(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._check(trainer)
+        self._check_time_remaining(trainer)
 
     def _begin(self, stage: str) -> None:
         self._started[stage] = time.monotonic()
         self._ended.pop(stage, None)
 
-    def _check(self, trainer: Trainer) -> None:
-        if self._limit is None or not trainer.strategy.broadcast(self.time_elapsed() >= self._limit):
+    def _check_time_remaining(self, trainer: Trainer) -> None:
+        if self._duration is None or not trainer.strategy.broadcast(self.time_elapsed() >= self._duration):
             return
         trainer.should_stop = True
-        if self.verbose and trainer.is_global_zero:
-            log.info("Timer: %s of training are over; stopping", timedelta(seconds=self._limit))
+        if self._verbose and trainer.is_global_zero:
+            elapsed = timedelta(seconds=int(self.time_elapsed()))
+            log.info("Time limit reached. %s of training are over. Signaling Trainer to stop.", elapsed)
 
 
-def as_timedelta(duration: str | timedelta | dict[str, int] | None) -> timedelta | None:
-    """A duration from text ``"DD:HH:MM:SS"`` or timedelta's keyword arguments. Raises ValueError for other text."""
-    if isinstance(duration, dict):
-        return timedelta(**duration)
-    if not isinstance(duration, str):
-        return duration
-    parts = duration.strip().split(":")
-    if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise ValueError(
-            f"the duration {duration!r} is not of the form DD:HH:MM:SS, such as 00:12:00:00 for twelve hours",
-        )
-    days, hours, minutes, seconds = map(int, parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+def known_stage(stage: str) -> str:
+    """The name of a stage; ``validation`` is another word for validate. Raises ValueError for one that there is not."""
+    name = "validate" if stage == "validation" else str(stage)
+    if name not in _STAGES:
+        raise ValueError(f"Timer: there is no stage {stage!r}; choose one of {', '.join(_STAGES)}")
+    return name

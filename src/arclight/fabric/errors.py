@@ -1,0 +1,11 @@
+"""Errors that several rooms raise."""
+
+from __future__ import annotations
+
+
+class MisconfigurationError(ValueError, TypeError):
+    """Settings, hooks or return values that do not go together; the message says which and what to do."""
+
+
+class SIGTERMException(SystemExit):
+    """The process was asked to end by SIGTERM: state has been saved, the exit status is 143."""

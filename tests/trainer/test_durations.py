@@ -1,0 +1,55 @@
+"""Durations as people write them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.durations import Duration, Unit
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "unit"),
+    [
+        ("10ep", 10, Unit.EPOCHS),
+        ("500ba", 500, Unit.BATCHES),
+        ("1_000_000tok", 1_000_000, Unit.TOKENS),
+        ("1e9tok", 10**9, Unit.TOKENS),
+        (" 1000sp ", 1000, Unit.SAMPLES),
+        ("0.5dur", 0.5, Unit.FRACTION),
+        ("10s", 10, Unit.SECONDS),
+        ("1.5min", 90, Unit.SECONDS),
+        ("2h30min", 9000, Unit.SECONDS),
+        ("1d", 86400, Unit.SECONDS),
+        ("01:02:03:04", 86400 + 2 * 3600 + 3 * 60 + 4, Unit.SECONDS),
+        (timedelta(minutes=2), 120, Unit.SECONDS),
+        ({"hours": 1, "seconds": 5}, 3605, Unit.SECONDS),
+        (Duration(3, Unit.EPOCHS), 3, Unit.EPOCHS),
+    ],
+)
+def test_forms(given: Any, value: float, unit: Unit) -> None:
+    parsed = Duration.parse(given)
+    assert (parsed.value, parsed.unit) == (value, unit)
+    assert parsed.seconds == (value if unit is Unit.SECONDS else None)
+    assert Duration.parse(str(parsed)) == parsed, "what is shown can be read"
+
+
+@pytest.mark.parametrize(
+    "given", ["10", "ep", "10 epochs", "6:00:00", "60 minutes", "1ep2ba", "-1ep", "1.5ep", "2dur", "", 5]
+)
+def test_everything_else_is_refused_with_the_forms_there_are(given: Any) -> None:
+    with pytest.raises(MisconfigurationError, match="duration"):
+        Duration.parse(given)
+    with pytest.raises(MisconfigurationError, match="DD:HH:MM:SS"):
+        Duration.parse("60 minutes")
+
+
+def test_a_fraction_of_the_training() -> None:
+    assert Duration.parse("0.25dur").of(Duration.parse("10ep")) == Duration(3, Unit.EPOCHS)
+    assert Duration.parse("0.25dur").of(Duration.parse("10s")) == Duration(2.5, Unit.SECONDS)
+    assert Duration.parse("7ba").of(Duration.parse("10ep")) == Duration(7, Unit.BATCHES)
+    with pytest.raises(MisconfigurationError, match="how long training is"):
+        Duration.parse("0.5dur").of(Duration.parse("1dur"))
