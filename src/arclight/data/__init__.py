@@ -5,12 +5,16 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.data.combination import ResumableCombination
+    from arclight.data.combined import CombinedLoader
     from arclight.data.loader import ResumableLoader
     from arclight.data.seeding import derive_seed, isolated_rng
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
+        "CombinedLoader": "arclight.data.combined",
+        "ResumableCombination": "arclight.data.combination",
         "ResumableLoader": "arclight.data.loader",
         "derive_seed": "arclight.data.seeding",
         "isolated_rng": "arclight.data.seeding",

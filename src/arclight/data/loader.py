@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain, count, islice, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,6 +36,8 @@ class ResumableLoader:
     and collate function (python, numpy and torch generators of the CPU, global or kept as attributes of the dataset).
     rank, world_size: this process's share; see `arclight.data.sampling.EpochSampler` for the rule.
     train: whether ranks are padded to equal numbers of batches; evaluation never repeats a sample.
+    complete: whether a last batch that `drop_last` would leave out is read all the same, as predictions need it.
+    shard: whether to share the samples out; otherwise every rank reads what the loader's own samplers give it.
 
     How exactly a position is reached depends on what the loader is:
 
@@ -49,7 +51,10 @@ class ResumableLoader:
     Raises TypeError where `loader` is none of these and ValueError for an impossible rank.
     """
 
-    def __init__(self, loader: Any, *, seed: int = 0, rank: int = 0, world_size: int = 1, train: bool = True) -> None:
+    def __init__(
+        self, loader: Any, *, seed: int = 0, rank: int = 0, world_size: int = 1, train: bool = True, complete: bool = False,
+        shard: bool = True,
+    ) -> None:  # fmt: skip
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}: rank must be in 0..world_size - 1")
         if not hasattr(loader, "__iter__") and not callable(loader):
@@ -68,10 +73,15 @@ class ResumableLoader:
         self._stateful = self._find_stateful()
         self._snapshots: deque[dict[str, Any]] = deque(maxlen=_SNAPSHOTS)
         self._pending: dict[str, Any] | None = None
+        self.indices: deque[Any] | None = None
+        """Samples of the batches read and not yet asked for, once `track_indices` was called."""
         if self._map_style:
             self._fetcher = Fetcher(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
-            self._sampler = EpochSampler(loader, seed=seed, rank=rank, world_size=world_size, train=train)
-        elif world_size > 1:
+            rank, world_size = (rank, world_size) if shard else (0, 1)
+            self._sampler = EpochSampler(
+                loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete
+            )
+        elif world_size > 1 and shard:
             self._warn_unless_sharded()
 
     @property
@@ -96,34 +106,49 @@ class ResumableLoader:
         batches: float = samples / self.loader.batch_size
         return math.floor(batches) if self.loader.drop_last else math.ceil(batches)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Batches ``start, start + 1, ...`` of the epoch on this rank."""
+    @property
+    def positioned(self) -> bool:
+        """Whether any batch can be reached at once, without state and without reading those before it."""
+        return self._map_style
+
+    def track_indices(self) -> bool:
+        """Keep the samples of each batch in `indices`, a queue in the order of batches; False where they are not known."""
+        self.indices = deque() if self._map_style and self._fetcher.batched else None
+        return self.indices is not None
+
+    def batches(self, epoch: int, start: int = 0, *, cycle: int = 0, seed_epoch: int | None = None) -> Iterator[Any]:
+        """Batches ``start, start + 1, ...`` of the epoch on this rank.
+
+        cycle: how often the loader was read through in this epoch before; each time has an order of its own.
+        seed_epoch: the epoch that randomness goes by, where it is not the one that samplers and dataset are told.
+        """
         if epoch < 0 or start < 0:
             raise ValueError(f"epoch {epoch}, start {start}: neither can be negative")
+        where = _Pass(epoch, epoch if seed_epoch is None else seed_epoch, cycle, self.seed)
         if self._map_style:
-            return self._map_batches(epoch, start)
+            return self._map_batches(where, start)
         _set_epoch(epoch, self.loader, getattr(self.loader, "dataset", None))
         if self._stateful is not None or (self._is_torch and self.loader.num_workers == 0):
-            return self._drawn_batches(epoch, start)
+            return self._drawn_batches(where, start)
         if self._is_torch:
-            return self._worker_batches(epoch, start)
-        return self._bare_batches(epoch, start)
+            return self._worker_batches(where, start)
+        return self._bare_batches(where, start)
 
-    def state_dict(self, batch: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
+    def state_dict(self, batch: int | None = None, *, epoch: int | None = None, cycle: int = 0) -> dict[str, Any]:
         """State of an iterable that keeps one, after `batch` batches of `epoch`; empty for all other loaders.
 
         batch, epoch: default the newest handed out; a consumer that looks ahead names the last batch it has used, up to
-        three back. Batch 0 is the start of an epoch. Raises ValueError for a batch further back.
+        three back. Batch 0 is the start of an epoch (or of a cycle of it, see `batches`). Raises ValueError for a batch further back.
         """
         if self._stateful is None or not self._snapshots:
             return dict(self._pending or {})
         newest_first = list(reversed(self._snapshots))
         if batch == 0 and epoch is not None:
-            newest_first = [snapshot for snapshot in newest_first if snapshot["epoch"] < epoch]
+            newest_first = [snapshot for snapshot in newest_first if _when(snapshot) < (epoch, cycle)]
         if not batch:
             return dict(newest_first[0]) if newest_first else {}
         for snapshot in newest_first:
-            if snapshot["batch"] == batch and epoch in (None, snapshot["epoch"]):
+            if snapshot["batch"] == batch and (epoch is None or _when(snapshot) == (epoch, cycle)):
                 return dict(snapshot)
         known = [(snapshot["epoch"], snapshot["batch"]) for snapshot in self._snapshots]
         raise ValueError(f"the state after batch {batch} is no longer known, only after (epoch, batch) {known}")
@@ -135,12 +160,11 @@ class ResumableLoader:
 
     # Map-style DataLoader
 
-    def _map_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        self._fetcher.set_epoch(epoch)
-        self._plan.fetches = (
-            Fetch(epoch, batch, derive_seed(self.seed, epoch, batch, self.rank), indices)
-            for batch, indices in enumerate(self._sampler.batches(epoch, start), start)
-        )
+    def _map_batches(self, where: _Pass, start: int) -> Iterator[Any]:
+        self._fetcher.set_epoch(where.epoch)
+        if self.indices is not None:
+            self.indices.clear()
+        self._plan.fetches = self._fetches(where, start)
         if self._inner is None:
             self._inner = self._clone(
                 dataset=self._fetcher,
@@ -151,6 +175,13 @@ class ResumableLoader:
                 persistent_workers=self.loader.persistent_workers,
             )
         return iter(self._inner)
+
+    def _fetches(self, where: _Pass, start: int) -> Iterator[Fetch]:
+        sampled = self._sampler.batches(where.epoch, start, seed=where.seed)
+        for batch, indices in enumerate(sampled, start):
+            if self.indices is not None:
+                self.indices.append(indices)
+            yield Fetch(where.epoch, batch, where.seed(batch, self.rank), indices)
 
     def _clone(self, **differences: Any) -> DataLoader[Any]:
         """A DataLoader with the user's settings, but batches always in order: out of order there is no position."""
@@ -168,11 +199,11 @@ class ResumableLoader:
 
     # Everything else
 
-    def _open(self, epoch: int) -> Iterator[Any]:
+    def _open(self, where: _Pass) -> Iterator[Any]:
         """The epoch's iterator from its beginning (or from where its loaded state says)."""
         if not self._is_torch:
             source = self.loader if hasattr(self.loader, "__iter__") else self.loader()
-            with isolated_rng(derive_seed(self.seed, epoch)):
+            with isolated_rng(where.seed()):
                 return iter(source)
         if self._inner is None:
             # Workers are started anew for each epoch: a running one can be told neither the epoch nor its seed.
@@ -183,16 +214,16 @@ class ResumableLoader:
                 collate_fn=self.loader.collate_fn,
                 worker_init_fn=self.loader.worker_init_fn,
             )
-        self._generator.manual_seed(derive_seed(self.seed, epoch))
-        with isolated_rng(derive_seed(self.seed, epoch)):
+        self._generator.manual_seed(where.seed())
+        with isolated_rng(where.seed()):
             return iter(self._inner)
 
-    def _bare_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        iterator = self._open(epoch)
+    def _bare_batches(self, where: _Pass, start: int) -> Iterator[Any]:
+        iterator = self._open(where)
         one_shot = iterator is self.loader
         if type(iterator) in _DRAWS_NOTHING and not one_shot:
             return islice(iterator, start, None) if start else iterator
-        with isolated_rng(derive_seed(self.seed, epoch)):
+        with isolated_rng(where.seed()):
             deque(islice(iterator, start), maxlen=0)
             if start:
                 return iterator
@@ -201,51 +232,59 @@ class ResumableLoader:
             return chain((first,), iterator)
         if one_shot:
             warnings.warn(
-                f"{type(self.loader).__name__} has no batches left for epoch {epoch}: an iterator can be read once; "
+                f"{type(self.loader).__name__} has no batches left for epoch {where.epoch}: an iterator can be read once; "
                 "give a list, an object with __iter__ or a generator function to read it in every epoch",
                 stacklevel=3,
             )
         return iterator
 
-    def _worker_batches(self, epoch: int, start: int) -> Iterator[Any]:
+    def _worker_batches(self, where: _Pass, start: int) -> Iterator[Any]:
         if start:
             self._warn_of_reading(start, "its state lives in worker processes; num_workers=0")
-        iterator = self._open(epoch)
+        iterator = self._open(where)
         return islice(iterator, start, None) if start else iterator
 
-    def _drawn_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        first, continues = self._restore(epoch, start)
+    def _drawn_batches(self, where: _Pass, start: int) -> Iterator[Any]:
+        first, continues, exhausted = self._restore(where, start)
+        if exhausted:
+            return iter(())
         if start > first and self._is_torch:
             self._warn_of_reading(start - first, "there is no state to start from;")
-        return self._draw(self._open(epoch), epoch, first, start, continues)
+        return self._draw(self._open(where), where, first, start, continues)
 
-    def _draw(self, iterator: Iterator[Any], epoch: int, first: int, start: int, continues: bool) -> Iterator[Any]:
+    def _draw(self, iterator: Iterator[Any], where: _Pass, first: int, start: int, continues: bool) -> Iterator[Any]:
         for batch in count(first):
-            with isolated_rng(derive_seed(self.seed, epoch, batch)):
+            with isolated_rng(where.seed(batch)):
                 item = next(iterator, _END)
                 if item is _END and continues and batch == first:
-                    iterator = self._open(epoch)  # the state was that of an ended epoch: this one starts over
+                    iterator = self._open(where)  # the state was that of an ended epoch: this one starts over
                     item = next(iterator, _END)
             if item is _END:
                 return
             if self._stateful is not None:
                 state = copy.deepcopy(self._stateful.state_dict())
-                self._snapshots.append({"epoch": epoch, "batch": batch + 1, "state": state})
+                # A last batch that is not full has read past the end, where a data set may have reset its state.
+                exhausted = bool(getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False))
+                self._snapshots.append({**where.key(), "batch": batch + 1, "state": state, "exhausted": exhausted})
             if batch >= start:
                 yield item
 
-    def _restore(self, epoch: int, start: int) -> tuple[int, bool]:
-        """Load the pending state where it fits: the batch the source then stands at, and whether it ended an epoch."""
+    def _restore(self, where: _Pass, start: int) -> tuple[int, bool, bool]:
+        """Load the pending state where it fits.
+
+        The batch the source then stands at, whether it ended the pass before, and whether this pass has no more batches.
+        """
         pending, self._pending = self._pending, None
         if self._stateful is None or pending is None:
-            return 0, False
-        here = pending["epoch"] == epoch and pending["batch"] <= start
-        ended = pending["epoch"] == epoch - 1 and start == 0
+            return 0, False, False
+        here = _when(pending) == (where.epoch, where.cycle) and pending["batch"] <= start
+        before = (where.epoch, where.cycle - 1) if where.cycle else None
+        ended = start == 0 and (_when(pending) == before if before else pending["epoch"] == where.epoch - 1)
         if not here and not ended:
-            return 0, False
+            return 0, False, False
         self._stateful.load_state_dict(copy.deepcopy(pending["state"]))
         self._snapshots.append(pending)
-        return (pending["batch"] if here else 0), ended
+        return (pending["batch"] if here else 0), ended, here and pending.get("exhausted", False)
 
     def _find_stateful(self) -> Any:
         """The object whose state tells the position, where there is one in this process."""
@@ -280,6 +319,28 @@ class _Plan:
 
     def __iter__(self) -> Iterator[Fetch]:
         return self.fetches
+
+
+class _Pass(NamedTuple):
+    """One reading of a loader from end to end."""
+
+    epoch: int
+    seed_epoch: int
+    cycle: int
+    base: int
+
+    def key(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "cycle": self.cycle}
+
+    def seed(self, *parts: int) -> int:
+        """The seed of this reading, or of a part of it."""
+        base = derive_seed(self.base, self.cycle) if self.cycle else self.base
+        return derive_seed(base, self.seed_epoch, *parts)
+
+
+def _when(snapshot: dict[str, Any]) -> tuple[int, int]:
+    """Epoch and cycle of a snapshot."""
+    return snapshot["epoch"], snapshot.get("cycle", 0)
 
 
 def _set_epoch(epoch: int, *objects: Any) -> None:

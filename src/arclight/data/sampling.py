@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -25,8 +28,12 @@ class EpochSampler:
     A sampler that shards by itself (DistributedSampler) is taken as it is.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int, rank: int, world_size: int, train: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, seed: int, rank: int, world_size: int, train: bool, complete: bool = False
+    ) -> None:
         batches = loader.batch_sampler
+        if complete and batches is not None:
+            batches = _keeping_all(batches)
         self.source: Iterable[Any] = loader.sampler if batches is None else batches
         self.batch_size, self.drop_last = 1, False
         self.grouped = type(batches) is BatchSampler  # a subclass may group in ways of its own
@@ -46,28 +53,32 @@ class EpochSampler:
         mine = len(range(self.rank, self._kept(items), self.world_size))
         return math.ceil(mine / self.batch_size)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Batches ``start, start + 1, ...`` of the epoch: lists of indices, or the sampler's own items."""
+    def batches(self, epoch: int, start: int = 0, *, seed: Callable[..., int] | None = None) -> Iterator[Any]:
+        """Batches ``start, start + 1, ...`` of the epoch: lists of indices, or the sampler's own items.
+
+        seed: gives the seed of the order, or with a batch's number that of its draws; by default from seed and epoch.
+        """
+        seed = seed or partial(derive_seed, self.seed, epoch)
         for sampler in self._samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        shares = self._stream(epoch, start) if not hasattr(self.source, "__len__") else self._epoch(epoch, start)
+        shares = self._stream(seed, start) if not hasattr(self.source, "__len__") else self._epoch(seed, start)
         return shares if self.grouped else (item for share in shares for item in share)
 
-    def _epoch(self, epoch: int, start: int) -> Iterator[list[Any]]:
-        with isolated_rng(derive_seed(self.seed, epoch), self._own):
+    def _epoch(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
+        with isolated_rng(seed(), self._own):
             order = list(self.source)
         kept = self._kept(len(order))
         order = order[:kept] if kept <= len(order) else list(islice(cycle(order), kept))
         mine = order[self.rank :: self.world_size]
         return (mine[i : i + self.batch_size] for i in range(start * self.batch_size, len(mine), self.batch_size))
 
-    def _stream(self, epoch: int, start: int) -> Iterator[list[Any]]:
+    def _stream(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
         """As `_epoch` for a sampler without length, which may be endless: drawn one global batch at a time."""
         iterator, batch, first = iter(self.source), 0, list[Any]()
         size = self.batch_size * self.world_size
         while True:
-            with isolated_rng(derive_seed(self.seed, epoch, batch), self._own):
+            with isolated_rng(seed(batch), self._own):
                 items = list(islice(iterator, size))
             first = first or items
             kept = self._kept(len(items))
@@ -84,3 +95,37 @@ class EpochSampler:
         if self.drop_last:
             return items - items % (self.batch_size * self.world_size)
         return items + -items % self.world_size if self.train else items
+
+
+def resampled(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """A copy of `loader` (of its own class, with all its attributes) that takes its samples from `sampler`."""
+    twin = copy.copy(loader)
+    batches = loader.batch_sampler
+    if type(batches) is BatchSampler:
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    elif batches is not None:
+        if not hasattr(batches, "sampler"):
+            raise TypeError(
+                f"{type(batches).__name__} keeps no `sampler` that could be replaced; keep one as an attribute of that "
+                "name, or leave sampling to it"
+            )
+        batches = copy.copy(batches)
+        batches.sampler = sampler
+    for name, value in (("sampler", sampler), ("batch_sampler", batches), ("_iterator", None)):
+        object.__setattr__(twin, name, value)  # a DataLoader refuses plain assignment
+    return twin
+
+
+def _keeping_all(batches: Any) -> Any:
+    """The batch sampler without ``drop_last``, in a copy where need be."""
+    if not hasattr(batches, "drop_last"):
+        warnings.warn(
+            f"the custom batch sampler {type(batches).__name__} says nothing of drop_last: make sure that it returns "
+            "all indices, or predictions will be incomplete",
+            stacklevel=4,
+        )
+        return batches
+    if batches.drop_last:
+        batches = copy.copy(batches)
+        batches.drop_last = False
+    return batches

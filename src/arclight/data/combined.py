@@ -1,0 +1,267 @@
+"""Several loaders read as one: side by side or one after the other."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal, get_args
+
+import torch
+
+Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
+Count = int | float
+"""A number of batches; infinity where it is not known."""
+
+_END = object()
+
+
+class CombinedLoader:
+    """Reads a tree of loaders (nested dicts, lists, tuples, dataclasses) as one loader.
+
+    Iterating gives ``(batch, batch_idx, dataloader_idx)``. By `mode`:
+
+    * ``min_size``: a batch from each loader in the same tree, until the first of them ends;
+    * ``max_size_cycle``: until the last has ended, the others starting again whenever they end;
+    * ``max_size``: until the last has ended, None standing for those that have;
+    * ``sequential``: the batches of one loader after another, as they are; ``batch_idx`` counts within each.
+
+    Shorter lists of numbers or words are iterables themselves, not trees of them. A trainer reads the parts through
+    resumable loaders of its own; as training data this resumes exactly in every mode that it accepts.
+    Raises ValueError for an unknown mode.
+    """
+
+    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"Unsupported mode {mode!r}, please select one of: {', '.join(get_args(Mode))}")
+        self.mode: Mode = mode
+        self._iterables = iterables
+        self._flattened, self.rebuild = flatten(iterables)
+        self._limits: list[Count] | None = None
+        self._iterator: Iterator[tuple[Any, int, int]] | None = None
+
+    @property
+    def iterables(self) -> Any:
+        """The loaders as they were given."""
+        return self._iterables
+
+    @property
+    def flattened(self) -> list[Any]:
+        """All loaders, in the order of the tree; may be set to as many others."""
+        return self._flattened
+
+    @flattened.setter
+    def flattened(self, loaders: list[Any]) -> None:
+        if len(loaders) != len(self._flattened):
+            raise ValueError(
+                f"Mismatch in flattened length ({len(loaders)}) and existing length ({len(self._flattened)})"
+            )
+        self._flattened = loaders
+        self._iterables = self.rebuild(loaders)
+
+    @property
+    def limits(self) -> list[Count] | None:
+        """Most batches to read of each loader; one number may be set for all."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Count | list[Count] | None) -> None:
+        if isinstance(limits, (int, float)):
+            limits = [limits] * len(self._flattened)
+        if limits is not None and len(limits) != len(self._flattened):
+            raise ValueError(
+                f"Mismatch in number of limits ({len(limits)}) and number of iterables ({len(self._flattened)})"
+            )
+        self._limits = limits
+
+    @property
+    def sampler(self) -> Any:
+        """The samplers of the loaders, in the tree's shape; None for a loader that has none."""
+        return self.rebuild([getattr(loader, "sampler", None) for loader in self._flattened])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batch samplers of the loaders, in the tree's shape; None for a loader that has none."""
+        return self.rebuild([getattr(loader, "batch_sampler", None) for loader in self._flattened])
+
+    def __len__(self) -> int:
+        """Batches in all, after ``iter``: TypeError where a loader does not say."""
+        if self._iterator is None:
+            raise RuntimeError(
+                "Please call `iter(combined_loader)` first: a run may still replace or limit its loaders"
+            )
+        length = combined_length(self.mode, [length_of(loader) for loader in self._flattened], self._limits)
+        if length == math.inf:
+            raise TypeError(f"not all of the {len(self._flattened)} loaders have a length")
+        return int(length)
+
+    def __iter__(self) -> CombinedLoader:
+        self._iterator = self._sequential() if self.mode == "sequential" else self._side_by_side()
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._iterator is None:
+            raise RuntimeError("call iter(combined_loader) first")
+        return next(self._iterator)
+
+    def reset(self) -> None:
+        """Forget the iteration under way and end the loaders' persistent workers."""
+        self._iterator = None
+        for loader in self._flattened:
+            if getattr(loader, "_iterator", None) is not None:
+                loader._iterator = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iterator": None, "rebuild": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ = state
+        self.rebuild = flatten(self._iterables)[1]
+
+    def _sequential(self) -> Iterator[tuple[Any, int, int]]:
+        limits = self._limits or [math.inf] * len(self._flattened)
+        first = next((number for number, limit in enumerate(limits) if limit > 0), None)
+        opened = iter(self._flattened[first]) if first is not None else None  # its workers start now, others' later
+        return self._one_after_another(limits, first, opened)
+
+    def _one_after_another(
+        self, limits: list[Count], first: int | None, opened: Iterator[Any] | None
+    ) -> Iterator[tuple[Any, int, int]]:
+        for number, (loader, limit) in enumerate(zip(self._flattened, limits, strict=True)):
+            if limit > 0:
+                batches = opened if opened is not None and number == first else iter(loader)
+                for index, batch in enumerate(islice(batches, None if limit == math.inf else int(limit))):
+                    yield batch, index, number
+
+    def _side_by_side(self) -> Iterator[tuple[Any, int, int]]:
+        def reader(loader: Any) -> Callable[[int, int], Iterator[Any]]:
+            return lambda cycle, batch: islice(iter(loader), batch, None) if batch else iter(loader)
+
+        cursors = [Cursor(reader(loader)) for loader in self._flattened]
+        total = math.inf
+        if self._limits is not None:
+            total = combined_length(self.mode, [length_of(loader) for loader in self._flattened], self._limits)
+        rows = side_by_side(cursors, self.mode)
+        rows = rows if total == math.inf else islice(rows, int(total))
+        return ((self.rebuild(row), index, 0) for index, row in enumerate(rows))
+
+
+class Cursor:
+    """A place in a loader that may be read several times over: which time, and how many batches of it."""
+
+    def __init__(self, read: Callable[[int, int], Iterator[Any]], cycle: int = 0, batch: int = 0) -> None:
+        self.read = read
+        self.cycle, self.batch = cycle, batch
+        self.ended = False
+        self.iterator = read(cycle, batch)
+
+    def next(self) -> Any:
+        """The next batch of this time through, or `_END`."""
+        if self.ended:
+            return _END
+        item = next(self.iterator, _END)
+        if item is _END:
+            self.ended = True
+        else:
+            self.batch += 1
+        return item
+
+    def again(self) -> None:
+        """Start over."""
+        self.cycle, self.batch, self.ended = self.cycle + 1, 0, False
+        self.iterator = self.read(self.cycle, 0)
+
+
+def side_by_side(cursors: Sequence[Cursor], mode: Mode) -> Iterator[list[Any]]:
+    """A batch from each cursor at a time, by the rule of `mode` (any but ``sequential``)."""
+    while cursors:
+        row = []
+        for cursor in cursors:
+            item = cursor.next()
+            if item is _END and mode == "min_size":
+                return
+            if item is _END and mode == "max_size_cycle":
+                if all(other.cycle or other.ended for other in cursors):
+                    return
+                cursor.again()
+                item = cursor.next()
+                if item is _END:
+                    return  # nothing to cycle through
+            row.append(None if item is _END else item)
+        if all(cursor.ended for cursor in cursors):
+            return
+        yield row
+
+
+def combined_length(mode: Mode, lengths: Sequence[Count], limits: Sequence[Count] | None = None) -> Count:
+    """Batches of a combination of loaders with these `lengths`, of which at most `limits` are read."""
+    if not lengths:
+        return 0
+    kept = [min(pair) for pair in zip(lengths, limits or lengths, strict=True)]
+    return sum(kept) if mode == "sequential" else min(kept) if mode == "min_size" else max(kept)
+
+
+def length_of(loader: Any) -> Count:
+    """``len(loader)``; infinity where it has none or cannot say."""
+    try:
+        length: int = len(loader)
+    except (TypeError, NotImplementedError):
+        return math.inf
+    return length
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves of a tree of containers, and the function that puts others into their places."""
+    leaves: list[Any] = []
+    rebuild = _walk(tree, leaves)
+    return leaves, rebuild
+
+
+def _walk(tree: Any, leaves: list[Any]) -> Callable[[Sequence[Any]], Any]:
+    children = _children(tree)
+    if children is None:
+        place = len(leaves)
+        leaves.append(tree)
+        return lambda values: values[place]
+    builders = {key: _walk(child, leaves) for key, child in children.items()}
+    return lambda values: _rebuilt(tree, {key: build(values) for key, build in builders.items()})
+
+
+def _children(tree: Any) -> dict[Any, Any] | None:
+    """What a container holds, by key, index or field; None for a leaf."""
+    if isinstance(tree, dict):
+        children = dict(tree)
+    elif type(tree) in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields")):
+        children = dict(enumerate(tree))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not hasattr(tree, "__iter__"):
+        children = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    else:
+        return None
+    plain = children and all(isinstance(child, (int, float, str)) for child in children.values())
+    return None if plain else children
+
+
+def _rebuilt(tree: Any, children: dict[Any, Any]) -> Any:
+    if isinstance(tree, dict):
+        mapping = copy.copy(tree)  # for its type and its default factory
+        mapping.update(children)
+        return mapping
+    if isinstance(tree, (list, tuple)):
+        values = list(children.values())
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return dataclasses.replace(tree, **children)
+
+
+def is_loader(item: Any) -> bool:
+    """Whether `item` gives batches when iterated, rather than being a batch or part of one."""
+    return hasattr(item, "__iter__") and not isinstance(item, (list, tuple, Mapping, str, bytes, torch.Tensor))
+
+
+def holds_loaders(source: Any) -> bool:
+    """Whether `source` is a non-empty tree of loaders (and not one loader, nor a list of ready batches)."""
+    if _children(source) is None:
+        return False
+    leaves = flatten(source)[0]
+    return bool(leaves) and all(is_loader(leaf) and not hasattr(leaf, "__array__") for leaf in leaves)
