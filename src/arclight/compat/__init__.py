@@ -1,0 +1,1 @@
+"""Other projects' names over our rooms: :mod:`arclight.compat.lightning` stands in for ``lightning``."""

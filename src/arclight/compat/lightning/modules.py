@@ -1,0 +1,116 @@
+"""Modules made from the table of names, so that Lightning's many import paths need no file each.
+
+A module holds no copies: a name is looked up in the room that defines it at every use, and setting one (as tests do
+that replace a function for a while) sets it there. A module all of whose names come from one of ours stands for that one,
+so what else is in it can be reached too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from arclight.compat.lightning.names import NAMES, REFUSED
+from arclight.compat.lightning.refused import refusal
+
+ROOT = "arclight.compat.lightning"
+
+
+def children(path: str) -> list[str]:
+    """Names of the modules directly below ``path`` (``"pytorch.callbacks"``; ``""`` is the root)."""
+    prefix = f"{path}." if path else ""
+    return sorted({p[len(prefix) :].split(".")[0] for p in (*NAMES, *REFUSED) if p.startswith(prefix) and p != path})
+
+
+def stands_for(path: str) -> str | None:
+    """Our module that all of this module's names come from; None where there are several."""
+    origins = {origin.partition(":")[0] for origin in NAMES.get(path, {}).values()}
+    return origins.pop() if len(origins) == 1 else None
+
+
+def exists(path: str) -> bool:
+    """Whether the table has this module, or one below it."""
+    return path in NAMES or path in REFUSED or bool(children(path))
+
+
+class NamesModule(ModuleType):
+    """A module whose names live elsewhere."""
+
+    @property
+    def _path(self) -> str:
+        return self.__name__[len(ROOT) + 1 :]
+
+    @property
+    def __all__(self) -> list[str]:
+        return sorted(NAMES.get(self._path, {}))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__all__, *children(self._path)})
+
+    def __getattr__(self, name: str) -> Any:
+        path = self._path
+        place = self._place(name)
+        if place is not None and hasattr(*place):
+            return getattr(*place)
+        reason = REFUSED.get(path, {}).get(name)
+        if reason is not None:
+            return refusal(name, reason)
+        if name in children(path):
+            return importlib.import_module(f"{self.__name__}.{name}")
+        known = [] if name.startswith("_") else [*NAMES.get(path, {}), *children(path)]
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{hint}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        place = self._place(name)
+        if place is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(*place, value)
+
+    def __delattr__(self, name: str) -> None:
+        place = self._place(name)
+        if place is None:
+            super().__delattr__(name)
+        else:
+            delattr(*place)
+
+    def _place(self, name: str) -> tuple[ModuleType, str] | None:
+        """Where ``name`` lives: one of our modules and its name there."""
+        if name.startswith("__") and name != "__version__":
+            return None  # a module's own affairs
+        origin, _, own = NAMES.get(self._path, {}).get(name, "").partition(":")
+        if not origin and name not in children(self._path):
+            origin = stands_for(self._path) or ""
+        return (importlib.import_module(origin), own or name) if origin else None
+
+
+class _NamesLoader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return NamesModule(spec.name, f"Names of ``lightning{spec.name[len(ROOT) :]}`` over our rooms.")
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing runs: names are looked up when they are used."""
+
+
+class _NamesFinder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        inner = fullname[len(ROOT) + 1 :]
+        if not fullname.startswith(f"{ROOT}.") or not exists(inner):
+            return None
+        return ModuleSpec(fullname, _NamesLoader(), origin="table of names", is_package=bool(children(inner)))
+
+
+def install(package: str) -> None:
+    """Let ``package``, the room itself, and every module of the table below it be imported."""
+    sys.modules[package].__class__ = NamesModule
+    sys.meta_path.append(_NamesFinder())

@@ -1,0 +1,236 @@
+"""Every name that is offered, once: where Lightning's users look for it, and where it lives here.
+
+A row is (Lightning's modules below ``lightning``, our module, names); ``Theirs=ours`` is a name that differs. A name is
+in the table only when it exists, which a test checks by fetching each.
+"""
+
+from __future__ import annotations
+
+_OWN = "arclight.compat.lightning"
+_CALLBACKS = "arclight.trainer.callbacks"
+_LOGGERS = "arclight.trainer.loggers"
+_STRATEGIES = "arclight.fabric.strategies"
+_PRECISION = "arclight.fabric.precision"
+_ENVIRONMENTS = "arclight.fabric.environments"
+_ACCELERATORS = "arclight.fabric.accelerators"
+
+_Rows = tuple[tuple[str, str, str], ...]
+
+_CORE: _Rows = (
+    (". pytorch pytorch.trainer pytorch.trainer.trainer", f"{_OWN}.trainer", "Trainer"),
+    (". pytorch pytorch.core pytorch.core.module", "arclight.trainer.module", "LightningModule=Module"),
+    (". pytorch pytorch.core pytorch.core.datamodule", "arclight.trainer.datamodule", "LightningDataModule=DataModule"),
+    (". pytorch pytorch.callbacks pytorch.callbacks.callback", "arclight.trainer.callback", "Callback"),
+    (". fabric fabric.fabric", "arclight.trainer.fabric", "Fabric"),
+    (
+        ". pytorch pytorch.trainer fabric fabric.utilities.seed",
+        "arclight.fabric.seeding",
+        "seed_everything",
+    ),
+    (".", "arclight", "__version__"),
+)
+
+_TRAINER: _Rows = (
+    ("pytorch.callbacks pytorch.callbacks.checkpoint", "arclight.trainer.callback", "Checkpoint"),
+    ("pytorch.callbacks pytorch.callbacks.early_stopping", f"{_CALLBACKS}.early_stopping", "EarlyStopping"),
+    ("pytorch.callbacks.early_stopping", f"{_CALLBACKS}.early_stopping", "EarlyStoppingReason"),
+    ("pytorch.callbacks pytorch.callbacks.lambda_function", f"{_CALLBACKS}.lambda_callback", "LambdaCallback"),
+    ("pytorch.callbacks pytorch.callbacks.lr_monitor", f"{_CALLBACKS}.lr_monitor", "LearningRateMonitor"),
+    ("pytorch.callbacks pytorch.callbacks.model_checkpoint", f"{_CALLBACKS}.model_checkpoint", "ModelCheckpoint"),
+    ("pytorch.callbacks pytorch.callbacks.model_summary", f"{_CALLBACKS}.model_summary", "ModelSummary"),
+    (
+        "pytorch.callbacks pytorch.callbacks.on_exception_checkpoint",
+        f"{_CALLBACKS}.on_exception_checkpoint",
+        "OnExceptionCheckpoint",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.progress pytorch.callbacks.progress.rich_progress",
+        f"{_CALLBACKS}.rich_progress_bar",
+        "RichProgressBar",
+    ),
+    ("pytorch.callbacks.progress.rich_progress", f"{_CALLBACKS}.rich_progress_bar", "RichProgressBarTheme"),
+    ("pytorch.callbacks pytorch.callbacks.timer", f"{_CALLBACKS}.timer", "Timer"),
+    (
+        "pytorch.callbacks pytorch.callbacks.weight_averaging",
+        f"{_CALLBACKS}.weight_averaging",
+        "EMAWeightAveraging WeightAveraging",
+    ),
+    ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", f"{_LOGGERS}.logger", "Logger"),
+    ("pytorch.loggers.logger", f"{_LOGGERS}.logger", "DummyLogger"),
+    ("pytorch.loggers pytorch.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "CSVLogger"),
+    ("pytorch.loggers pytorch.loggers.tensorboard", f"{_LOGGERS}.tensorboard_logger", "TensorBoardLogger"),
+    ("pytorch.utilities.types", "arclight.trainer.optimization", "LRSchedulerConfig"),
+)
+
+_FABRIC: _Rows = (
+    ("fabric.accelerators pytorch.accelerators", _ACCELERATORS, "CPUAccelerator CUDAAccelerator MPSAccelerator"),
+    (
+        "fabric.accelerators fabric.accelerators.accelerator pytorch.accelerators pytorch.accelerators.accelerator",
+        _ACCELERATORS,
+        "Accelerator",
+    ),
+    ("fabric.accelerators.cpu pytorch.accelerators.cpu", _ACCELERATORS, "CPUAccelerator"),
+    ("fabric.accelerators.cuda pytorch.accelerators.cuda", _ACCELERATORS, "CUDAAccelerator"),
+    ("fabric.accelerators.mps pytorch.accelerators.mps", _ACCELERATORS, "MPSAccelerator"),
+    (
+        "fabric.strategies pytorch.strategies",
+        _STRATEGIES,
+        "DDPStrategy SingleDeviceStrategy Strategy",
+    ),
+    ("fabric.strategies.ddp pytorch.strategies.ddp", _STRATEGIES, "DDPStrategy"),
+    ("fabric.strategies.single_device pytorch.strategies.single_device", _STRATEGIES, "SingleDeviceStrategy"),
+    ("fabric.strategies.strategy pytorch.strategies.strategy", _STRATEGIES, "Strategy"),
+    (
+        "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
+        _PRECISION,
+        "DoublePrecision HalfPrecision MixedPrecision Precision",
+    ),
+    ("fabric.plugins.precision.double pytorch.plugins.precision.double", _PRECISION, "DoublePrecision"),
+    ("fabric.plugins.precision.half pytorch.plugins.precision.half", _PRECISION, "HalfPrecision"),
+    ("fabric.plugins.precision.amp pytorch.plugins.precision.amp", _PRECISION, "MixedPrecision"),
+    ("fabric.plugins.precision.precision pytorch.plugins.precision.precision", _PRECISION, "Precision"),
+    (
+        "fabric.plugins fabric.plugins.environments fabric.plugins.environments.cluster_environment "
+        "pytorch.plugins.environments",
+        _ENVIRONMENTS,
+        "ClusterEnvironment",
+    ),
+    (
+        "fabric.plugins.environments pytorch.plugins.environments",
+        _ENVIRONMENTS,
+        "LightningEnvironment TorchElasticEnvironment",
+    ),
+    ("fabric.plugins.environments.lightning", _ENVIRONMENTS, "LightningEnvironment find_free_network_port=free_port"),
+    ("fabric.plugins.environments.torchelastic", _ENVIRONMENTS, "TorchElasticEnvironment"),
+)
+
+_UTILITIES: _Rows = (
+    (
+        "fabric.utilities.exceptions pytorch.utilities.exceptions",
+        "arclight.fabric.errors",
+        "MisconfigurationException=MisconfigurationError",
+    ),
+    ("pytorch.utilities.exceptions", "arclight.fabric.errors", "SIGTERMException"),
+    (
+        "fabric.utilities fabric.utilities.rank_zero pytorch.utilities pytorch.utilities.rank_zero",
+        "arclight.fabric.rank_zero",
+        "rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
+    ),
+    ("fabric.utilities.rank_zero pytorch.utilities.rank_zero", "arclight.fabric.rank_zero", "rank_zero_debug"),
+    ("pytorch.utilities.seed", "arclight.fabric.seeding", "isolate_rng"),
+    (
+        "fabric.utilities fabric.utilities.apply_func pytorch.utilities",
+        "arclight.fabric.batches",
+        "move_data_to_device=move_batch",
+    ),
+    (
+        "fabric.utilities fabric.utilities.data pytorch.utilities pytorch.utilities.parsing",
+        "arclight.trainer.hparams",
+        "AttributeDict=Hyperparameters",
+    ),
+    (
+        "pytorch.utilities.model_summary pytorch.utilities.model_summary.model_summary",
+        f"{_CALLBACKS}.model_summary",
+        "LayerSummary ModelSummary summarize",
+    ),
+)
+
+_DEMOS: _Rows = (
+    ("pytorch.demos", f"{_OWN}.boring", "BoringDataModule BoringModel DemoModel"),
+    (
+        "pytorch.demos.boring_classes",
+        f"{_OWN}.boring",
+        "BoringDataModule BoringDataModuleNoLen BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel Net "
+        "RandomDataset RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen",
+    ),
+)
+
+
+def _table(*rooms: _Rows) -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = {}
+    for modules, ours, names in (row for rows in rooms for row in rows):
+        for module in modules.split():
+            place = table.setdefault("" if module == "." else module, {})
+            for pair in names.split():
+                theirs, _, own = pair.partition("=")
+                place[theirs] = f"{ours}:{own or theirs}"
+    return table
+
+
+NAMES = _table(_CORE, _TRAINER, _FABRIC, _UTILITIES, _DEMOS)
+"""Lightning's module (``""`` is ``lightning`` itself) -> name -> ``"our.module:name"``."""
+
+_XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
+_HPU = "HPU devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
+_DP = "one process that drives several devices is slower than one per device; use strategy='ddp'"
+_DEEPSPEED = "sharded optimizers, gradients and parameters are strategy='fsdp', in plain torch; use that"
+_VENDOR_FP8 = (
+    "low-precision arithmetic comes from torchao; use precision='bf16-mixed', or quantize with arclight.deploy"
+)
+_LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogger or a Logger of your own"
+
+_NOT_OFFERED: _Rows = (
+    (
+        "fabric.accelerators fabric.accelerators.xla pytorch.accelerators pytorch.accelerators.xla",
+        _XLA,
+        "XLAAccelerator",
+    ),
+    ("fabric.strategies", _XLA, "XLAFSDPStrategy"),
+    ("fabric.strategies pytorch.strategies", _XLA, "SingleDeviceXLAStrategy XLAStrategy"),
+    ("fabric.strategies.xla pytorch.strategies.xla", _XLA, "XLAStrategy"),
+    ("fabric.strategies.single_xla pytorch.strategies.single_xla", _XLA, "SingleDeviceXLAStrategy"),
+    ("fabric.strategies.xla_fsdp", _XLA, "XLAFSDPStrategy"),
+    (
+        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.xla "
+        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.xla",
+        _XLA,
+        "XLAPrecision",
+    ),
+    ("fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io", _XLA, "XLACheckpointIO"),
+    ("fabric.plugins.environments pytorch.plugins.environments", _XLA, "XLAEnvironment"),
+    ("pytorch.profilers pytorch.profilers.xla", _XLA, "XLAProfiler"),
+    ("pytorch.accelerators", _HPU, "HPUAccelerator"),
+    ("pytorch.strategies", _HPU, "HPUParallelStrategy SingleHPUStrategy"),
+    ("pytorch.plugins pytorch.plugins.precision", _HPU, "HPUPrecisionPlugin"),
+    ("pytorch.plugins pytorch.plugins.io", _HPU, "HPUCheckpointIO"),
+    ("fabric.strategies fabric.strategies.dp", _DP, "DataParallelStrategy"),
+    (
+        "fabric.strategies fabric.strategies.deepspeed pytorch.strategies pytorch.strategies.deepspeed",
+        _DEEPSPEED,
+        "DeepSpeedStrategy",
+    ),
+    (
+        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.deepspeed "
+        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.deepspeed",
+        _DEEPSPEED,
+        "DeepSpeedPrecision",
+    ),
+    (
+        "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
+        _VENDOR_FP8,
+        "BitsandbytesPrecision TransformerEnginePrecision",
+    ),
+    (
+        "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
+        _VENDOR_FP8,
+        "BitsandbytesPrecision",
+    ),
+    (
+        "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
+        _VENDOR_FP8,
+        "TransformerEnginePrecision",
+    ),
+    ("pytorch.loggers pytorch.loggers.litlogger", _LITLOGGER, "LitLogger"),
+)
+
+
+def _reasons(rows: _Rows) -> dict[str, dict[str, str]]:
+    reasons: dict[str, dict[str, str]] = {}
+    for modules, reason, names in rows:
+        for module in modules.split():
+            reasons.setdefault(module, {}).update(dict.fromkeys(names.split(), reason))
+    return reasons
+
+
+REFUSED = _reasons(_NOT_OFFERED)
+"""Lightning's module -> name that is refused on purpose -> why, and what to use."""
