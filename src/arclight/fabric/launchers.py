@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from arclight.fabric.environments import ClusterEnvironment, free_port
+from arclight.fabric.watching import end_watch, failed_first
 
 
 class Launcher:
@@ -23,11 +25,15 @@ class Launcher:
         return function(*arguments)
 
 
+class RankFailedError(RuntimeError):
+    """Another rank failed and ended the run; its own traceback says why."""
+
+
 class SubprocessLauncher(Launcher):
     """Starts the same command once more for every other local rank, then runs the function here as rank 0.
 
-    Each child runs the script from its start and reaches this call with ``LOCAL_RANK`` set. A child that
-    fails ends the whole run: this process is stopped with the child's exit status named.
+    Each child runs the script from its start and reaches this call with ``LOCAL_RANK`` set. One process that fails
+    ends all of them, also after the function has returned: nothing is left running.
     """
 
     def __init__(self, num_processes: int, environment: ClusterEnvironment) -> None:
@@ -39,16 +45,14 @@ class SubprocessLauncher(Launcher):
             return function(*arguments)  # this is one of the children
         if not self.children:
             self._start_children()
-        finished = threading.Event()
-        threading.Thread(target=self._watch, args=(finished,), daemon=True).start()
         try:
             return function(*arguments)
-        except BaseException:
-            finished.set()
+        except BaseException as error:
+            first = failed_first() if isinstance(error, Exception) else None
             self._stop_children()
+            if first is not None and first > 0:
+                raise RankFailedError(f"rank {first} failed; its traceback is above") from error
             raise
-        finally:
-            finished.set()
 
     def _start_children(self) -> None:
         os.environ["MASTER_ADDR"] = self.environment.main_address
@@ -56,28 +60,54 @@ class SubprocessLauncher(Launcher):
         os.environ["LOCAL_RANK"] = "0"
         for rank in range(1, self.num_processes):
             self.children.append(subprocess.Popen(_this_command(), env={**os.environ, "LOCAL_RANK": str(rank)}))
+        threading.Thread(target=self._watch, name="arclight-children", daemon=True).start()
+        atexit.register(self._at_exit)
 
-    def _watch(self, finished: threading.Event) -> None:
-        while not finished.wait(0.5):
-            for rank, child in enumerate(self.children, 1):
-                if child.poll() not in (None, 0):
-                    sys.stderr.write(
-                        f"arclight: local rank {rank} ended with status {child.returncode}; stopping the run\n"
-                    )
-                    sys.stderr.flush()
-                    self._stop_children()
-                    os._exit(1)  # the main thread may be inside a collective that will never return
+    def _watch(self) -> None:
+        """End this process when a child fails: its main thread may be inside a collective that will never return."""
+        while any(child.poll() is None for child in self.children):
+            time.sleep(0.2)
+            failed = next((pair for pair in enumerate(self.children, 1) if pair[1].poll() not in (None, 0)), None)
+            if failed is None or self._stopping:
+                continue
+            for _ in range(_GRACE * 5):  # most back ends let the main thread know: it ends better by itself
+                time.sleep(0.2)
+                if self._stopping:
+                    return
+            rank, child = failed
+            if child.returncode > 0:
+                sys.stderr.write(f"arclight: local rank {rank} {_ending(child.returncode)}; stopping the run\n")
+            self._stop_children()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _at_exit(self) -> None:
+        if getattr(sys, "last_value", None) is not None:  # this process fails after the function returned
+            self._stop_children()
+
+    _stopping = False
 
     def _stop_children(self) -> None:
-        for child in self.children:
+        self._stopping = True
+        for rank, child in enumerate(self.children, 1):
             if child.poll() is None:
                 child.terminate()
-        deadline = time.monotonic() + 5
+            elif child.returncode < 0:  # it could not say so itself
+                sys.stderr.write(f"arclight: local rank {rank} {_ending(child.returncode)}\n")
+        deadline = time.monotonic() + _GRACE
         for child in self.children:
             try:
                 child.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 child.kill()
+
+
+_GRACE = 5
+"""Seconds that processes have to end by themselves."""
+
+
+def _ending(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def _this_command() -> list[str]:
@@ -129,6 +159,10 @@ def _entry(
         result = function(*arguments)
         if local_rank == 0:
             queue.put(result)
+    except Exception:
+        if failed_first() is not None:  # the parent shows what ends first: let that be the one which failed first
+            time.sleep(_GRACE)
+        raise
     finally:
         leave_group()
     _end_process()
@@ -148,5 +182,6 @@ def leave_group() -> None:
     """Leave the process group, if there is one: gloo's threads abort a process that ends while they still run."""
     import torch.distributed as dist
 
+    end_watch()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import move_batch
 from arclight.fabric.environments import ClusterEnvironment, LightningEnvironment
 from arclight.fabric.launchers import Launcher
+from arclight.fabric.stopping import StopSignal
 
 
 class Strategy:
@@ -29,6 +30,7 @@ class Strategy:
     def __init__(self) -> None:
         self.num_devices = self.num_nodes = 1
         self.environment: ClusterEnvironment = LightningEnvironment()
+        self.stop = StopSignal()
 
     def connect(
         self,
@@ -71,6 +73,16 @@ class Strategy:
     @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
+
+    # -- stopping together -----------------------------------------------------------------------------------------
+
+    def request_stop(self, reason: str = "") -> None:
+        """Ask all ranks to stop, from any rank, thread or signal handler. See :class:`StopSignal`."""
+        self.stop.request(reason)
+
+    def should_stop(self, position: int) -> bool:
+        """Whether all ranks stop before whatever follows ``position``; every rank asks at the same positions, in order."""
+        return self.stop.due(position)
 
     # -- model -------------------------------------------------------------------------------------------------
 

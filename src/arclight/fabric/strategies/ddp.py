@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from arclight.fabric.environments import LightningEnvironment
 from arclight.fabric.launchers import Launcher, MultiProcessingLauncher, SubprocessLauncher, leave_group
 from arclight.fabric.strategies.base import Strategy
+from arclight.fabric.watching import start_watch
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -72,6 +73,8 @@ class DDPStrategy(Strategy):
                 timeout=self.timeout,
             )
             atexit.register(leave_group)
+            store = dist.distributed_c10d._get_default_store()
+            start_watch(store, self.global_rank, self.world_size, self.timeout.total_seconds(), self.stop)
 
     @property
     def world_size(self) -> int:

@@ -1,0 +1,141 @@
+"""Stopping together: several processes agree on the step before which all of them stop, without a collective."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Store(Protocol):
+    """What is needed of torch.distributed's key-value stores."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class StopSignal:
+    """A wish to stop, which any rank may utter at any time, and the one position where all ranks follow it.
+
+    A loop counts its positions (steps, batches: any integer that grows in the same way on every rank) and passes
+    each through here before it goes on::
+
+        stop.position = position  # two plain attributes: a loop that is not asked to stop pays for no call
+        if stop.asked and stop.due(position):
+            break
+
+    or simply ``if stop.due(position): break``. No rank is told to stop before the others can follow: when someone asks,
+    every rank's watching thread raises ``asked`` and only then notes which position its loop has passed; the first
+    position that nobody has passed is where all of them stop. A loop that arrives there too early waits
+    for the notes of the others, a fraction of a second. Nothing of this touches a device or a process group.
+    """
+
+    def __init__(self) -> None:
+        self.position = -1
+        """The last position that the loop has passed."""
+        self.asked = False
+        """Whether somebody asks to stop: look at :meth:`due`."""
+        self.reason = ""
+        """Why, in the words of the one who asked."""
+        self._store: Store | None = None
+        self._rank, self._world_size, self._timeout = 0, 1, 60.0
+        self._run = 0
+        self._wish: str | None = None
+        self._agreed: int | None = None
+        self._decided = threading.Event()
+        self._lost = ""
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (StopSignal, ())  # a new process starts with a new signal
+
+    def connect(self, store: Store, rank: int, world_size: int, timeout: float = 60.0) -> None:
+        """Share wishes through ``store`` with the other ranks; each waits ``timeout`` seconds for the others' notes."""
+        with self._lock:
+            self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
+
+    def begin(self) -> None:
+        """Start counting anew, for another loop. All ranks must do so; a wish that nobody could follow any more is void."""
+        with self._lock:
+            if self._store is not None and not self.asked:
+                self._store.set(self._key(f"note/{self._rank}"), "ended")
+            self._run += 1
+            self.position, self.asked, self.reason, self._wish, self._agreed = -1, False, "", None, None
+            self._decided.clear()
+
+    def request(self, reason: str = "") -> None:
+        """Ask all ranks to stop at the next position that none of them has passed. Safe in a signal handler and any thread."""
+        self._wish = reason
+        if self._store is None:
+            self.reason, self._agreed = reason, self.position + 1
+            self._decided.set()
+            self.asked = True
+
+    def due(self, position: int) -> bool:
+        """Whether to stop before whatever follows ``position``: the same answer on every rank.
+
+        Raises TimeoutError, naming them, where ranks leave this one without an answer.
+        """
+        self.position = position
+        if not self.asked:
+            return False
+        if not self._decided.wait(self._timeout) or self._lost:
+            raise TimeoutError(f"a stop was asked for ({self.reason or 'no reason given'}), but {self._silent()}")
+        return self._agreed is not None and position >= self._agreed
+
+    @property
+    def agreed(self) -> int | None:
+        """The position where all ranks stop, once they agree on one."""
+        return self._agreed
+
+    def _silent(self) -> str:
+        if self._lost:
+            return f"the other ranks are out of reach: {self._lost}"
+        store = self._store
+        assert store is not None
+        ranks = [str(rank) for rank in range(self._world_size) if not store.check([self._key(f"note/{rank}")])]
+        return f"rank {', '.join(ranks)} did not answer within {self._timeout:g} s"
+
+    def _key(self, name: str) -> str:
+        return f"arclight/stop/{self._run}/{name}"
+
+    # -- the watching thread ---------------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Exchange wishes and notes with the other ranks; True while an answer is awaited (look again soon)."""
+        with self._lock:
+            store = self._store
+            if store is None or self._decided.is_set():
+                return False
+            if self._wish is not None and not store.check([self._key("wish")]):
+                store.set(self._key("wish"), f"rank {self._rank}: {self._wish}" if self._wish else f"rank {self._rank}")
+            if not self.asked:
+                if not store.check([self._key("wish")]):
+                    return False
+                self.reason = store.get(self._key("wish")).decode()
+                self.asked = True  # before the position is read: from here on the loop passes nothing unseen
+                store.set(self._key(f"note/{self._rank}"), str(self.position))
+            keys = [self._key(f"note/{rank}") for rank in range(self._world_size)]
+            if not store.check(keys):
+                return True
+            notes = [store.get(key).decode() for key in keys]
+            self._agreed = None if "ended" in notes else max(map(int, notes)) + 1
+            self._decided.set()
+            return False
+
+    def lose(self, why: str) -> None:
+        """The other ranks are out of reach: whoever waits for an answer is told so."""
+        self._lost = why
+        self._decided.set()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, interval: float = 0.02) -> bool:
+    """Whether ``condition`` came true within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(interval)
+    return True

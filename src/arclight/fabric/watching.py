@@ -1,0 +1,192 @@
+"""A thread beside each of several processes: it carries wishes to stop, and says who holds the others up or failed first."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import Any
+
+from arclight.fabric.stopping import StopSignal, wait_until
+
+INTERVAL = 0.25
+"""Seconds between two looks at the store."""
+
+ANSWER_TIME = 5.0
+"""Seconds that a rank has to say where it is."""
+
+
+class Watch:
+    """Looks after one process of a group, in a thread of its own and over the group's store: no collective, no device.
+
+    * It carries :class:`StopSignal` between ranks.
+    * Where this rank has been inside the same collective for ``patience`` seconds, it asks all ranks for the number of
+      collectives that they have entered and for their stacks, and names on standard error those that are behind,
+      with their stacks. One rank reports, once. The group's own timeout then ends the run if they never come.
+    * It remembers which rank failed first (:meth:`failed_first`), so that one traceback is shown and not one per rank.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout: float, stop: StopSignal) -> None:
+        self.store, self.rank, self.world_size, self.timeout = store.clone(), rank, world_size, timeout
+        self.patience = timeout / 2
+        self.stop = stop
+        self.lost = ""
+        self._mark: Any = None
+        self._since = time.monotonic()
+        self._told = False
+        self._answered = 0
+        self._end = threading.Event()
+        stop.connect(store.clone(), rank, world_size, min(timeout, 60.0))
+        self.store.set(f"arclight/who/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
+        self._thread = threading.Thread(target=self._run, name="arclight-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; the store may go afterwards."""
+        self._end.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(ANSWER_TIME + 1)
+
+    def _run(self) -> None:
+        pause = INTERVAL
+        while not self._end.wait(pause):
+            try:
+                pause = 0.01 if self.stop.look() else INTERVAL
+                self._look_for_hang()
+            except Exception as error:  # the store lives in rank 0: without it there is nobody left to watch with
+                self.lost = f"{type(error).__name__}: {error}"
+                self.stop.lose(self.lost)
+                return
+
+    # -- who holds the others up ---------------------------------------------------------------------------------------
+
+    def _look_for_hang(self) -> None:
+        mark = entered()
+        now = time.monotonic()
+        if mark != self._mark:
+            self._mark, self._since, self._told = mark, now, False
+        question = self.store.add("arclight/hang/question", 0)
+        if question > self._answered:
+            self._answer(question)
+        elif now - self._since > self.patience and not self._told:
+            self._told = True
+            self._ask()
+
+    def _answer(self, question: int) -> None:
+        self._answered = question
+        answer = {"entered": entered(), "stack": stack_of_main_thread()}
+        self.store.set(f"arclight/hang/{question}/{self.rank}", json.dumps(answer))
+
+    def _ask(self) -> None:
+        claim = f"arclight/hang/claim/{json.dumps(self._mark)}"
+        if self.store.compare_set(claim, "", str(self.rank)).decode() != str(self.rank):
+            return  # another rank in the same collective reports
+        question = self.store.add("arclight/hang/question", 1)
+        self._answer(question)
+        keys = [f"arclight/hang/{question}/{rank}" for rank in range(self.world_size)]
+        wait_until(lambda: self.store.check(keys) or self._end.is_set(), ANSWER_TIME)
+        answers = [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+        behind = ranks_behind([a and a["entered"] for a in answers], self.rank)
+        if behind:
+            sys.stderr.write(self._report(answers, behind))
+            sys.stderr.flush()
+
+    def _report(self, answers: list[Any], behind: list[int]) -> str:
+        waited = time.monotonic() - self._since
+        lines = []
+        for rank in behind:
+            who = self.store.get(f"arclight/who/{rank}").decode() if self.store.check([f"arclight/who/{rank}"]) else "?"
+            lines.append(
+                f"arclight: rank {rank} ({who}) holds the others up: rank {self.rank} has waited {waited:.0f} s for it in a collective; "
+                f"the run ends {max(self.timeout - waited, 0):.0f} s from now unless it comes.\n"
+            )
+            if answers[rank] is None:
+                lines.append(
+                    "  It does not answer: it is stopped, unreachable, or inside native code that holds the interpreter; "
+                    "`py-spy dump --native` on its host shows where.\n"
+                )
+            else:
+                lines.append(f"  Rank {rank} is here (most recent call last):\n{answers[rank]['stack']}")
+        return "".join(lines)
+
+    # -- who failed first ------------------------------------------------------------------------------------------
+
+    def failed_first(self) -> int:
+        """The rank that failed first: this one, unless another said so before. -1 where the store is gone, with rank 0."""
+        try:
+            return int(self.store.compare_set("arclight/failed", "", str(self.rank)).decode())
+        except Exception:  # the store is in rank 0, which has ended: its own traceback says why
+            return self.rank if self.rank == 0 else -1
+
+
+def entered() -> dict[str, int]:
+    """How many collectives this process has entered, in each of its process groups."""
+    from torch.distributed import distributed_c10d as c10d
+
+    groups: list[tuple[Any, str]] = list(c10d._world.pg_names.items())
+    return {name: group._get_sequence_number_for_group() for group, name in groups}
+
+
+def ranks_behind(entered_by_rank: list[dict[str, int] | None], asking: int) -> list[int]:
+    """Ranks that have entered fewer collectives than ``asking`` in a group that they share, or that do not answer."""
+    mine = entered_by_rank[asking] or {}
+    return [
+        rank
+        for rank, theirs in enumerate(entered_by_rank)
+        if theirs is None or any(theirs[group] < count for group, count in mine.items() if group in theirs)
+    ]
+
+
+def stack_of_main_thread() -> str:
+    """Where this process's main thread is, as a traceback prints it."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "  (it has ended)\n"
+
+
+_current: Watch | None = None
+
+
+def start_watch(store: Any, rank: int, world_size: int, timeout: float, stop: StopSignal) -> Watch:
+    """Watch over this process for as long as it is in its process group."""
+    global _current
+    end_watch()
+    _current = Watch(store, rank, world_size, timeout, stop)
+    if sys.excepthook is not _report_uncaught:
+        _previous_hooks.append(sys.excepthook)
+        sys.excepthook = _report_uncaught
+    return _current
+
+
+def end_watch() -> None:
+    """End this process's watch, if it has one."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
+def failed_first() -> int | None:
+    """Called by a rank that fails: the rank that failed before it and so brought it down; None where it is the first itself."""
+    if _current is None:
+        return None
+    first = _current.failed_first()
+    return None if first == _current.rank else first
+
+
+_previous_hooks: list[Any] = []
+
+
+def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show a traceback on the rank that failed first; the others fail because of it and say only that."""
+    first = failed_first() if issubclass(kind, Exception) else None
+    if first is None:
+        _previous_hooks[-1](kind, error, trace)
+        return
+    rank = _current.rank if _current is not None else "?"
+    cause = f"because rank {first} failed before it" if first >= 0 else "because rank 0 has ended"
+    sys.stderr.write(f"arclight: rank {rank} stops {cause}\n")

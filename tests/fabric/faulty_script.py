@@ -1,0 +1,54 @@
+"""Runs one of several faults on several ranks; the test reads what it prints and how it ends."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import arclight as al
+from arclight.fabric.strategies import DDPStrategy
+
+
+def main(fault: str, start_method: str = "popen") -> None:
+    strategy = DDPStrategy(timeout=datetime.timedelta(seconds=5), start_method=start_method)
+    fabric = al.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    if start_method == "popen":
+        fabric.launch()
+        work(fabric, fault)
+    else:
+        fabric.launch(work, fault)
+
+
+def work(fabric: al.Fabric, fault: str) -> None:
+    print(f"process {os.getpid()}", flush=True)
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    for step in range(5):
+        if step == 3 and fabric.global_rank == 1:
+            globals()[fault]()
+        fabric.backward(model(torch.ones(1, 2)).sum())
+    print("finished", flush=True)
+
+
+def crash() -> None:
+    raise ValueError("the original fault")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    oversleep()
+
+
+def oversleep() -> None:
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

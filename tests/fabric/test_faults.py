@@ -1,0 +1,64 @@
+"""What happens to a run of several processes when one of them fails, dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("faulty_script.py")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script's output and status; fails where a process of it is left running."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        check=False,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    processes = [int(found) for found in re.findall(r"process (\d+)", done.stdout)]
+    assert len(processes) == 2
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{process}").exists() for process in processes):
+        assert time.monotonic() < deadline, f"a process is left running: {done.stderr}"
+        time.sleep(0.05)
+    return done
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn"])
+def test_the_first_fault_is_shown_once_and_ends_all_ranks(start_method: str) -> None:
+    done = run("crash", start_method)
+    assert done.returncode != 0
+    assert "finished" not in done.stdout
+    assert done.stderr.count("ValueError: the original fault") == 1
+    assert done.stderr.count("in crash") == 1
+    assert "Connection" not in done.stderr
+    if start_method == "popen":
+        assert done.stderr.count("Traceback (most recent call last)") == 1
+        assert "rank 0 stops because rank 1 failed before it" in done.stderr
+
+
+def test_a_killed_rank_is_named_and_ends_the_run() -> None:
+    done = run("kill")
+    assert done.returncode != 0
+    assert "finished" not in done.stdout
+    assert "local rank 1 was killed by SIGKILL" in done.stderr
+
+
+def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time() -> None:
+    done = run("hang")
+    assert done.returncode != 0
+    assert done.stderr.count("holds the others up") == 1
+    assert "rank 1 (" in done.stderr
+    assert "in oversleep" in done.stderr
+    assert "time.sleep(60)" in done.stderr
+    assert "finished" not in done.stdout
