@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import shutil
 from datetime import timedelta
 from pathlib import Path
@@ -173,7 +174,9 @@ def test_what_is_published_is_complete_and_what_it_replaces_goes_last(fit: Any) 
     class Look(al.Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
             state = checkpoint["callbacks"][saver.state_key]
-            moments.append((Path(saver.best_model_path).name, state["best"], names(saver.dirpath)))
+            moments.append(
+                (Path(saver.best_model_path).name, Path(state["best_model_path"]).name, names(saver.dirpath))
+            )
 
     saver = ModelCheckpoint(monitor="val/score", filename="{epoch}")
     fit({"val/score": [2.0, 1.0]}, saver, Look())
@@ -197,7 +200,7 @@ def test_a_save_that_fails_changes_nothing(fit: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(OSError, match="No space"):
         fit({"val/score": [2.0, 1.0]}, saver)
     assert Path(saver.best_model_path).name == "epoch=0.ckpt"
-    assert saver.state_dict()["best"] == "epoch=0.ckpt"
+    assert Path(saver.state_dict()["best_model_path"]).name == "epoch=0.ckpt"
     assert names(saver.dirpath) == {"epoch=0.ckpt", "last.ckpt"}
     assert checkpoint.verify(saver.best_model_path) == []
     assert step_of(saver.last_model_path) == 4
@@ -287,17 +290,126 @@ def test_the_record_as_yaml(fit: Any, tmp_path: Path) -> None:
     assert any(score == pytest.approx(1e-7) for score in yaml.safe_load(text).values())
 
 
+def test_any_unit_is_a_rhythm(fit: Any) -> None:
+    def saved(every: Any, **settings: Any) -> set[str]:
+        saver = ModelCheckpoint(every=every, save_top_k=-1, filename="{step}")
+        fit({"val/score": [0.0, 0.0]}, saver, **settings)
+        return names(saver.dirpath)
+
+    assert saved("2ep") == {"step=8.ckpt"}
+    assert saved("3ba") == {"step=3.ckpt", "step=6.ckpt"}
+    assert saved("6ba", accumulate_grad_batches=2) == {"step=3.ckpt"}, "batches, not steps"
+    assert saved("0.25dur") == {f"step={step}.ckpt" for step in (2, 4, 6, 8)}
+    assert saved("0.000001s") == {f"step={step}.ckpt" for step in range(1, 9)}
+    counted = ModelCheckpoint(every="500ba")
+    assert "'every': '500ba'" in counted.state_key
+    assert counted.state_key != ModelCheckpoint(every="600ba").state_key
+    assert ModelCheckpoint(every="1ep").state_key == ModelCheckpoint().state_key
+
+
+def test_a_rhythm_goes_on_where_it_was_when_resumed(fit: Any, scripted: Any, tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "c", every="3ba", save_top_k=-1, save_last=True, filename="{step}")
+
+    first = saver()
+    fit({"val/score": [0.0, 0.0]}, first, max_steps=4)
+    assert names(tmp_path / "c") == {"step=3.ckpt", "last.ckpt"}
+    with pytest.warns(UserWarning, match="not empty"):
+        fit(scripted({"val/score": [0.0] * 3}), saver(), ckpt_path=first.last_model_path, max_epochs=2)
+    assert names(tmp_path / "c") == {"step=3.ckpt", "step=6.ckpt", "last.ckpt"}
+
+
+def test_a_length_that_is_not_known_has_no_fraction(fit: Any, scripted: Any) -> None:
+    with pytest.raises(ValueError, match="how long training will be is not known"):
+        fit(scripted(), ModelCheckpoint(every="0.5dur"), max_epochs=-1)
+
+
+def test_the_attributes_are_lightnings_and_a_persons_to_change(fit: Any) -> None:
+    saver = ModelCheckpoint(monitor="val/score", save_top_k=2, filename="{epoch}")
+    assert (saver.best_model_path, saver.kth_best_model_path, saver.best_model_score) == ("", "", None)
+    assert saver.kth_value == math.inf
+    fit({"val/score": [2.0]}, saver)
+    assert saver.kth_best_model_path == "", "there is room for another"
+    state = saver.state_dict()
+    assert state["best_model_path"] == saver.best_model_path
+    assert state["monitor"] == "val/score"
+    assert state["dirpath"] == saver.dirpath
+    assert state["best_k_models"] == {saver.best_model_path: torch.tensor(2.0)}
+    saver.best_k_models, saver.best_model_path = {}, ""
+    assert saver.state_dict()["best_k_models"] == {}
+    assert saver.check_monitor_top_k(None, torch.tensor(math.nan))  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(saver)).state_dict() == saver.state_dict()
+
+
+def test_epoch_and_step_are_values_too(fit: Any) -> None:
+    saver = ModelCheckpoint(monitor="step", mode="max", save_top_k=2, every_n_train_steps=1)
+    fit({"val/score": [0.0]}, saver)
+    assert names(saver.dirpath) == {"epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"}
+    assert saver.best_model_score == 4
+
+
+def test_a_value_of_the_epochs_end_is_waited_for(fit: Any, scripted: Any) -> None:
+    class EpochEnd(scripted):  # type: ignore[misc, valid-type]
+        def on_train_epoch_end(self) -> None:
+            self.log("train/whole", float(self.current_epoch))
+
+    saver = ModelCheckpoint(monitor="train/whole", every_n_train_steps=2, save_top_k=-1, filename="{epoch}-{step}")
+    fit(EpochEnd(), saver, max_epochs=2, limit_val_batches=0)
+    assert {Path(path).name: float(score) for path, score in saver.best_k_models.items()} == {
+        "epoch=0-step=4.ckpt": 0.0,
+        "epoch=1-step=6.ckpt": 0.0,
+        "epoch=1-step=8.ckpt": 0.0,
+    }
+
+
+def test_a_validation_that_never_runs_is_told(fit: Any, scripted: Any) -> None:
+    with pytest.warns(UserWarning, match=r"validation never ran.*monitor='val/score'\)` could not find"):
+        fit({"val/score": [0.0] * 2}, ModelCheckpoint(monitor="val/score"), check_val_every_n_epoch=5)
+    with pytest.warns(UserWarning, match="saved nothing: check_val_every_n_epoch=5"):
+        fit({"val/score": [0.0] * 2}, ModelCheckpoint(), check_val_every_n_epoch=5)
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_what_is_left(fit: Any, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, filename="{epoch}")
+
+    class Block(al.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:  # a file where the folder of the next checkpoint would go
+                (tmp_path / "c" / "epoch=1.ckpt").write_text("not a checkpoint")
+
+    saver.enable_version_counter = False
+    with pytest.raises(checkpoint.CheckpointError, match=r"not a checkpoint.*newest complete .*epoch=0\.ckpt"):
+        fit({"val/score": [0.0] * 2}, saver, Block())
+    assert Path(saver.best_model_path).name == "epoch=0.ckpt"
+    assert checkpoint.verify(saver.best_model_path) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"save_top_k": 3}, "monitor=None"),
-        ({"save_top_k": -2}, "-1 keeps all"),
+        ({"save_top_k": 3}, r"ModelCheckpoint\(save_top_k=3, monitor=None\) is not a valid"),
+        ({"save_top_k": -2}, "-1 keeps all.*Must be >= -1"),
         ({"mode": "best"}, "can be min .* got best"),
-        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "choose one of them"),
-        ({"every_n_epochs": -1}, "0 \\(never\\) or more"),
+        (
+            {"every_n_train_steps": 2, "every_n_epochs": 1},
+            "Combination of parameters every_n_train_steps=2.*choose one",
+        ),
+        ({"train_time_interval": timedelta(0), "every_n_epochs": 1}, "mutually exclusive"),
+        ({"every_n_train_steps": 2, "every": "1h"}, "mutually exclusive"),
+        ({"every": "0ba"}, "more than nothing"),
+        ({"every": "soon"}, "'soon' is not understood"),
+        ({"every_n_epochs": -1}, "Must be >= 0"),
+        ({"every_n_train_steps": -1}, "Must be >= 0"),
         ({"save_last": "copy"}, "'link'"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelCheckpoint(**arguments)
+
+
+def test_checkpoints_go_to_this_machines_file_systems(fit: Any) -> None:
+    with pytest.raises(ValueError, match=r"save_last='link'.* is only supported for local file paths"):
+        fit({"val/score": [0.0]}, ModelCheckpoint("s3://bucket/runs", save_last="link"))
+    with pytest.raises(ValueError, match=r"dirpath='s3://bucket/runs'.*local file paths"):
+        fit({"val/score": [0.0]}, ModelCheckpoint("s3://bucket/runs"))

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from arclight import checkpoint
 from arclight.checkpoint import files
+from arclight.fabric.errors import MisconfigurationError
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -33,7 +35,7 @@ def format_name(
         try:
             text = format(value, spec)
         except (ValueError, TypeError) as error:
-            raise ValueError(
+            raise MisconfigurationError(
                 f"ModelCheckpoint(filename={template!r}): {field[0]} cannot show {name} = {value!r}: {error}",
             ) from error
         return f"{name.replace('/', '_')}{equals}{text}" if auto_insert_metric_name else text
@@ -41,19 +43,35 @@ def format_name(
     return _FIELD.sub(fill, template)
 
 
+def is_remote(path: str | Path) -> bool:
+    """Whether ``path`` names something beyond this machine's file systems, such as ``s3://bucket/runs``."""
+    return "://" in str(path) and not str(path).startswith("file://")
+
+
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Make ``target`` a copy of ``source`` that costs no space: of hard links, where the file system has them."""
-    staging = files.make_staging(target)
-    for file in source.iterdir():  # a checkpoint has no folders in it
-        link_or_copy(file, staging / file.name)
+    if source.is_dir():
+        staging = files.make_staging(target)
+        for file in source.iterdir():  # a checkpoint has no folders in it
+            link_or_copy(file, staging / file.name)
+    else:
+        staging = files.temporary_file(target)
+        link_or_copy(source, staging)
     files.publish(staging, target)
 
 
 def link_checkpoint(source: Path, target: Path) -> None:
-    """Make ``target`` a symbolic link to ``source``, relative so that both can be moved together."""
+    """Make ``target`` a symbolic link to ``source``, relative so that both can be moved together.
+
+    A copy, where the file system or the system's rules have no such links.
+    """
     link = files.temporary_file(target)
-    link.symlink_to(os.path.relpath(source, target.parent))
-    files.publish(link, target)
+    try:
+        link.symlink_to(os.path.relpath(source, target.parent))
+    except OSError:
+        copy_checkpoint(source, target)
+    else:
+        files.publish(link, target)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -61,3 +79,11 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copy2(source, target)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, be it a file, a folder or a link to one; what is not there, and other folders, stay as they are."""
+    if path.is_file() and not path.is_symlink():
+        path.unlink()
+    elif os.path.lexists(path):
+        checkpoint.remove(path)

@@ -5,9 +5,30 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callbacks.monitored import check_mode
+
+
+def check_keeping(mode: str, monitor: str | None, save_top_k: int, save_last: Any) -> None:
+    """Raises MisconfigurationError for settings of ModelCheckpoint that do not say what to keep."""
+    check_mode(mode)
+    if save_top_k < -1:
+        raise MisconfigurationError(
+            f"Invalid value for save_top_k={save_top_k}: -1 keeps all, 0 none, k the best k. Must be >= -1"
+        )
+    if monitor is None and save_top_k not in (-1, 0, 1):
+        raise MisconfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k}, monitor=None) is not a valid configuration: say which logged value "
+            "ranks checkpoints, or keep 1, all (-1) or none (0)"
+        )
+    if save_last not in (None, True, False, "link"):
+        raise MisconfigurationError(f"ModelCheckpoint(save_last={save_last!r}): choose True, False or 'link'")
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,10 @@ class Ranking:
         best = (min if self.mode == "min" else max)(scores, key=lambda path: scores[path], default="")
         return best if best and scores[best] != self.worst_value else ""
 
+    def replaced(self, scores: dict[str, float]) -> str:
+        """The checkpoint that the next better one replaces; empty while there is room for more."""
+        return self.worst(scores) if self.keep == -1 or len(scores) >= self.keep > 0 else ""
+
     def qualifies(self, scores: dict[str, float], score: float) -> bool:
         """Whether a checkpoint with ``score`` would be kept beside or instead of one of ``scores``."""
         if self.keep == -1 or len(scores) < self.keep:
@@ -54,42 +79,99 @@ class Record:
     last: str = ""
     newest: str = ""
     current_score: float | None = None
-    step: int = 0
+    judged: int = 0
+    """Optimizer steps when a save was last due."""
+    saved: int = 0
     """Optimizer steps at the last save."""
 
     def paths(self) -> set[str]:
         return {*self.scores, self.best, self.last, self.newest} - {""}
 
-    def state_dict(self, folder: str) -> dict[str, Any]:
-        """Plain data; paths in ``folder`` are relative to it, so that it can be moved."""
+    def state_dict(self, ranking: Ranking) -> dict[str, Any]:
+        """Plain data and scalars, under the names of the callback's attributes."""
+        return self.attributes(ranking) | {"newest_path": self.newest, "judged": self.judged, "saved": self.saved}
+
+    def attributes(self, ranking: Ranking) -> dict[str, Any]:
+        """The public attributes of the callback that say the same."""
+        scores = {path: torch.tensor(score) for path, score in self.scores.items()}
+        replaced = ranking.replaced(self.scores)
+        highest = (min if ranking.mode == "min" else max)(self.scores.values(), default=None)
         return {
-            "dirpath": folder,
-            "scores": [[relative(path, folder), score] for path, score in self.scores.items()],
-            "best": relative(self.best, folder),
-            "last": relative(self.last, folder),
-            "newest": relative(self.newest, folder),
-            "current_score": self.current_score,
-            "step": self.step,
+            "best_k_models": scores,
+            "best_model_path": self.best,
+            "best_model_score": None if highest is None else torch.tensor(highest),
+            "kth_best_model_path": replaced,
+            "kth_value": scores.get(replaced, torch.tensor(ranking.worst_value)),
+            "last_model_path": self.last,
+            "current_score": None if self.current_score is None else torch.tensor(self.current_score),
         }
 
     @classmethod
-    def load(cls, state: dict[str, Any], folder: str, best: Callable[[dict[str, float]], str]) -> Record:
-        """The record of ``state``; its checkpoints are in ``folder`` now or where they were. Lost ones are left out."""
+    def load(cls, state: dict[str, Any], ranking: Ranking, before: str, folder: str) -> Record:
+        """The record of ``state``, whose checkpoints were in ``before`` and are in ``folder`` now; lost ones are left out."""
 
-        def find(name: str) -> str:
-            candidates = (os.path.join(place, name) for place in (folder, state["dirpath"]))
-            return next((path for path in candidates if name and os.path.exists(path)), "")
+        def find(path: str) -> str:
+            inside = path and before and Path(path).is_relative_to(before)
+            path = os.path.join(folder, os.path.relpath(path, before)) if inside else path
+            return path if path and os.path.exists(path) else ""
 
-        scores = {path: float(score) for name, score in state["scores"] if (path := find(name))}
+        scores = {path: float(score) for name, score in state["best_k_models"].items() if (path := find(name))}
+        score = state.get("current_score")
         return cls(
             scores=scores,
-            best=find(state["best"]) or best(scores),
-            last=find(state["last"]),
-            newest=find(state["newest"]),
-            current_score=state["current_score"],
-            step=state["step"],
+            best=find(state["best_model_path"]) or ranking.best(scores),
+            last=find(state["last_model_path"]),
+            newest=find(state.get("newest_path", "")),
+            current_score=None if score is None else float(score),
+            judged=state.get("judged", 0),
+            saved=state.get("saved", 0),
         )
 
 
-def relative(path: str, folder: str) -> str:
-    return os.path.relpath(path, folder) if path and folder and Path(path).is_relative_to(folder) else path
+@dataclass(frozen=True)
+class Plan:
+    """One save: what to write, what to drop once that is complete, and the record that then holds."""
+
+    record: Record
+    path: str = ""
+    last: str = ""
+    drop: tuple[str, ...] = ()
+
+    @classmethod
+    def after(
+        cls,
+        old: Record,
+        ranking: Ranking,
+        step: int,
+        free_path: Callable[[str | None, str], str],
+        *,
+        rank: bool = True,
+        score: float | None = None,
+        keep: bool = False,
+        last: str | None = None,
+    ) -> Plan:
+        """The save at optimizer step ``step``, when ``old`` is the record.
+
+        ``rank``: it may be one of the kept (by its ``score``; None: the newest is best); ``keep``: it is written
+        whatever its rank; ``last``: name of the one that is always the newest; ``free_path(name, replaces)`` gives a
+        path that is not in use.
+        """
+        path, drop, record = "", "", replace(old, judged=step)
+        if keep:
+            path = free_path(None, "")
+        elif rank and ranking.keep != 0 and score is None:
+            drop = old.best if ranking.keep == 1 else ""
+            path = free_path(None, drop)
+            record = replace(record, best=path)
+        elif rank and ranking.keep != 0 and score is not None:
+            record = replace(record, current_score=score)
+            if ranking.qualifies(old.scores, score):
+                drop = ranking.worst(old.scores) if len(old.scores) == ranking.keep else ""
+                path = free_path(None, drop)
+                scores = {name: value for name, value in old.scores.items() if name != drop} | {path: score}
+                record = replace(record, scores=scores, best=ranking.best(scores))
+        newest = free_path(last, old.last) if last else ""
+        record = replace(record, last=newest or old.last, newest=path or newest or old.newest)
+        record = replace(record, saved=step if path or newest else old.saved)
+        gone = (drop, old.last) if newest else (drop,)
+        return cls(record, path, newest, tuple(name for name in gone if name and name not in (path, newest)))

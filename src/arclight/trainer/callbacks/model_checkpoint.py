@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from arclight.checkpoint import remove
+from arclight.checkpoint import CheckpointError
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Checkpoint
-from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, format_name, link_checkpoint
-from arclight.trainer.callbacks.checkpoint_record import Ranking, Record
-from arclight.trainer.callbacks.monitored import MissingMetricError, check_mode, validates_once_per_epoch
+from arclight.trainer.callbacks.checkpoint_files import (
+    copy_checkpoint,
+    format_name,
+    is_remote,
+    link_checkpoint,
+    remove_checkpoint,
+)
+from arclight.trainer.callbacks.checkpoint_record import Plan, Ranking, Record, check_keeping
+from arclight.trainer.callbacks.checkpoint_rhythm import Beat, Rhythm
+from arclight.trainer.callbacks.monitored import (
+    MissingMetricError,
+    validates_once_per_epoch,
+    warn_of_no_validation,
+)
+from arclight.trainer.durations import Duration
 from arclight.trainer.loggers.logger import yaml_lines
 
 if TYPE_CHECKING:
@@ -28,31 +41,24 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One save: what to write, what to drop once that is complete, and the record that then holds."""
-
-    record: Record
-    path: str = ""
-    last: str = ""
-    drop: tuple[str, ...] = ()
-
-
 class ModelCheckpoint(Checkpoint):
     """Save at epoch ends, every ``every_n_train_steps`` steps or every ``train_time_interval``; keep the best.
 
+    * ``every`` is a rhythm in any unit: ``"2ep"``, ``"500ba"``, ``"1_000_000tok"``, ``"0.1dur"``, ``"30min"``.
     * ``monitor`` names the logged value that ranks checkpoints by ``mode``; None keeps the newest. ``save_top_k``
-      of them stay (-1: all, 0: none). NaN never ranks as best.
+      of them stay (-1: all, 0: none). NaN never ranks as best. A save that is due before the value was ever logged
+      waits for the validation (or the epoch's end) that logs it.
     * ``filename`` may hold fields: ``"{epoch}-{step}-{val/loss:.3f}"``. Where the name is taken, ``-v1``, ``-v2``
       and so on follow, unless ``enable_version_counter=False``.
-    * ``save_last``: also keep the newest as ``last.ckpt`` (hard links, no extra space), or as a symbolic link with
+    * ``save_last``: also keep the newest as ``last`` (hard links, no extra space), or as a symbolic link with
       ``"link"``. It is brought up to date at every save, whatever that save's rank, and at the end of training.
     * ``save_on_train_epoch_end``: at the end of training epochs rather than after validation. By default it is so
       where validation runs once per epoch.
     * ``dirpath`` defaults to ``checkpoints/`` in the run folder.
 
     ``best_model_path`` and its siblings change only when the checkpoint they name is complete, and a checkpoint is
-    pruned only after its successor is complete. When a resumed run finds its folder moved, the record moves with it.
+    pruned only after its successor is complete, never the one that the run was resumed from. When a resumed run finds
+    its folder moved, the record moves with it; a run that is resumed into another folder begins a new record there.
     Raises MissingMetricError when ``monitor`` is not logged although everything that could log it has run.
     """
 
@@ -79,149 +85,145 @@ class ModelCheckpoint(Checkpoint):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        every: str | Duration | None = None,
     ) -> None:
-        self.dirpath = os.path.realpath(os.path.expanduser(dirpath)) if dirpath else None
+        self.dirpath: str | None = str(dirpath) if dirpath else None
+        if self.dirpath is not None and not is_remote(self.dirpath):
+            self.dirpath = os.path.realpath(os.path.expanduser(self.dirpath))
         self.filename, self.monitor, self.verbose, self.mode = filename, monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_weights_only = save_last, save_top_k, save_weights_only
         self.save_on_exception, self.auto_insert_metric_name = save_on_exception, auto_insert_metric_name
         self.save_on_train_epoch_end, self.enable_version_counter = save_on_train_epoch_end, enable_version_counter
-        self._set_triggers(every_n_train_steps, every_n_epochs, train_time_interval)
-        self._check()
-        self._ranking = Ranking(mode, save_top_k)
-        self._record = Record()
+        self._rhythm = Rhythm.of(every_n_train_steps, every_n_epochs, train_time_interval, every)
+        check_keeping(mode, monitor, save_top_k, save_last)
+        if not self._rhythm.within_epochs:
+            self.unused_hooks = frozenset({"on_train_batch_end", "on_train_epoch_start"})
+        self.best_k_models: dict[str, torch.Tensor] = {}
+        self.best_model_path = self.kth_best_model_path = self.last_model_path = ""
+        self.best_model_score: torch.Tensor | None = None
+        self.kth_value: torch.Tensor | None = None
+        self.current_score: torch.Tensor | None = None
+        self._publish(Record())
         self._pending: Record | None = None
         self._fitting = self._validated = self._deferred = False
-        self._next_validation: int | float = math.inf
-        self._last_time = 0.0
-        self._resumed_from = math.inf
+        self._next_validation: int | float = float("inf")
+        self._beat: Beat | None = None
+        self._resumed_from = float("inf")
         self._trainer: Trainer | None = None
 
-    def _set_triggers(self, steps: int | None, epochs: int | None, interval: timedelta | None) -> None:
-        if (steps or 0) < 0 or (epochs or 0) < 0:
-            raise ValueError(
-                f"ModelCheckpoint(every_n_train_steps={steps}, every_n_epochs={epochs}): must be 0 (never) or more",
-            )
-        if bool(steps) + bool(epochs) + bool(interval) > 1:
-            raise ValueError(
-                f"ModelCheckpoint(every_n_train_steps={steps}, every_n_epochs={epochs}, "
-                f"train_time_interval={interval}): choose one of them; use two ModelCheckpoints for two rhythms",
-            )
-        self.every_n_train_steps, self.train_time_interval = steps or 0, interval
-        self.every_n_epochs = 1 if steps is None and epochs is None and interval is None else epochs or 0
-        if not steps and interval is None:
-            self.unused_hooks = frozenset({"on_train_batch_end", "on_train_epoch_start"})
+    @property
+    def every_n_epochs(self) -> int:
+        """Epochs between saves at their ends; 0 for none."""
+        return self._rhythm.epochs
 
-    def _check(self) -> None:
-        check_mode(self.mode)
-        if self.save_top_k < -1:
-            raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k}): -1 keeps all, 0 none, k the best k")
-        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
-            raise ValueError(
-                f"ModelCheckpoint(save_top_k={self.save_top_k}, monitor=None): say which logged value ranks "
-                "checkpoints, or keep 1, all (-1) or none (0)",
-            )
-        if self.save_last not in (None, True, False, "link"):
-            raise ValueError(f"ModelCheckpoint(save_last={self.save_last!r}): choose True, False or 'link'")
+    @property
+    def every_n_train_steps(self) -> int:
+        """Optimizer steps between saves; 0 for none."""
+        return self._rhythm.steps
+
+    @property
+    def train_time_interval(self) -> timedelta | None:
+        """Time between saves."""
+        return self._rhythm.interval
 
     # -- what is known -----------------------------------------------------------------------------------------
 
     @property
-    def best_model_path(self) -> str:
-        """The best checkpoint (with ``monitor=None``: the newest); empty before the first is complete."""
-        return self._record.best
+    def _ranking(self) -> Ranking:
+        return Ranking(self.mode, self.save_top_k)
 
     @property
-    def best_model_score(self) -> torch.Tensor | None:
-        scores = self._record.scores.values()
-        return torch.tensor((min if self.mode == "min" else max)(scores)) if scores else None
+    def _ranks(self) -> bool:
+        """Whether checkpoints are ranked by a logged value."""
+        return self.monitor is not None and self.save_top_k != 0
 
     @property
-    def best_k_models(self) -> dict[str, torch.Tensor]:
-        """Path and score of the kept checkpoints."""
-        return {path: torch.tensor(score) for path, score in self._record.scores.items()}
+    def _record(self) -> Record:
+        """What the public attributes say; they are a person's to change."""
+        return replace(
+            self._published,
+            scores={path: float(score) for path, score in self.best_k_models.items()},
+            best=self.best_model_path,
+            last=self.last_model_path,
+        )
 
-    @property
-    def kth_best_model_path(self) -> str:
-        """The worst of the kept checkpoints, which the next better one replaces."""
-        return self._ranking.worst(self._record.scores)
-
-    @property
-    def kth_value(self) -> torch.Tensor | None:
-        return torch.tensor(self._record.scores[worst]) if (worst := self.kth_best_model_path) else None
-
-    @property
-    def last_model_path(self) -> str:
-        return self._record.last
-
-    @property
-    def current_score(self) -> torch.Tensor | None:
-        """The monitored value at the last save; the worst possible one for NaN."""
-        return None if self._record.current_score is None else torch.tensor(self._record.current_score)
+    def _publish(self, record: Record) -> None:
+        """Let the public attributes speak of ``record``."""
+        self._published = record
+        for name, value in record.attributes(self._ranking).items():
+            setattr(self, name, value)
 
     @property
     def state_key(self) -> str:
+        rhythm = self._rhythm
+        counted = {} if rhythm.count is None else {"every": str(rhythm.count)}
         return self._generate_state_key(
             monitor=self.monitor,
             mode=self.mode,
-            every_n_train_steps=self.every_n_train_steps,
-            every_n_epochs=self.every_n_epochs,
-            train_time_interval=self.train_time_interval,
+            every_n_train_steps=rhythm.steps,
+            every_n_epochs=rhythm.epochs,
+            train_time_interval=rhythm.interval,
+            **counted,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return (self._pending or self._record).state_dict(self.dirpath or "")
+        state = (self._pending or self._record).state_dict(self._ranking)
+        if self._pending is None:
+            state |= {name: getattr(self, name) for name in self._published.attributes(self._ranking)}
+        return {"monitor": self.monitor, "dirpath": self.dirpath, **state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        folder = self.dirpath or state_dict["dirpath"]
+        before = state_dict.get("dirpath") or ""
         if self.dirpath is None and self._trainer is not None:
-            folder = os.path.realpath(self._trainer.run_folder.path / "checkpoints")
-        self._record = record = Record.load(state_dict, folder, self._ranking.best)
+            self._adopt_folder(self._trainer)
+        folder = self.dirpath or before
+        record = Record.load(state_dict, self._ranking, before, folder)
+        known = {*state_dict["best_k_models"], state_dict["best_model_path"], state_dict["last_model_path"]} - {""}
+        if folder != before and known and not any(Path(path).is_relative_to(folder) for path in record.paths()):
+            rank_zero_warn(
+                f"The dirpath has changed from {before!r} to {folder!r}, where none of the checkpoints of before are: "
+                "what is kept there is ranked anew, only best_model_path still names one of before"
+            )
+            record = Record(best=state_dict["best_model_path"])
+        self._publish(record)
         here = record.newest and os.path.dirname(record.newest) == folder
-        self._resumed_from = os.path.getmtime(record.newest) if here else math.inf
+        self._resumed_from = os.path.getmtime(record.newest) if here else float("inf")
 
     # -- when --------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        self._trainer = trainer
+        self._trainer, self._fitting = trainer, stage == "fit" and not trainer.fast_dev_run
+        self._validated = self._deferred = False
+        if self.dirpath is None or stage != "fit":
+            return
+        if is_remote(self.dirpath):
+            what = f"`ModelCheckpoint(save_last='link')` with dirpath={self.dirpath!r}"
+            if self.save_last != "link":
+                what = f"`ModelCheckpoint(dirpath={self.dirpath!r})`"
+            raise MisconfigurationError(f"{what} is only supported for local file paths")
+        if self.save_top_k != 0 and trainer.is_global_zero and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
+            rank_zero_warn(
+                f"Checkpoint directory {self.dirpath} exists and is not empty: names in use get -v1, -v2, ..."
+            )
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
-        self._trainer, self._fitting = None, False
+        self._trainer, self._beat, self._fitting = None, None, False
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._fitting, self._validated, self._deferred = not trainer.fast_dev_run, False, False
-        self._last_time = time.monotonic()
+        self._beat = Beat(self._rhythm, trainer, time.monotonic)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._next_validation = trainer.next_validation()
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: Module,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        if trainer.global_step == self._record.step or not (self._due_by_step(trainer) or self._due_by_time(trainer)):
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        due = self._beat is not None and self._beat.due(trainer)
+        if not due or not self._fitting or trainer.global_step == self._published.judged:
             return
+        known = not self._ranks or self.monitor in self._values(trainer)
         # A validation that follows at once brings the value that this save is to be judged by.
-        self._deferred = self.monitor is not None and self._validation_follows(trainer)
-        if self._fitting and not self._deferred:
-            self._save(trainer)
-
-    def _due_by_step(self, trainer: Trainer) -> bool:
-        return self.every_n_train_steps > 0 and trainer.global_step % self.every_n_train_steps == 0
-
-    def _due_by_time(self, trainer: Trainer) -> bool:
-        if self.train_time_interval is None:
-            return False
-        if trainer.world_size > 1 and trainer.global_step % trainer.log_every_n_steps:
-            return False  # agreeing on the time costs an exchange: not in every step
-        over = time.monotonic() - self._last_time >= self.train_time_interval.total_seconds()
-        due: bool = trainer.strategy.broadcast(over)
-        if due:
-            self._last_time = time.monotonic()
-        return due
+        self._deferred = self._ranks and (not known or self._validation_follows(trainer))
+        if not self._deferred or not known:
+            self._save(trainer, rank=known)
 
     def _validation_follows(self, trainer: Trainer) -> bool:
         batch = trainer.progress.batch
@@ -233,55 +235,81 @@ class ModelCheckpoint(Checkpoint):
             return
         self._validated, self._next_validation = True, trainer.next_validation()
         if self._deferred or (self._epoch_is_due(trainer) and not self._saves_on_train_epoch_end(trainer)):
-            self._deferred = False
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if self._fitting and self._epoch_is_due(trainer) and self._saves_on_train_epoch_end(trainer):
+        due = self._epoch_is_due(trainer) and self._saves_on_train_epoch_end(trainer)
+        if self._fitting and (due or (self._deferred and self.monitor in self._values(trainer))):
             self._save(trainer)
 
     def _epoch_is_due(self, trainer: Trainer) -> bool:
-        rhythm = self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
-        return rhythm and trainer.global_step != self._record.step
+        epochs = self._rhythm.epochs
+        rhythm = epochs > 0 and (trainer.current_epoch + 1) % epochs == 0
+        return rhythm and trainer.global_step != self._published.judged
 
     def _saves_on_train_epoch_end(self, trainer: Trainer) -> bool:
         chosen = self.save_on_train_epoch_end
         return validates_once_per_epoch(trainer) if chosen is None else chosen
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
-        if self._fitting and self.save_last and trainer.global_step != self._record.step:
+        if not self._fitting:
+            return
+        if self.save_last and (trainer.global_step != self._published.judged or not self.last_model_path):
             self._save(trainer, rank=False)
-        self._fitting = False
+        if self.save_top_k != 0 and not self._validated and trainer.global_step and trainer.num_val_batches:
+            by_epoch = self.every_n_epochs > 0 and not self._saves_on_train_epoch_end(trainer)
+            warn_of_no_validation(trainer, self.monitor, self._values(trainer), by_epoch)
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         # Saving is a collective, and other ranks may not be here; and a loss that is no number has spoiled the model.
         possible = trainer.world_size == 1 and not isinstance(exception, FloatingPointError)
-        if self._fitting and self.save_on_exception and possible:
+        unsaved = trainer.global_step != self._published.saved and not trainer.sanity_checking
+        if self._fitting and self.save_on_exception and possible and unsaved:
             self._save(trainer, rank=False, keep=True)
         self._fitting = False
 
     # -- saving ------------------------------------------------------------------------------------------------
+
+    def _adopt_folder(self, trainer: Trainer) -> str:
+        """The folder to save in, settled when there is something to save."""
+        if self.dirpath is None:
+            self.dirpath = os.path.realpath(trainer.run_folder.checkpoints)
+        return self.dirpath
+
+    def _values(self, trainer: Trainer) -> dict[str, Any]:
+        """What a checkpoint can be ranked and named by; a logged ``epoch`` or ``step`` goes before the trainer's."""
+        values: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+            **trainer.callback_metrics,
+        }
+        return values | {name: int(values[name]) for name in ("epoch", "step")}
 
     def _save(self, trainer: Trainer, rank: bool = True, keep: bool = False) -> None:
         """Plan on rank 0, write, and only then let the record speak of it and drop what it replaced.
 
         ``rank``: it may enter the best k; ``keep``: it is written whatever its rank.
         """
-        if self.dirpath is None:
-            self.dirpath = os.path.realpath(trainer.run_folder.checkpoints)
-        metrics = trainer.callback_metrics
-        if rank and self.save_top_k != 0 and self.monitor is not None and self.monitor not in metrics:
+        self._adopt_folder(trainer)
+        values = self._values(trainer)
+        if rank and self._ranks and self.monitor not in values:
             if self._validated or not trainer.num_val_batches:
-                raise MissingMetricError("ModelCheckpoint", self.monitor, metrics)
-            rank = False  # validation, which may log it, has not run yet
-        own = self._plan(trainer, metrics, rank, keep) if trainer.is_global_zero else None
+                raise MissingMetricError("ModelCheckpoint", str(self.monitor), trainer.callback_metrics)
+            rank, self._deferred = False, True  # validation, which may log it, has not run yet
+        elif rank:
+            self._deferred = False
+        own = self._plan(trainer, values, rank, keep) if trainer.is_global_zero else None
         plan: Plan = trainer.strategy.broadcast(own)
         self._pending = plan.record
         try:
             self._write(trainer, plan)
+        except CheckpointError as error:
+            before = self._published.newest
+            intact = f"the newest complete checkpoint is {before}" if before else "no checkpoint was saved before"
+            raise CheckpointError(f"{error}; {intact}") from error
         finally:
             self._pending = None
-        self._record = plan.record
+        self._publish(plan.record)
         if trainer.is_global_zero:
             self._after_save(trainer, plan)
 
@@ -295,38 +323,28 @@ class ModelCheckpoint(Checkpoint):
             duplicate(Path(plan.path), Path(plan.last))
 
     def _after_save(self, trainer: Trainer, plan: Plan) -> None:
-        for path in plan.drop:
-            if os.path.dirname(path) == self.dirpath and os.path.lexists(path):  # never reach into another run's folder
-                remove(path)
+        resumed = getattr(trainer, "ckpt_path", None)
+        for path in plan.drop:  # never reach into another run's folder, nor take away what this one began from
+            if Path(path).is_relative_to(str(self.dirpath)) and (resumed is None or Path(resumed) != Path(path)):
+                remove_checkpoint(Path(path))
         if plan.path or plan.last:
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
             if self.verbose:
                 log.info("step %d: saved %s", trainer.global_step, plan.path or plan.last)
 
-    def _plan(self, trainer: Trainer, metrics: Mapping[str, torch.Tensor], rank: bool, keep: bool) -> Plan:
+    def _plan(self, trainer: Trainer, values: Mapping[str, Any], rank: bool, keep: bool) -> Plan:
         """What this save writes and drops."""
-        values = {**metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        old, path, drop = self._record, "", ""
-        record = replace(old, step=trainer.global_step)
-        if keep:
-            path = self._free_path(values)
-        elif rank and self.save_top_k != 0 and self.monitor is None:
-            drop = old.best if self.save_top_k == 1 else ""
-            path = self._free_path(values, replaces=drop)
-            record = replace(record, best=path)
-        elif rank and self.save_top_k != 0 and self.monitor is not None:
-            score, scores = self._ranking.score(metrics[self.monitor]), dict(old.scores)
-            if self._ranking.qualifies(scores, score):
-                if len(scores) == self.save_top_k:
-                    scores.pop(drop := self._ranking.worst(scores))
-                path = self._free_path(values, replaces=drop)
-                scores[path] = score
-            record = replace(record, scores=scores, best=self._ranking.best(scores), current_score=score)
-        last = self._free_path(values, self.CHECKPOINT_NAME_LAST, replaces=old.last) if self.save_last else ""
-        record = replace(record, last=last or old.last, newest=path or last or old.newest)
-        gone = (drop, old.last) if last else (drop,)
-        return Plan(record, path, last, tuple(name for name in gone if name and name not in (path, last)))
+        return Plan.after(
+            self._record,
+            self._ranking,
+            trainer.global_step,
+            lambda name, replaces: self._free_path(values, name, replaces),
+            rank=rank,
+            score=self._ranking.score(values[str(self.monitor)]) if rank and self._ranks else None,
+            keep=keep,
+            last=self.CHECKPOINT_NAME_LAST if self.save_last else None,
+        )
 
     def _free_path(self, values: Mapping[str, Any], template: str | None = None, replaces: str = "") -> str:
         """A path that is not taken; that of the checkpoint which this one ``replaces`` is free."""

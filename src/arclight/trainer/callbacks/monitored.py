@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -44,3 +45,15 @@ def validates_once_per_epoch(trainer: Trainer) -> bool:
     return trainer.check_val_every_n_epoch == 1 and (
         interval is None or (isinstance(interval, float) and interval == 1.0)
     )
+
+
+def warn_of_no_validation(trainer: Trainer, monitor: str | None, values: Iterable[str], after_validation: bool) -> None:
+    """Say so where a fit ended without the validation that checkpoints were to be ranked by, or saved after."""
+    if monitor is not None and monitor not in values:
+        rank_zero_warn(f"validation never ran, and {missing_metric('ModelCheckpoint', monitor, values)}")
+    elif after_validation:
+        rank_zero_warn(
+            "ModelCheckpoint saves after validation here, and validation never ran, so it saved nothing: "
+            f"check_val_every_n_epoch={trainer.check_val_every_n_epoch} and val_check_interval="
+            f"{trainer.val_check_interval} were not reached; or give it save_on_train_epoch_end=True"
+        )
