@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -17,10 +22,12 @@ class LearningRateMonitor(Callback):
     """Log each optimizer's learning rate as ``lr-<Optimizer>``, with ``/pg<n>`` for each of several parameter groups.
 
     ``logging_interval`` is ``step`` (at the trainer's ``log_every_n_steps``), ``epoch``, or None for whatever
-    each optimizer's scheduler steps by. ``log_momentum`` and ``log_weight_decay`` log these under
-    ``<name>-momentum`` and ``<name>-weight_decay``. A scheduler's ``name`` replaces ``lr-<Optimizer>``;
-    of two with the same name the second gets ``-1``, and so on. A value is the one used in the step at which it is
-    logged.
+    each optimizer's scheduler steps by (both, where it has none). ``log_momentum`` and ``log_weight_decay`` log these
+    under ``<name>-momentum`` and ``<name>-weight_decay``. A scheduler's ``name`` replaces ``lr-<Optimizer>``;
+    of two with the same name the second gets ``-1``, and so on; a parameter group's ``name`` replaces ``pg<n>``.
+    Groups that are added while training, as by finetuning, are logged from then on. ``log_key_prefix`` goes before
+    every name. A value is the one used in the step at which it is logged; callbacks can monitor it.
+    Raises MisconfigurationError where there is no logger, and for groups of one optimizer with the same name.
     """
 
     def __init__(
@@ -31,8 +38,9 @@ class LearningRateMonitor(Callback):
         log_key_prefix: str | None = None,
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
-            raise ValueError(
-                f"LearningRateMonitor(logging_interval={logging_interval!r}): choose 'step', 'epoch' or None",
+            raise MisconfigurationError(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): logging_interval should be `step` or `epoch` "
+                "or `None`",
             )
         self.logging_interval, self.log_momentum, self.log_weight_decay = (
             logging_interval,
@@ -40,90 +48,103 @@ class LearningRateMonitor(Callback):
             log_weight_decay,
         )
         self.log_key_prefix = log_key_prefix or ""
-        self.unused_hooks = frozenset(
-            {"on_train_batch_start"}
-            if logging_interval == "epoch"
-            else {"on_train_epoch_start"}
-            if logging_interval == "step"
-            else (),
-        )
+        unused = {"epoch": "on_train_batch_start", "step": "on_train_epoch_start"}
+        self.unused_hooks = frozenset({unused[logging_interval]} if logging_interval else ())
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
-        self._watched: list[tuple[str, Optimizer, str]] = []
         self._logged_at = -1
-
-    @property
-    def lr_sch_names(self) -> list[str]:
-        """Names of the optimizers, without their parameter groups."""
-        return [name for name, _, _ in self._watched]
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         if not trainer.loggers:
-            raise ValueError("LearningRateMonitor needs a logger; give the Trainer one, or leave out this callback")
-        self._watched = watched_optimizers(trainer)
-        names = [f"{name}{group}" for name, optimizer, _ in self._watched for group in group_names(optimizer)]
-        self.lrs = {name: self.lrs.get(name, []) for name in names}
+            raise MisconfigurationError(
+                "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger: give it one, or leave out "
+                "this callback"
+            )
+        watched = watched_optimizers(trainer, self.log_key_prefix)
+        if self.log_momentum and any(momentum(group) is None for _, o, _ in watched for group in o.param_groups):
+            rank_zero_warn(
+                "LearningRateMonitor(log_momentum=True), but some optimizers do not have momentum. Theirs is logged as 0.",
+                category=RuntimeWarning,
+            )
+        names = [name for names, _, _ in watched for name in names]
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values = {f"{name}-momentum": None for name in names}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         self._logged_at = -1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step + 1  # the step that this batch is part of
+        step = trainer.progress.global_step + 1  # the step that this batch is part of
         if step % trainer.log_every_n_steps == 0 and step != self._logged_at:
             self._logged_at = step
             self._log(trainer, "step", step)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.progress.batch == 0:  # a resume in the middle of an epoch has logged this already
-            self._log(trainer, "epoch", trainer.global_step)
+            self._log(trainer, "epoch", trainer.progress.global_step)
 
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:
         stats: dict[str, float] = {}
-        for name, optimizer, own_interval in self._watched:
-            if (self.logging_interval or own_interval) == interval:
-                stats.update(self._read(name, optimizer))
+        for names, optimizer, own_interval in watched_optimizers(trainer, self.log_key_prefix):
+            self._make_room(names)
+            if self.logging_interval is not None or own_interval in (interval, None):
+                stats.update(self._read(names, optimizer))
+        trainer.epoch_metrics.update({name: torch.tensor(value) for name, value in stats.items()})
         if stats and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **stats}, step)
 
-    def _read(self, name: str, optimizer: Optimizer) -> dict[str, float]:
-        stats = {}
-        for suffix, group in zip(group_names(optimizer), optimizer.param_groups, strict=True):
-            key = f"{name}{suffix}"
-            self.lrs[key].append(float(group["lr"]))
-            stats[self.log_key_prefix + key] = self.lrs[key][-1]
-            if (
-                self.log_momentum
-                and (momentum := group["betas"][0] if "betas" in group else group.get("momentum")) is not None
-            ):
-                self.last_momentum_values[f"{key}-momentum"] = stats[f"{self.log_key_prefix}{key}-momentum"] = momentum
+    def _make_room(self, names: list[str]) -> None:
+        """Lists for new groups; the only group of before goes on as the first of several."""
+        for name in names:
+            only = name.removesuffix("/pg1")
+            if only != name and only in self.lrs:
+                self.lrs[name] = self.lrs.pop(only)
+            self.lrs.setdefault(name, [])
+
+    def _read(self, names: list[str], optimizer: Optimizer) -> dict[str, float]:
+        stats: dict[str, float] = {}
+        for name, group in zip(names, optimizer.param_groups, strict=True):
+            stats[name] = float(group["lr"])
+            self.lrs[name].append(stats[name])
+            if self.log_momentum:
+                stats[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = momentum(group) or 0.0
             if self.log_weight_decay and (decay := group.get("weight_decay")) is not None:
-                self.last_weight_decay_values[f"{key}-weight_decay"] = stats[
-                    f"{self.log_key_prefix}{key}-weight_decay"
-                ] = decay
+                stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = float(decay)
         return stats
 
 
-def watched_optimizers(trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
-    """Name, optimizer and interval of each scheduler, then of each optimizer without one."""
-    scheduled = [
+def momentum(group: dict[str, Any]) -> float | None:
+    """The momentum of a parameter group (the first beta, for Adam's kin); None for an optimizer without."""
+    value = group["betas"][0] if "betas" in group else group.get("momentum")
+    return None if value is None else float(value)
+
+
+def watched_optimizers(trainer: Trainer, prefix: str) -> list[tuple[list[str], Optimizer, str | None]]:
+    """Names of the groups, optimizer and interval of each scheduler, then of each optimizer without one (no interval)."""
+    watched: list[tuple[str, Optimizer, str | None]] = [
         (config.name or f"lr-{type(config.scheduler.optimizer).__name__}", config.scheduler.optimizer, config.interval)
         for config in trainer.lr_scheduler_configs
     ]
-    known = {id(optimizer) for _, optimizer, _ in scheduled}
-    free = [
-        (f"lr-{type(optimizer).__name__}", optimizer, "step")
-        for optimizer in trainer.optimizers
-        if id(optimizer) not in known
-    ]
-    named, counts = [], dict[str, int]()
-    for name, optimizer, interval in [*scheduled, *free]:
-        count = counts[name] = counts.get(name, -1) + 1
-        named.append((f"{name}-{count}" if count else name, optimizer, interval))
+    known = {id(optimizer) for _, optimizer, _ in watched}
+    watched += [(f"lr-{type(o).__name__}", o, None) for o in trainer.optimizers if id(o) not in known]
+    named, counts = [], Counter[str]()
+    for name, optimizer, interval in watched:
+        unique = f"{name}-{counts[name]}" if counts[name] else name
+        counts[name] += 1
+        named.append((group_names(prefix + unique, optimizer), optimizer, interval))
     return named
 
 
-def group_names(optimizer: Optimizer) -> list[str]:
-    """What tells an optimizer's parameter groups apart; nothing where there is one."""
-    if len(optimizer.param_groups) == 1:
-        return [""]
-    return [f"/{group.get('name', f'pg{number}')}" for number, group in enumerate(optimizer.param_groups, 1)]
+def group_names(name: str, optimizer: Optimizer) -> list[str]:
+    """One name for each of an optimizer's parameter groups. Raises MisconfigurationError where two would be the same."""
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        return [f"{name}/{groups[0]['name']}" if groups[0].get("name") else name]
+    own = [str(group.get("name", f"pg{number}")) for number, group in enumerate(groups, 1)]
+    if twice := [group for group, count in Counter(own).items() if count > 1]:
+        raise MisconfigurationError(
+            "A single `Optimizer` cannot have multiple parameter groups with identical `name` values: "
+            f"{name} has {', '.join(twice)} more than once"
+        )
+    return [f"{name}/{group}" for group in own]
