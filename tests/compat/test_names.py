@@ -70,12 +70,12 @@ def test_a_mistyped_name_is_told_the_nearest_one() -> None:
 
 
 def test_replacing_a_name_for_a_while_replaces_it_where_it_is_used() -> None:
-    from arclight.fabric import environments
+    from arclight.fabric.environments import variables
 
-    before = environments.free_port
+    before = variables.find_free_network_port
     with mock.patch(f"{ROOT}.fabric.plugins.environments.lightning.find_free_network_port", return_value=3):
-        assert environments.LightningEnvironment().main_port == 3
-    assert environments.free_port is before
+        assert variables.LightningEnvironment().main_port == 3
+    assert variables.find_free_network_port is before
 
 
 def test_a_module_that_stands_for_one_of_ours_shows_what_else_is_in_it() -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from arclight.fabric.environments import ClusterEnvironment, free_port
+from arclight.fabric.environments import ClusterEnvironment, find_free_network_port
 from arclight.fabric.watching import end_watch, failed_first
 
 
@@ -136,7 +136,7 @@ class MultiProcessingLauncher(Launcher):
         if "LOCAL_RANK" in os.environ:
             return function(*arguments)
         queue = mp.get_context(self.start_method).SimpleQueue()
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
         processes = mp.start_processes(
             _entry,
             args=(shared, function, arguments, queue),

@@ -98,10 +98,18 @@ _FABRIC: _Rows = (
     (
         "fabric.plugins.environments pytorch.plugins.environments",
         _ENVIRONMENTS,
-        "LightningEnvironment TorchElasticEnvironment",
+        "KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment TorchElasticEnvironment",
     ),
-    ("fabric.plugins.environments.lightning", _ENVIRONMENTS, "LightningEnvironment find_free_network_port=free_port"),
-    ("fabric.plugins.environments.torchelastic", _ENVIRONMENTS, "TorchElasticEnvironment"),
+    (
+        "fabric.plugins.environments.lightning",
+        f"{_ENVIRONMENTS}.variables",
+        "LightningEnvironment find_free_network_port",
+    ),
+    ("fabric.plugins.environments.torchelastic", f"{_ENVIRONMENTS}.variables", "TorchElasticEnvironment"),
+    ("fabric.plugins.environments.kubeflow", f"{_ENVIRONMENTS}.variables", "KubeflowEnvironment"),
+    ("fabric.plugins.environments.slurm", f"{_ENVIRONMENTS}.slurm", "SLURMEnvironment"),
+    ("fabric.plugins.environments.lsf", f"{_ENVIRONMENTS}.lsf", "LSFEnvironment"),
+    ("fabric.plugins.environments.mpi", f"{_ENVIRONMENTS}.mpi", "MPIEnvironment"),
 )
 
 _UTILITIES: _Rows = (

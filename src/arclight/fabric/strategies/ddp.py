@@ -51,11 +51,12 @@ class DDPStrategy(Strategy):
         self._children: SubprocessLauncher | None = None
 
     def launcher(self) -> Launcher:
+        if self._children is not None:  # one set of children serves every fit and test of this program
+            return self._children
         if self.environment.creates_processes_externally:
             return Launcher()
         if self.start_method == "popen":
-            if self._children is None:  # one set of children serves every fit and test of this program
-                self._children = SubprocessLauncher(self.num_devices, self.environment)
+            self._children = SubprocessLauncher(self.num_devices, self.environment)
             return self._children
         return MultiProcessingLauncher(self.num_devices, self.start_method)
 

@@ -1,0 +1,70 @@
+"""Names for classes: what this package brings, what installed packages bring, what a user registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+
+@cache
+def installed(kind: str) -> dict[str, Any]:
+    """Classes that installed packages offer as entry points in the group ``arclight.<kind>``, by name."""
+    return {entry.name: entry.load() for entry in entry_points(group=f"arclight.{kind}")}
+
+
+class Registry(dict[str, dict[str, Any]]):
+    """Names with the class that each stands for, its description and the arguments that it is made with.
+
+    ``kind`` is what a name stands for: ``strategy`` or ``accelerator``. An entry is a dictionary with the keys ``<kind>``,
+    ``<kind>_name``, ``description`` and ``init_params``.
+    """
+
+    def __init__(self, kind: str, plural: str) -> None:
+        super().__init__()
+        self.kind, self.plural = kind, plural
+
+    def register(
+        self, name: str, cls: Callable[..., Any] | None = None, description: str = "", override: bool = False, **init_params: Any
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Let ``name`` stand for ``cls(**init_params)``; without ``cls`` this is a decorator.
+
+        Raises TypeError for a name that is no text, ValueError for one that is taken, unless ``override``.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a {self.kind} must be text, got {name!r}")
+        if name in self and not override:
+            raise ValueError(f"the {self.kind} name {name!r} is taken; pass override=True to replace it")
+
+        def enter(cls: Callable[..., Any]) -> Callable[..., Any]:
+            self[name] = {
+                self.kind: cls,
+                f"{self.kind}_name": name,
+                "description": description,
+                "init_params": init_params,
+            }
+            return cls
+
+        return enter if cls is None else enter(cls)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What ``name`` stands for, made with its arguments; else ``default``. Raises KeyError without one."""
+        if name in self:
+            return self[name][self.kind](**self[name]["init_params"])
+        if name in installed(self.plural):
+            return installed(self.plural)[name]()
+        if default is not None:
+            return default
+        raise KeyError(f"{name!r} is no registered {self.kind}; there are: {', '.join(self.names()) or 'none'}")
+
+    def remove(self, name: str) -> None:
+        """Forget ``name``. Raises KeyError where it is not registered."""
+        self.pop(name)
+
+    def names(self) -> list[str]:
+        """Every name, also those of installed packages."""
+        return sorted({*self, *installed(self.plural)})
+
+    def __str__(self) -> str:
+        return f"registered {self.plural}: {', '.join(self.names())}"
