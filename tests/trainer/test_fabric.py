@@ -86,9 +86,9 @@ def test_a_loop_resumes_from_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_wrong_use_is_named(tmp_path: Path) -> None:
     fabric = al.Fabric()
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="give clip_val or max_norm, one of them"):
+    with pytest.raises(ValueError, match="You have to specify either `clip_val` or `max_norm`"):
         fabric.clip_gradients(model, torch.optim.SGD(model.parameters(), lr=1))
-    with pytest.raises(RuntimeError, match=r"call fabric.launch\(\) before"):
+    with pytest.raises(RuntimeError, match=r"you must call `.launch\(\)`"):
         al.Fabric(devices=2, strategy="ddp").setup(model)
 
 

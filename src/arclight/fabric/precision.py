@@ -31,6 +31,10 @@ class Precision:
         """``batch`` with its floating tensors in the type that the model computes in."""
         return batch
 
+    def convert_output(self, output: Any) -> Any:
+        """What forward gave, with its floating tensors in the type that losses are computed in."""
+        return output
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Context in which forward runs."""
         return nullcontext()
@@ -65,6 +69,9 @@ class HalfPrecision(Precision):
 
         return map_tensors(batch, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
+    def convert_output(self, output: Any) -> Any:
+        return in_default_dtype(output)
+
     def wrap(self, step: Step) -> Step:
         """``step`` with this type as the default of tensors that it makes itself."""
 
@@ -94,6 +101,9 @@ class MixedPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         # Weight casts are not cached: a cache entry made under no_grad would cut the graph of a later forward.
         return torch.autocast(self.device, self.compute_dtype, cache_enabled=False)
+
+    def convert_output(self, output: Any) -> Any:
+        return in_default_dtype(output)
 
     def wrap(self, step: Step) -> Step:
         device, dtype = self.device, self.compute_dtype
@@ -167,6 +177,14 @@ def _time_convolution(dtype: torch.dtype) -> float:
         nn.functional.conv2d(images, weight, padding=1).sum().backward()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def in_default_dtype(tree: Any) -> Any:
+    """``tree`` with its floating tensors in torch's default type."""
+    from arclight.fabric.batches import map_tensors
+
+    dtype = torch.get_default_dtype()
+    return map_tensors(tree, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 class DefaultDtype(AbstractContextManager[None]):

@@ -8,8 +8,9 @@ from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.strategies.base import SingleDeviceStrategy, Strategy
 from arclight.fabric.strategies.ddp import DDPStrategy
+from arclight.fabric.strategies.parallel import ParallelStrategy
 
-__all__ = ["DDPStrategy", "SingleDeviceStrategy", "Strategy", "resolve_strategy"]
+__all__ = ["DDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy", "resolve_strategy"]
 
 _DDP = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 

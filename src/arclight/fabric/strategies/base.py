@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import move_batch
 from arclight.fabric.environments import ClusterEnvironment, LightningEnvironment
 from arclight.fabric.launchers import Launcher
+from arclight.fabric.precision import Precision
 from arclight.fabric.stopping import StopSignal
 
 
@@ -26,8 +28,12 @@ class Strategy:
     name = "single"
     accelerator: Accelerator
     device: torch.device
+    evaluates_in_inference_mode = True
+    """False where a forward makes tensors that later training steps use again."""
 
     def __init__(self) -> None:
+        self.precision = Precision()
+        self.checkpoint_io: Any = None
         self.num_devices = self.num_nodes = 1
         self.environment: ClusterEnvironment = LightningEnvironment()
         self.stop = StopSignal()
@@ -84,14 +90,104 @@ class Strategy:
         """Whether all ranks stop before whatever follows ``position``; every rank asks at the same positions, in order."""
         return self.stop.due(position)
 
-    # -- model -------------------------------------------------------------------------------------------------
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
 
-    def setup_module(self, module: nn.Module, move: bool = True) -> nn.Module:
-        """``module`` on its device (if ``move``), wrapped where forward and backward must know of other processes."""
-        return module.to(self.device) if move else module
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Among how many samplers the data is shared, and which of them is this process's."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # -- model: for a loop that is the user's ----------------------------------------------------------------------
+
+    def module_to_device(self, module: nn.Module) -> None:
+        module.to(self.device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """``module``, wrapped where forward and backward must know of other processes."""
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Both at once, for optimizers that were made before the module was wrapped."""
+        return self.setup_module(module), [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        return dataloader
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """New tensors come into being on the device, in the precision's type."""
+        stack = ExitStack()
+        stack.enter_context(self.device)
+        stack.enter_context(self.precision.init_context())
+        return stack
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """New modules come into being on the device, in the precision's type, without first values if ``empty_init``."""
+        stack = ExitStack()
+        stack.enter_context(self.tensor_init_context())
+        if empty_init:
+            stack.enter_context(NoInit())
+        return stack
+
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Backward from ``tensor``, scaled where 16-bit gradients need it."""
+        scaler = self.precision.scaler
+        (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """``optimizer.step(**kwargs)`` with the scale taken out of 16-bit gradients; a step that overflowed is left out."""
+        scaler = self.precision.scaler
+        if scaler is None:
+            return optimizer.step(**kwargs)
+        output = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        return output
+
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """Scale the optimizer's gradients down to a total norm of ``max_norm`` at most; the norm before."""
+        self._unscale(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
+        """Limit every element of the optimizer's gradients to ``[-clip_val, clip_val]``."""
+        self._unscale(optimizer)
+        nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        if self.precision.scaler is not None:
+            self.precision.scaler.unscale_(optimizer)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Context in which backward does not reduce gradients (all but the last batch of a window)."""
+        return nullcontext()
+
+    # -- model: for the Trainer ------------------------------------------------------------------------------------
+
+    def place(self, module: nn.Module, whole_step: bool = True) -> None:
+        """``module`` on its device, or this process's share of it. Optimizers are made after this.
+
+        ``whole_step`` says that forward and backward passes lie in one step function each, which :meth:`wrap_step` may
+        wrap; otherwise, in manual optimization, there is no such function.
+        """
+        module.to(self.device)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step``, a bound method of ``module`` that runs forward, made aware of other processes."""
+        return step
+
+    def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for a step that no backward follows."""
         return step
 
     def copy_weights(self, module: nn.Module) -> None:
@@ -100,17 +196,88 @@ class Strategy:
     def average_gradients(self, module: nn.Module) -> None:
         """Average over ranks the gradients that such a module's backward left."""
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Context in which backward does not reduce gradients (all but the last batch of a window)."""
-        return nullcontext()
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:  # fmt: skip
+        """Write ``state``; what has a ``state_dict()`` saves that. ``filter`` says for an entry which of its items to keep."""
+        tree = {
+            name: kept
+            for name, value in state.items()
+            if (kept := _filtered(self.state_of(value), (filter or {}).get(name))) is not None
+        }
+        tree = self.portable(tree)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint=tree, path=path, storage_options=storage_options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint into the objects of ``state`` (or into the one module or optimizer); what is left over.
+
+        Raises KeyError with ``strict`` for an object that the checkpoint has nothing for.
+        """
+        tree: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        if isinstance(state, (nn.Module, Optimizer)):
+            self.restore(state, tree, strict)
+            return {}
+        missing = [name for name in state or {} if name not in tree]
+        if missing and strict:
+            raise KeyError(
+                f"{path} contains no key {missing[0]!r}, which was asked for; it has {', '.join(map(str, tree))}. "
+                "To disable strict loading, set `strict=False`"
+            )
+        for name in [name for name in state or {} if name in tree]:
+            value = tree.pop(name)
+            if hasattr(state[name], "load_state_dict"):
+                self.restore(state[name], value, strict)
+            else:
+                state[name] = value
+        return tree
+
+    def state_of(self, value: Any) -> Any:
+        """What of an object goes into a checkpoint."""
+        if isinstance(value, nn.Module):
+            return self.get_module_state_dict(value)
+        if isinstance(value, Optimizer):
+            return self.get_optimizer_state(value)
+        return value.state_dict() if hasattr(value, "state_dict") else value
+
+    def restore(self, target: Any, state: Any, strict: bool = True) -> None:
+        """The inverse of :meth:`state_of`."""
+        if isinstance(target, nn.Module):
+            self.load_module_state_dict(target, state, strict)
+        else:
+            target.load_state_dict(state)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Weights under their own names."""
+        return module.state_dict()
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Whole weights, into what may be a share of them."""
+        module.load_state_dict(state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    def portable(self, tree: Any) -> Any:
+        """A state tree whose tensors are whole, on rank 0; a collective where tensors are spread over processes."""
+        return tree
 
     def move(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
 
     # -- collectives: with one process each is the identity --------------------------------------------------------
 
-    def barrier(self, name: str = "") -> None:
+    def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[Any]:
+        """Context that rank 0 (of each node where ``local``) leaves before the others enter, however long it takes."""
+        return nullcontext()
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """``value`` of rank ``src``, any picklable object, on every rank."""
@@ -120,13 +287,16 @@ class Strategy:
         """Every rank's ``value``, in rank order."""
         return [value]
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
-        """``tensor`` combined over ranks by mean, sum, max or min (a new tensor)."""
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None, reduce_op: Any = "mean") -> torch.Tensor:
+        """``tensor`` combined over the ranks (of ``group``) by mean, sum, max or min (a new tensor)."""
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``tensor``, stacked along a new first dimension."""
-        return tensor.unsqueeze(0)
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Every rank's ``tensor``, stacked along a new first dimension; with one process the tensor as it is.
+
+        With ``sync_grads`` a gradient of the result flows back to the rank that each part came from.
+        """
+        return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``all`` (or any) ranks decided so."""
@@ -135,3 +305,20 @@ class Strategy:
 
 class SingleDeviceStrategy(Strategy):
     """Everything in this process."""
+
+
+def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
+    """The items of a dict that a filter keeps, None where it keeps none; anything else as it is."""
+    if keep is None or not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if keep(key, item)} or None
+
+
+class NoInit(torch.overrides.TorchFunctionMode):
+    """Leaves out the functions of ``torch.nn.init``: weights stay as allocated, to be loaded right after."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
