@@ -77,7 +77,14 @@ def rank_zero_warn(message: str, stacklevel: int = 4, category: type[Warning] = 
     warnings.warn(message, category, stacklevel=stacklevel, **options)
 
 
+class LightningDeprecationWarning(DeprecationWarning):
+    """Something that will go, told to users and not only to developers."""
+
+
+warnings.simplefilter("default", category=LightningDeprecationWarning)
+
+
 @rank_zero_only
 def rank_zero_deprecation(message: str, stacklevel: int = 5, **options: Any) -> None:
-    """A DeprecationWarning on rank 0."""
-    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel, **options)
+    """A :class:`LightningDeprecationWarning` on rank 0."""
+    warnings.warn(message, LightningDeprecationWarning, stacklevel=stacklevel, **options)

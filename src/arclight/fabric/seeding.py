@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -11,31 +12,64 @@ from typing import Any
 import numpy as np
 import torch
 
+from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
+
+_LOG = logging.getLogger("arclight")
+
 MAX_SEED = 2**32 - 1
 """Largest seed that NumPy's legacy generator takes."""
 
 
-def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python, NumPy and torch (all devices); returns the seed.
 
     ``None`` takes the seed from the environment variable ``PL_GLOBAL_SEED``, else 0. The seed is left in
     ``PL_GLOBAL_SEED`` so that processes started from here take the same one; ``workers`` is left in
-    ``PL_SEED_WORKERS`` for code that reads it (our loader seeds its workers either way).
+    ``PL_SEED_WORKERS`` for code that reads it (our loader seeds its workers either way). ``verbose`` logs the seed.
     Raises ValueError for a seed outside 0 to 2**32 - 1.
     """
     if seed is None:
-        seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    if not 0 <= int(seed) <= MAX_SEED:
-        raise ValueError(f"seed must be between 0 and {MAX_SEED}, got {seed}")
+        seed = _seed_of_environment(verbose)
     seed = int(seed)
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed {seed} is not in bounds: it must be between 0 and {MAX_SEED}")
+    if verbose:
+        _LOG.info("Seed set to %d", seed)
     os.environ["PL_GLOBAL_SEED"] = str(seed)
     os.environ["PL_SEED_WORKERS"] = str(int(workers))
     seed_generators(seed)
-    if verbose:
-        import logging
-
-        logging.getLogger("arclight").info("Seed set to %d", seed)
     return seed
+
+
+def _seed_of_environment(verbose: bool) -> int:
+    text = os.environ.get("PL_GLOBAL_SEED")
+    if text is None:
+        if verbose:
+            rank_zero_warn("No seed found, seed set to 0")
+        return 0
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"Invalid seed specified via PL_GLOBAL_SEED: {text!r}") from None
+
+
+def reset_seed() -> None:
+    """Seed everything again as :func:`seed_everything` last did; nothing where it was never called."""
+    if "PL_GLOBAL_SEED" in os.environ:
+        seed_everything(workers=os.environ.get("PL_SEED_WORKERS", "0") == "1", verbose=False)
+
+
+def seed_loader_worker(worker_id: int, rank: int | None = None) -> None:
+    """A DataLoader's ``worker_init_fn``: streams that differ between workers and ranks, in every generator.
+
+    Our own loader needs none; this is for loaders that are used without it.
+    """
+    base = torch.initial_seed() - worker_id
+    rank = rank_zero_only.rank if rank is None else rank
+    words = np.random.SeedSequence([base & 0xFFFF_FFFF_FFFF_FFFF, worker_id, rank]).generate_state(12)
+    torch.manual_seed(int(words[0]) << 32 | int(words[1]))
+    random.seed(int.from_bytes(words[2:6].tobytes(), "little"))
+    np.random.seed(words[6:10])
 
 
 def seed_generators(seed: int) -> None:
@@ -76,9 +110,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def isolate_rng() -> Iterator[None]:
-    """Run a block whose random draws leave the surrounding streams untouched."""
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Run a block whose random draws leave the surrounding streams untouched, CUDA's too unless told otherwise."""
     state = rng_state()
+    if not include_cuda:
+        state.pop("cuda", None)
     try:
         yield
     finally:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from arclight.trainer.hparams import HyperparametersMixin
+
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-class DataModule:
+class DataModule(HyperparametersMixin):
     """Subclass this and write the loaders that you need.
 
     A loader is any iterable of batches; plain ``DataLoader`` objects resume exactly (see ``arclight.data``).
     """
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
 
     trainer: Trainer | None = None
     prepare_data_per_node: bool = True

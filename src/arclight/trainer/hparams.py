@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+from argparse import Namespace
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
+
+from torch import nn
+
+from arclight.fabric.rank_zero import rank_zero_warn
+
+_PRIMITIVES = (bool, int, float, str)
+_GIVEN: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
 
 
 class Hyperparameters(dict[str, Any]):
@@ -15,41 +27,202 @@ class Hyperparameters(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyper-parameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}; there are: {', '.join(map(str, self)) or 'none'}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
+    def __delattr__(self, name: str) -> None:
+        del self[name]
 
-def collect_arguments(
-    cls: type, frame: FrameType, chosen: tuple[Any, ...], ignore: str | list[str] | tuple[str, ...] | None
-) -> Hyperparameters:
-    """Arguments of the constructor that runs in ``frame``: all, or the ``chosen`` names, less the ignored ones.
+    def __repr__(self) -> str:
+        width = max((len(str(name)) for name in self), default=0) + 3
+        return "\n".join(f'"{name}":'.ljust(width) + f" {self[name]}" for name in sorted(self, key=str))
 
-    One dict or dataclass in ``chosen`` stands for its items. Raises ValueError for a name that is no argument.
+
+class HyperparametersMixin:
+    """Gives a class ``save_hyperparameters()`` and ``hparams``."""
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
+
+    _log_hyperparams: bool = False
+    _hparams_name: str | None = None
+    """The constructor's argument that holds all of them, ``"kwargs"`` where each is one of its own."""
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Sequence[str] | str | None = None, frame: FrameType | None = None, logger: bool = True
+    ) -> None:
+        """Keep the constructor's arguments in ``self.hparams`` and in every checkpoint; loggers get them too if ``logger``.
+
+        Without ``args`` all of them, those of base classes included, else the named ones; or the items of one dict,
+        Namespace or other mapping. ``ignore`` names some to leave out, and takes out what a base class kept.
+        Raises ValueError for a plain value in place of a mapping, and for a name that is no argument.
+        """
+        self.__dict__["_log_hyperparams"] = logger
+        if len(args) == 1 and not isinstance(args[0], str) and not args[0] and not isinstance(args[0], _PRIMITIVES):
+            return  # an empty container
+        ignored = [ignore] if isinstance(ignore, str) else [name for name in ignore or () if isinstance(name, str)]
+        here = inspect.currentframe()
+        arguments = self._constructor_arguments(frame or (here.f_back if here is not None else None))
+        arguments = {name: value for name, value in arguments.items() if name not in ignored}
+        name, chosen = _choose(type(self), arguments, args)
+        self.__dict__["_hparams_name"] = name
+        self._set_hparams(chosen)
+        for key in ignored:
+            self.hparams.pop(key, None)
+        for key, value in self.hparams.items():
+            if isinstance(value, nn.Module):
+                rank_zero_warn(
+                    f"Attribute {key!r} is an instance of `nn.Module` and is already saved during checkpointing."
+                    f" It is recommended to ignore them using `self.save_hyperparameters(ignore=[{key!r}])`."
+                )
+        self.__dict__["_hparams_initial"] = copy.deepcopy(self.hparams)
+
+    def _constructor_arguments(self, frame: FrameType | None) -> dict[str, Any]:
+        given = _GIVEN.get()
+        if given is not None:
+            return given
+        if dataclasses.is_dataclass(self):
+            return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        merged: dict[str, Any] = {}
+        for arguments in constructors(frame):
+            merged |= arguments
+        return merged
+
+    def _set_hparams(self, given: Any) -> None:
+        if isinstance(given, Namespace):
+            given = vars(given)
+        if isinstance(given, _PRIMITIVES):
+            raise ValueError(f"Primitives {_PRIMITIVES} are not allowed: give the name of an argument, or a mapping.")
+        if not isinstance(given, MutableMapping):
+            raise ValueError(f"Unsupported config type of {type(given)}: give a dict, a Namespace or another mapping.")
+        if isinstance(given, dict) and isinstance(self.hparams, dict):
+            self.hparams.update(given)
+        else:
+            self.__dict__["_hparams"] = given  # a mapping with a life of its own, OmegaConf's for example
+
+    @property
+    def hparams(self) -> Any:
+        """What :meth:`save_hyperparameters` kept; a script may change it, the initial values stay."""
+        return self.__dict__.setdefault("_hparams", Hyperparameters())
+
+    @property
+    def hparams_initial(self) -> Any:
+        """A copy of the values as they were kept."""
+        return copy.deepcopy(self.__dict__.get("_hparams_initial", Hyperparameters()))
+
+
+def constructors(frame: FrameType | None) -> Iterator[dict[str, Any]]:
+    """Arguments of each constructor that is running in ``frame`` and directly around it, the most derived class last.
+
+    A module that is built by another one's constructor takes that one's arguments too.
     """
-    if len(chosen) == 1 and isinstance(chosen[0], dict):
-        return Hyperparameters(chosen[0])
-    if len(chosen) == 1 and dataclasses.is_dataclass(chosen[0]):
-        return Hyperparameters({f.name: getattr(chosen[0], f.name) for f in dataclasses.fields(chosen[0])})
-    values = inspect.getargvalues(frame)
-    arguments = {
-        name: values.locals[name]
-        for name in [*values.args, *(inspect.signature(cls).parameters)]
-        if name in values.locals
-    }
-    if values.keywords is not None:
-        arguments |= values.locals[values.keywords]
-        arguments.pop(values.keywords, None)
-    arguments = {
-        name: value for name, value in arguments.items() if name not in ("self", "__class__") and name != values.varargs
-    }
+    inside = False
+    while frame is not None:
+        values, code = frame.f_locals, frame.f_code
+        instance = values.get(code.co_varnames[0]) if code.co_argcount else None
+        if "__class__" in values and code.co_name == "__init__" and isinstance(instance, HyperparametersMixin):
+            yield _arguments(values["__class__"], values)
+            inside = True
+        elif inside:
+            return
+        frame = frame.f_back
+
+
+def _arguments(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    own, *parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    arguments: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= values.get(parameter.name, {})
+        elif parameter.kind is not parameter.VAR_POSITIONAL and parameter.name in values:
+            arguments[parameter.name] = values[parameter.name]
+    return {name: value for name, value in arguments.items() if name not in (own.name, "__class__")}
+
+
+def _choose(cls: type, arguments: dict[str, Any], chosen: tuple[Any, ...]) -> tuple[str | None, Any]:
+    """The name to keep them under, and what to keep."""
+    if not chosen:
+        return ("kwargs" if arguments else None), arguments
+    containers = [item for item in chosen if not isinstance(item, str)]
+    if len(containers) == 1:
+        held_by = [name for name, value in arguments.items() if value is containers[0] or _equal(value, containers[0])]
+        return (held_by[0] if held_by else None), containers[0]
     unknown = [name for name in chosen if name not in arguments]
     if unknown:
         raise ValueError(
             f"save_hyperparameters: {unknown[0]!r} is no argument of {cls.__name__}; it has {', '.join(arguments) or 'none'}"
         )
-    ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-    return Hyperparameters(
-        {name: value for name, value in arguments.items() if (not chosen or name in chosen) and name not in ignored}
-    )
+    return "kwargs", {name: arguments[name] for name in chosen}
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and not isinstance(left, _PRIMITIVES) and bool(left == right)
+
+
+@contextmanager
+def given_hyperparameters(arguments: dict[str, Any]) -> Iterator[None]:
+    """While it runs, ``save_hyperparameters()`` keeps these: for a command line that knows them in a form that can be written."""
+    token = _GIVEN.set(dict(arguments))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
+def hyperparameters_to_log(*owners: Any) -> dict[str, Any] | None:
+    """What loggers get of a module and its data module; None where neither asked for it.
+
+    Raises RuntimeError where both have a name with different values.
+    """
+    asked = [dict(o.hparams_initial) for o in owners if isinstance(o, HyperparametersMixin) and o._log_hyperparams]
+    merged: dict[str, Any] = {}
+    for values in asked:
+        differing = [name for name in values if name in merged and not _same(merged[name], values[name])]
+        if differing:
+            raise RuntimeError(
+                f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
+                "LightningDataModule's hparams but have different values."
+            )
+        merged |= values
+    return merged if asked else None
+
+
+def _same(left: Any, right: Any) -> bool:
+    return type(left) is type(right) and bool(left == right)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
+    """The entries of a checkpoint from which :func:`arguments_for` finds the constructor's arguments again."""
+    if not owner.hparams:
+        return {}
+    return {
+        owner.CHECKPOINT_HYPER_PARAMS_NAME: owner._hparams_name,
+        owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams),
+    }
+
+
+def arguments_for(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Arguments to build a ``cls`` with: those of the checkpoint, then ``overrides``; only ones its constructor takes."""
+    key: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
+    name: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")
+    kept = {
+        **checkpoint.get("module_arguments", {}),
+        **checkpoint.get(key, {}),
+        **overrides,
+    }  # the first: Lightning 0.8
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
+    held_by = checkpoint.get(name)
+    if held_by and any(parameter.name == held_by for parameter in parameters):
+        kept = {held_by: Hyperparameters(kept)} | overrides
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return kept
+    taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL}
+    return {name: value for name, value in kept.items() if name in taken}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from arclight.trainer.hparams import Hyperparameters, collect_arguments
+from arclight.trainer.hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-class Module(nn.Module):
+class Module(HyperparametersMixin, nn.Module):
     """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
@@ -336,30 +335,7 @@ class Module(nn.Module):
     def dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
-    # -- hyper-parameters ------------------------------------------------------------------------------------------
-
-    def save_hyperparameters(
-        self, *args: Any, ignore: str | list[str] | tuple[str, ...] | None = None, logger: bool = True
-    ) -> None:
-        """Keep the constructor's arguments in ``self.hparams`` and in every checkpoint.
-
-        Without ``args`` all of them; else the named ones, or a dict or dataclass given as the one argument.
-        """
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        if caller is None:
-            raise RuntimeError("save_hyperparameters() must be called from __init__")
-        self.__dict__["_hparams"] = collect_arguments(type(self), caller, args, ignore)
-        self.__dict__["_log_hyperparams"] = logger
-
-    @property
-    def hparams(self) -> Hyperparameters:
-        hparams: Hyperparameters = self.__dict__.setdefault("_hparams", Hyperparameters())
-        return hparams
-
-    @property
-    def hparams_initial(self) -> Hyperparameters:
-        return Hyperparameters(self.hparams)
+    # -- checkpoints ------------------------------------------------------------------------------------------
 
     @classmethod
     def load_from_checkpoint(

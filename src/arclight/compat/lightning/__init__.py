@@ -7,6 +7,7 @@ subclass of ours that keeps Lightning's habits. :mod:`arclight.compat.lightning.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from arclight.compat.lightning.modules import install
@@ -21,3 +22,16 @@ if TYPE_CHECKING:
     from arclight.trainer.fabric import Fabric as Fabric
 
 install(__name__)
+
+
+def _show_messages() -> None:
+    """Scripts written for Lightning see its messages of level INFO without asking; one that set up logging decides itself."""
+    ours, root = logging.getLogger("arclight"), logging.getLogger()
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+    if not root.hasHandlers() and not ours.handlers:
+        ours.addHandler(logging.StreamHandler())
+        ours.propagate = False
+
+
+_show_messages()

@@ -1,8 +1,8 @@
 """Modules made from the table of names, so that Lightning's many import paths need no file each.
 
 A module holds no copies: a name is looked up in the room that defines it at every use, and setting one (as tests do
-that replace a function for a while) sets it there. A module all of whose names come from one of ours stands for that one,
-so what else is in it can be reached too.
+that replace a function for a while) sets it there. A module without modules below it stands for ours that its names come
+from: what else is in those can be reached too.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ def children(path: str) -> list[str]:
     return sorted({p[len(prefix) :].split(".")[0] for p in (*NAMES, *REFUSED) if p.startswith(prefix) and p != path})
 
 
-def stands_for(path: str) -> str | None:
-    """Our module that all of this module's names come from; None where there are several."""
-    origins = {origin.partition(":")[0] for origin in NAMES.get(path, {}).values()}
-    return origins.pop() if len(origins) == 1 else None
+def origins(path: str) -> list[str]:
+    """Our modules that this module's names come from."""
+    return list(dict.fromkeys(origin.partition(":")[0] for origin in NAMES.get(path, {}).values()))
 
 
 def exists(path: str) -> bool:
@@ -87,9 +86,10 @@ class NamesModule(ModuleType):
         if name.startswith("__") and name != "__version__":
             return None  # a module's own affairs
         origin, _, own = NAMES.get(self._path, {}).get(name, "").partition(":")
-        if not origin and name not in children(self._path):
-            origin = stands_for(self._path) or ""
-        return (importlib.import_module(origin), own or name) if origin else None
+        if origin:
+            return importlib.import_module(origin), own
+        homes = [] if children(self._path) else [importlib.import_module(home) for home in origins(self._path)]
+        return next(((home, name) for home in homes if hasattr(home, name)), (homes[0], name) if homes else None)
 
 
 class _NamesLoader(Loader):

@@ -124,22 +124,94 @@ _UTILITIES: _Rows = (
         "arclight.fabric.rank_zero",
         "rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn",
     ),
-    ("fabric.utilities.rank_zero pytorch.utilities.rank_zero", "arclight.fabric.rank_zero", "rank_zero_debug"),
+    (
+        "fabric.utilities.rank_zero pytorch.utilities.rank_zero",
+        "arclight.fabric.rank_zero",
+        "LightningDeprecationWarning rank_zero_debug",
+    ),
+    (
+        "fabric.utilities.warnings pytorch.utilities.warnings",
+        "arclight.fabric.warning_kinds",
+        "PossibleUserWarning",
+    ),
+    ("pytorch.utilities.rank_zero fabric.utilities.rank_zero", "arclight.fabric.warning_kinds", "WarningCache"),
+    (
+        "fabric.utilities fabric.utilities.warnings pytorch.utilities",
+        "arclight.fabric.warning_kinds",
+        "disable_possible_user_warnings",
+    ),
+    (
+        "fabric.utilities.seed",
+        "arclight.fabric.seeding",
+        "isolate_rng max_seed_value=MAX_SEED pl_worker_init_function=seed_loader_worker reset_seed",
+    ),
     ("pytorch.utilities.seed", "arclight.fabric.seeding", "isolate_rng"),
+    (
+        "fabric.utilities fabric.utilities.enums pytorch.utilities pytorch.utilities.enums",
+        f"{_OWN}.utilities",
+        "LightningEnum",
+    ),
+    ("pytorch.utilities pytorch.utilities.enums", f"{_OWN}.utilities", "GradClipAlgorithmType"),
+    ("fabric.utilities.data", "arclight.data.checks", "has_iterable_dataset=reads_a_stream has_len sized_len"),
+    (
+        "fabric.utilities fabric.utilities.data pytorch.utilities",
+        "arclight.data.checks",
+        "suggested_max_num_workers",
+    ),
+    ("fabric.utilities.apply_func", f"{_OWN}.utilities", "convert_tensors_to_scalars convert_to_tensors"),
+    ("fabric.utilities.types", f"{_OWN}.types", "CollectibleGroup Optimizable Steppable"),
+    ("pytorch.utilities pytorch.utilities.grads", "arclight.optim.gradients", "grad_norm"),
+    ("pytorch.utilities.model_helpers", f"{_OWN}.utilities", "is_overridden"),
+    ("pytorch.utilities.signature_utils", f"{_OWN}.utilities", "is_param_in_hook_signature"),
+    ("pytorch.utilities", f"{_OWN}.utilities", "is_picklable"),
+    (
+        "pytorch.utilities.parsing",
+        f"{_OWN}.utilities",
+        "clean_namespace collect_init_args get_init_args is_picklable parse_class_init_keys",
+    ),
+    (
+        "pytorch.utilities.parsing",
+        "arclight.trainer.attributes",
+        "lightning_getattr=get_setting lightning_hasattr=has_setting lightning_setattr=set_setting",
+    ),
+    ("pytorch.utilities.memory", f"{_OWN}.utilities", "recursive_detach"),
+    (
+        "pytorch.utilities.memory",
+        "arclight.fabric.memory",
+        "garbage_collection_cuda=free_memory is_cuda_out_of_memory=is_out_of_device_memory "
+        "is_cudnn_snafu=is_out_of_library_memory is_oom_error=is_out_of_memory is_out_of_cpu_memory=is_out_of_host_memory",
+    ),
+    (
+        "pytorch.utilities pytorch.utilities.parameter_tying",
+        "arclight.fabric.tying",
+        "find_shared_parameters set_shared_parameters",
+    ),
+    (
+        "pytorch.utilities.types",
+        f"{_OWN}.types",
+        "DistributedDataParallel EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerPLType LRSchedulerType "
+        "LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerConfig OptimizerLRScheduler OptimizerLRSchedulerConfig "
+        "STEP_OUTPUT TRAIN_DATALOADERS",
+    ),
+    (
+        "pytorch.utilities pytorch.utilities.combined_loader",
+        "arclight.data.combined",
+        "CombinedLoader",
+    ),
     (
         "fabric.utilities fabric.utilities.apply_func pytorch.utilities",
         "arclight.fabric.batches",
         "move_data_to_device=move_batch",
     ),
     (
+        "pytorch.core.mixins pytorch.core.mixins.hparams_mixin",
+        "arclight.trainer.hparams",
+        "HyperparametersMixin",
+    ),
+    (
         "fabric.utilities fabric.utilities.data pytorch.utilities pytorch.utilities.parsing",
         "arclight.trainer.hparams",
         "AttributeDict=Hyperparameters",
-    ),
-    (
-        "pytorch.utilities.model_summary pytorch.utilities.model_summary.model_summary",
-        f"{_CALLBACKS}.model_summary",
-        "LayerSummary ModelSummary summarize",
     ),
 )
 

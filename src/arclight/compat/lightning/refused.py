@@ -14,6 +14,11 @@ class Refused:
     def __new__(cls, *arguments: Any, **options: Any) -> Refused:
         raise NotImplementedError(f"`{cls.__name__}` is not offered: {cls.reason}")
 
+    @staticmethod
+    def is_available() -> bool:
+        """Whether such a device can be used: asked of every accelerator by code that chooses one."""
+        return False
+
     def __init_subclass__(cls) -> None:
         if "reason" not in vars(cls):
             raise NotImplementedError(f"`{cls.__bases__[0].__name__}` is not offered: {cls.reason}")

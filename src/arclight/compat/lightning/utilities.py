@@ -1,0 +1,208 @@
+"""Small functions of Lightning's that its users' code calls and ours has no use for."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, MutableMapping
+from enum import StrEnum
+from functools import partial
+from types import FrameType
+from typing import Any, Self
+from unittest.mock import Mock
+
+import numpy as np
+import torch
+
+from arclight.fabric.batches import map_tensors, move_batch
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer import Callback, DataModule, Module
+
+
+class LightningEnum(StrEnum):
+    """Strings of a fixed choice, compared without regard to case."""
+
+    @classmethod
+    def from_str(cls, value: str, source: str = "key") -> Self:
+        """The member whose name (``source="key"``), value (``"value"``) or either (``"any"``) is this text."""
+        found = cls.try_from_str(value, source)
+        if found is None:
+            choices = [text for member in cls for text in _texts(member, source)]
+            raise ValueError(f"Invalid match: expected one of {choices}, but got {value}.")
+        return found
+
+    @classmethod
+    def try_from_str(cls, value: str, source: str = "key") -> Self | None:
+        """The same, None where there is none."""
+        wanted = value.replace("-", "_").lower()
+        matches = (
+            member for member in cls if any(t.replace("-", "_").lower() == wanted for t in _texts(member, source))
+        )
+        return next(matches, None)
+
+    def __eq__(self, other: object) -> bool:
+        text = other.value if isinstance(other, StrEnum) else other
+        return isinstance(text, str) and self.value.lower() == text.lower()
+
+    def __hash__(self) -> int:
+        return hash(self.value.lower())
+
+
+def _texts(member: StrEnum, source: str) -> list[str]:
+    return {"key": [member.name], "value": [member.value], "any": [member.name, member.value]}[source]
+
+
+class GradClipAlgorithmType(LightningEnum):
+    """How ``Trainer(gradient_clip_algorithm=...)`` limits gradients."""
+
+    VALUE = "value"
+    NORM = "norm"
+
+    @classmethod
+    def supported_type(cls, val: str) -> bool:
+        return val in cls.supported_types()
+
+    @classmethod
+    def supported_types(cls) -> list[str]:
+        return [member.value for member in cls]
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type | None = None) -> bool:
+    """Whether ``instance`` has a ``method_name`` of its own, other than that of ``parent`` (Module, DataModule, Callback).
+
+    Raises ValueError where the parent cannot be told, or has no such method.
+    """
+    if instance is None:
+        return False
+    if parent is None:
+        parent = next((kind for kind in (Module, DataModule, Callback) if isinstance(instance, kind)), None)
+        if parent is None:
+            raise ValueError("Expected a parent")
+    theirs, own = getattr(parent, method_name, None), getattr(instance, method_name, None)
+    if own is None:
+        return False
+    if theirs is None:
+        raise ValueError("The parent should define the method")
+    return isinstance(own, Mock) or _code(own) is not _code(theirs)
+
+
+def _code(method: Any) -> Any:
+    """What runs, below decorators and partial application."""
+    while True:
+        inner = method.func if isinstance(method, partial) else getattr(method, "__wrapped__", method)
+        if inner is method:
+            return getattr(method, "__code__", method)
+        method = inner
+
+
+def is_param_in_hook_signature(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Whether a hook takes ``param`` by name, by ``*args`` unless ``explicit``, or has at least ``min_args`` arguments."""
+    spec = inspect.getfullargspec(getattr(hook_fx, "__wrapped__", hook_fx))
+    names = spec.args[1:]
+    return (
+        param in names
+        or (not explicit and spec.varargs is not None)
+        or (min_args is not None and len(names) >= min_args)
+    )
+
+
+def is_picklable(obj: object) -> bool:
+    """Whether an object can be pickled."""
+    try:
+        pickle.dumps(obj)
+    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
+    """Take out what cannot be pickled, with a warning for each."""
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        rank_zero_warn(
+            f"Attribute '{name}' removed from hparams because it cannot be pickled. You can suppress this warning by"
+            f" setting `self.save_hyperparameters(ignore=['{name}'])`."
+        )
+        del hparams[name]
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """Names that ``cls.__init__`` gives to itself, to ``*args`` and to ``**kwargs``; None where it has none."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    of_kind = {parameter.kind: parameter.name for parameter in parameters}
+    return (
+        parameters[0].name,
+        of_kind.get(inspect.Parameter.VAR_POSITIONAL),
+        of_kind.get(inspect.Parameter.VAR_KEYWORD),
+    )
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Arguments of the constructor that runs in ``frame``; empty where none does."""
+    values = frame.f_locals
+    if "__class__" not in values or frame.f_code.co_name != "__init__":
+        return {}
+    own, varargs, keywords = parse_class_init_keys(values["__class__"])
+    names = inspect.signature(values["__class__"].__init__).parameters
+    arguments = {name: values[name] for name in names if name not in (own, varargs, keywords)}
+    return arguments | (values[keywords] if keywords is not None else {})
+
+
+def collect_init_args(
+    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+) -> list[dict[str, Any]]:
+    """Arguments of every constructor on the stack above ``frame``, the most derived class last.
+
+    Only constructors of instances of ``classes`` count, where given.
+    """
+    while frame.f_back is not None:
+        values = frame.f_locals
+        if "__class__" in values and (not classes or isinstance(values.get("self"), classes)):
+            path_args.append(get_init_args(frame))
+            inside = True
+        elif inside:
+            break
+        frame = frame.f_back
+    return path_args
+
+
+def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+    """A collection with its tensors detached, and moved to the CPU where asked."""
+    return map_tensors(in_dict, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
+
+
+def convert_to_tensors(data: Any, device: torch.device | str) -> Any:
+    """A collection with its numbers and NumPy arrays made tensors (bool as uint8), all on ``device``."""
+    return move_batch(_map_leaves(data, _as_tensor), torch.device(device))
+
+
+def _as_tensor(value: Any) -> Any:
+    for kind, dtype in ((bool, torch.uint8), (int, torch.int), (float, torch.float)):
+        if isinstance(value, kind):
+            return torch.tensor(value, dtype=dtype)
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def convert_tensors_to_scalars(data: Any) -> Any:
+    """A collection with its one-element tensors made numbers. Raises ValueError for a tensor of several elements."""
+    return _map_leaves(data, _as_number)
+
+
+def _as_number(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"The metric `{value}` does not contain a single element, thus it cannot be converted to a scalar."
+        )
+    return value.item()
+
+
+def _map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(data, MutableMapping):
+        return type(data)((key, _map_leaves(value, function)) for key, value in data.items())  # type: ignore[call-arg]
+    if isinstance(data, (list, tuple)):
+        parts = [_map_leaves(value, function) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    return function(data)

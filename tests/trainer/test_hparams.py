@@ -1,0 +1,133 @@
+"""Hyper-parameters: what is kept of a constructor's arguments, and what a checkpoint rebuilds."""
+
+from __future__ import annotations
+
+import warnings
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from torch import nn
+
+import arclight as al
+from arclight.trainer.hparams import (
+    Hyperparameters,
+    arguments_for,
+    checkpoint_entries,
+    given_hyperparameters,
+    hyperparameters_to_log,
+)
+
+
+class Base(al.Module):
+    def __init__(self, width: int, rate: float = 0.1, **rest: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Derived(Base):
+    def __init__(self, *args: Any, depth: int = 2, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.save_hyperparameters(ignore="rate")
+
+
+class Config(al.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+class Data(al.DataModule):
+    def __init__(self, rate: float = 0.1, folder: str = "x") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_all_arguments_of_all_constructors_are_kept() -> None:
+    assert Base(3, extra="e").hparams == {"width": 3, "rate": 0.1, "extra": "e"}
+    model = Derived(3, depth=5)
+    assert model.hparams == {"width": 3, "depth": 5}
+    assert model.hparams.depth == 5
+
+
+def test_initial_values_stay_when_a_script_changes_them() -> None:
+    model = Base(3)
+    model.hparams.width = 9
+    assert model.hparams_initial.width == 3
+    model.hparams_initial.width = 7
+    assert model.hparams_initial.width == 3
+
+
+@pytest.mark.parametrize("config", [{"a": 1}, Namespace(a=1)])
+def test_a_container_stands_for_its_items_and_is_rebuilt_as_one_argument(config: Any) -> None:
+    model = Config(config)
+    assert model.hparams == {"a": 1}
+    arguments = arguments_for(Config, checkpoint_entries(model), {})
+    assert arguments == {"config": {"a": 1}}
+    assert Config(**arguments).hparams.a == 1
+    assert Config({}).hparams == {}
+
+
+@pytest.mark.parametrize("given", [42, 3.5, True])
+def test_a_plain_value_is_no_container(given: Any) -> None:
+    with pytest.raises(ValueError, match="Primitives"):
+        Config(given)
+
+
+def test_a_name_that_is_no_argument_is_refused() -> None:
+    class Wrong(al.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters("widht")
+
+    with pytest.raises(ValueError, match="'widht' is no argument of Wrong; it has width"):
+        Wrong(1)
+
+
+def test_a_dataclass_module_keeps_its_fields() -> None:
+    @dataclass(eq=False)
+    class Model(al.Module):
+        width: int
+        note: str = "n"
+
+        def __post_init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore=("note",))
+
+    assert Model(4).hparams == {"width": 4}
+
+
+def test_a_layer_among_the_arguments_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"'layer' is an instance of `nn.Module`.*ignore=\['layer'\]"):
+        Base(3, layer=nn.Linear(1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Base(3, layer="linear")
+
+
+def test_a_checkpoint_gives_what_the_constructor_takes_and_overrides_win() -> None:
+    entries = {"hyper_parameters": {"rate": 0.5, "folder": "y", "old": 1}}
+    data = {"datamodule_" + key: value for key, value in entries.items()}
+    assert arguments_for(Data, data, {"rate": 0.7, "unknown": 3}) == {"rate": 0.7, "folder": "y"}
+    assert arguments_for(Base, {"hyper_parameters": {"width": 3}}, {"more": 1}) == {"width": 3, "more": 1}
+
+
+def test_loggers_get_both_sets_unless_they_disagree() -> None:
+    assert hyperparameters_to_log(Base(3, rate=0.1), Data()) == {"width": 3, "rate": 0.1, "folder": "x"}
+    assert hyperparameters_to_log(al.Module(), None) is None
+    with pytest.raises(RuntimeError, match=r"keys \['rate'\] are present in both"):
+        hyperparameters_to_log(Base(3, rate=0.2), Data())
+
+
+def test_given_values_stand_in_for_the_arguments() -> None:
+    with given_hyperparameters({"width": "as written"}):
+        assert Base(3).hparams == {"width": "as written"}
+
+
+def test_a_missing_one_names_those_that_are_there() -> None:
+    values = Hyperparameters(a=1, long_name="b")
+    with pytest.raises(AttributeError, match="no attribute 'x'; there are: a, long_name"):
+        _ = values.x
+    del values.a
+    assert repr(values) == '"long_name": b'
