@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import csv
 import math
+import pickle
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy as np
 import pytest
 import torch
 import yaml
 
-from arclight.trainer.loggers import CSVLogger, Logger, TensorBoardLogger
+import arclight as al
+from arclight.trainer.loggers import CSVLogger, DummyLogger, Logger, TensorBoardLogger, fabric_loggers
 from arclight.trainer.loggers.csv_logger import read_metrics, read_rows
 
 
@@ -39,6 +44,7 @@ def test_numbers_read_back_to_the_same_bits(tmp_path: Path) -> None:
 def test_a_new_name_adds_a_column(tmp_path: Path) -> None:
     logger = in_folder(tmp_path)
     logger.log_metrics({"epoch": 0, "a": 1.5}, 10)
+    assert read_header(tmp_path / "metrics.csv") == ["a", "epoch", "step"], "in the order of the alphabet"
     inode = (tmp_path / "metrics.csv").stat().st_ino
     logger.log_metrics({"epoch": 0, "a": 2.5}, 20)
     assert (tmp_path / "metrics.csv").stat().st_ino == inode, "known columns are appended to"
@@ -46,12 +52,17 @@ def test_a_new_name_adds_a_column(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.csv").stat().st_ino != inode, "a new one replaces the file in one step"
     with open(tmp_path / "metrics.csv", newline="") as file:
         assert list(csv.reader(file)) == [
-            ["step", "epoch", "a", "b", "weird,\nname"],
-            ["10", "0", "1.5", "", ""],
-            ["20", "0", "2.5", "", ""],
-            ["20", "1", "", "3", "1"],
+            ["a", "b", "epoch", "step", "weird,\nname"],
+            ["1.5", "", "0", "10", ""],
+            ["2.5", "", "0", "20", ""],
+            ["", "3", "1", "20", "1"],
         ]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"], "no temporary file is left"
+
+
+def read_header(path: Path) -> list[str]:
+    with open(path, newline="") as file:
+        return next(csv.reader(file))
 
 
 def script(logger: CSVLogger, start: int, end: int) -> None:
@@ -96,7 +107,7 @@ def test_places_names_and_hyperparameters(tmp_path: Path) -> None:
     assert (first.name, first.version, first.log_dir) == ("mine", 0, str(tmp_path / "mine" / "version_0"))
     first.log_metrics({"a": 1.0})
     first.log_metrics({"a": 2.0})
-    assert read_metrics(Path(first.log_dir) / "metrics.csv") == {"p/a": [(0, 1.0), (1, 2.0)]}
+    assert read_metrics(Path(first.log_dir) / "metrics.csv") == {"p-a": [(0, 1.0), (1, 2.0)]}
     assert CSVLogger(tmp_path, "mine").version == 1
     assert CSVLogger(tmp_path, "", version="v").log_dir == str(tmp_path / "v")
     given = {
@@ -105,20 +116,21 @@ def test_places_names_and_hyperparameters(tmp_path: Path) -> None:
         "name": "a: b # c",
         "flag": True,
         "none": None,
-        "nested": {"x": math.inf, "shape": (1, 2)},
+        "nested": {"x": math.inf, "shape": (1, 2), "deeper": {"on": "on", "": []}},
+        "odd": "\U0001f600 \x85 \u2028 \x7f tab\t",
+        "when": "2020-01-01",
+        "no": "1e3",
+        3: [{"a": 1.0}, None],
+        "kind": torch.nn.ReLU,
+        "numpy": np.float32(0.5),
     }
     first.log_hyperparams(given)
     assert yaml.safe_load((Path(first.log_dir) / "hparams.yaml").read_text()) == {
-        "lr": 1e-5,
-        "big": 1e20,
-        "name": "a: b # c",
-        "flag": True,
-        "none": "None",
-        "nested/x": math.inf,
-        "nested/shape": "(1, 2)",
+        **given,
+        "nested": {**given["nested"], "shape": [1, 2]},
+        "kind": "<class 'torch.nn.modules.activation.ReLU'>",
+        "numpy": 0.5,
     }
-    with pytest.raises(RuntimeError, match="give it save_dir"):
-        CSVLogger().log_metrics({"a": 1.0}, 0)
 
 
 def test_the_trainer_logs_into_the_run_folder_unless_told_otherwise(fit: Any, tmp_path: Path) -> None:
@@ -132,6 +144,116 @@ def test_the_trainer_logs_into_the_run_folder_unless_told_otherwise(fit: Any, tm
     )
     assert read_metrics(tmp_path / "logs" / "x" / "version_0" / "metrics.csv")["val/score"] == [(4, 1.0)]
     assert elsewhere._run_folder is None, "no run folder is made when nobody needs one"
+
+
+def test_loggers_are_told_the_hyperparameters_that_are_to_be_logged(
+    make_trainer: Any, make_rows: Any, scripted: Any
+) -> None:
+    class Told(DummyLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[Any] = []
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            self.told.append(args[0])
+
+        def log_graph(self, *args: Any, **kwargs: Any) -> None:
+            self.told.append(type(args[0]).__name__)
+
+    class WithHyperparameters(scripted):  # type: ignore[misc]
+        def __init__(self, width: int = 3, logged: bool = True) -> None:
+            super().__init__()
+            self.save_hyperparameters("width", logger=logged)
+
+    class Data(al.DataModule):
+        _log_hyperparams = True
+
+        def __init__(self, **hparams: Any) -> None:
+            self.hparams_initial = hparams
+
+        def train_dataloader(self) -> Any:
+            return make_rows(1)
+
+    def told(module: Any, data: Any = None) -> list[Any]:
+        logger = Told()
+        make_trainer(logger=logger, max_epochs=1, enable_checkpointing=False).fit(module, datamodule=data or Data())
+        return logger.told
+
+    assert told(scripted(), Data()) == [{}, "Scripted"]
+    assert told(WithHyperparameters())[0] == {"width": 3}
+    assert told(WithHyperparameters(logged=False), Data(rows=1))[0] == {"rows": 1}
+    assert told(WithHyperparameters(), Data(rows=1, width=3))[0] == {"width": 3, "rows": 1}
+    for clash in ({"width": 4}, {"width": 3.0}, {"width": torch.tensor(3)}):
+        with pytest.raises(RuntimeError, match=r"Error while merging hparams.*'width'"):
+            told(WithHyperparameters(), Data(**clash))
+    plain = Data()
+    plain._log_hyperparams = False
+    assert told(scripted(), plain) == ["Scripted"], "nothing to log: log_hyperparams is not called"
+
+
+def test_a_file_in_the_way_is_moved_aside_and_taken_back_by_a_resumed_run(tmp_path: Path) -> None:
+    first = CSVLogger(tmp_path, version=0)
+    for step in (1, 2, 3):
+        first.log_metrics({"a": step}, step)
+    second = CSVLogger(tmp_path, version=0)
+    with pytest.warns(UserWarning, match="Experiment logs directory .* exists and is not empty"):
+        second.log_metrics({"a": 10}, 1)
+    folder = Path(second.log_dir)
+    assert read_metrics(folder / "metrics.csv")["a"] == [(1, 10.0)]
+    assert read_metrics(folder / "metrics-0.csv")["a"] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    (folder / "metrics.csv").unlink()
+    (folder / "metrics-0.csv").rename(folder / "metrics.csv")
+    third = CSVLogger(tmp_path, version=0)
+    with pytest.warns(UserWarning, match="not empty"):
+        third.log_hyperparams({"x": 1})
+    third.resume(2)
+    third.log_metrics({"a": 30}, 3)
+    assert read_metrics(folder / "metrics.csv")["a"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert not (folder / "metrics-0.csv").exists()
+
+
+def test_a_logger_goes_on_in_another_process_where_it_was(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=10)
+    logger.log_metrics({"a": 1.0}, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = pickle.loads(pickle.dumps(logger))
+        other.log_metrics({"a": 2.0}, 2)
+        other.save()
+    assert read_metrics(Path(logger.log_dir) / "metrics.csv")["a"] == [(1, 1.0), (2, 2.0)]
+    board = TensorBoardLogger(tmp_path, "tb")
+    board.log_metrics({"a": 1.0}, 1)
+    assert pickle.loads(pickle.dumps(board)).log_dir == board.log_dir
+
+
+def test_files_may_lie_in_any_store() -> None:
+    place = "memory://logs-of-a-test"
+    logger = CSVLogger(place, "x")
+    for step in range(3):
+        logger.log_metrics({"a": step / 2}, step)
+    logger.log_hyperparams({"lr": 0.1})
+    files = fsspec.filesystem("memory")
+    assert files.cat(f"{place}/x/version_0/metrics.csv").decode() == "a,step\n0.0,0\n0.5,1\n1.0,2\n"
+    assert files.cat(f"{place}/x/version_0/hparams.yaml") == b"lr: 0.1\n"
+    assert CSVLogger(place, "x").version == 1
+
+
+def test_fabrics_loggers_take_the_parent_of_all_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = fabric_loggers.CSVLogger(root_dir=tmp_path, name="x", flush_logs_every_n_steps=2)
+    assert (rows.root_dir, rows.log_dir) == (str(tmp_path), str(tmp_path / "x" / "version_0"))
+    rows.log_metrics({"a": 1})
+    assert not (tmp_path / "x").exists()
+    rows.log_metrics({"a": 2})
+    assert read_metrics(Path(rows.log_dir) / "metrics.csv")["a"] == [(0, 1.0), (1, 2.0)]
+    board = fabric_loggers.TensorBoardLogger(tmp_path, "x", sub_dir="s")
+    assert (board.root_dir, board.log_dir) == (str(tmp_path), str(tmp_path / "x" / "version_1" / "s"))
+    board.log_graph(torch.nn.Linear(2, 1), torch.zeros(1, 2))
+    board.finalize("success")
+    assert len(list(Path(board.log_dir).glob("events.out.tfevents.*"))) == 1
+    monkeypatch.chdir(tmp_path)
+    fabric = al.Fabric(accelerator="cpu", devices=1, loggers=CSVLogger())
+    fabric.log("loss", torch.tensor(0.5), step=3)
+    assert read_metrics(tmp_path / "runs" / "run" / "1" / "metrics.csv")["loss"] == [(3, 0.5)]
 
 
 def test_a_users_logger_sees_each_row_and_each_checkpoint(fit: Any) -> None:
@@ -172,16 +294,15 @@ def test_tensorboard_files_hold_what_was_logged(fit: Any, tmp_path: Path) -> Non
     fit({"val/score": [1.0, 2.0]}, logger=logger, log_every_n_steps=4)
     assert logger.log_dir == str(tmp_path / "tb" / "x" / "version_0" / "s")
     scalars = events(logger.log_dir)
-    assert scalars["p/val/score"] == [(4, 1.0), (8, 2.0)]
-    assert len(scalars["p/train/loss"]) == 2
-    assert scalars["p/hp_metric"] == [(0, -1.0)]
+    assert scalars["p-val/score"] == [(4, 1.0), (8, 2.0)]
+    assert len(scalars["p-train/loss"]) == 2
     assert TensorBoardLogger(tmp_path / "tb", "x").version == 1
 
 
 def test_tensorboard_hyperparameters_and_resume(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, "", version=3, default_hp_metric=False)
     logger.log_hyperparams({"lr": 0.1, "deep": {"width": 4}}, {"best": 0.5})
-    assert logger.hparams == {"lr": 0.1, "deep/width": 4}
+    assert logger.hparams == {"lr": 0.1, "deep": {"width": 4}}
     for step in (1, 2, 3):
         logger.log_metrics({"a": float(step), "two": {"x": 1.0}}, step)
     logger.save()
@@ -199,3 +320,44 @@ def test_tensorboard_goes_to_the_run_folder_without_save_dir(fit: Any) -> None:
     trainer = fit({"val/score": [1.0]}, logger=[logger, CSVLogger()])
     assert events(trainer.run_folder.path / "tensorboard")["val/score"] == [(4, 1.0)]
     assert read_metrics(trainer.run_folder.metrics)["val/score"] == [(4, 1.0)]
+
+
+def test_tensorboard_graphs_and_what_cannot_be_one(tmp_path: Path, scripted: Any) -> None:
+    class Drawn(scripted):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(x).relu()
+
+    module, logger = Drawn(), TensorBoardLogger(tmp_path, log_graph=True)
+    with pytest.warns(UserWarning, match="Could not log computational graph to TensorBoard: .* was not given"):
+        logger.log_graph(module)
+    module.example_input_array = {"x": 1}
+    with pytest.warns(UserWarning, match="can't be traced by TensorBoard"):
+        logger.log_graph(module)
+    module.example_input_array = torch.zeros(1, 2)
+    logger.log_graph(module)
+    logger.save()
+    assert graph_operations(logger.log_dir) >= {"aten::relu", "aten::linear"}
+    assert (Path(logger.log_dir) / "hparams.yaml").read_text() == "{}\n"
+    with pytest.raises(ValueError, match="currently not supported"):
+        logger.log_metrics({"a": "text"})
+    with pytest.raises(ValueError, match="currently not supported"):
+        logger.log_metrics({"a": torch.zeros(2)})
+
+
+def graph_operations(folder: str) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(folder)
+    reader.Reload()
+    return {node.op for node in reader.Graph().node}
+
+
+def test_places_are_expanded_and_versions_are_text_or_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("STUDY", "s1")
+    logger = TensorBoardLogger("~/$STUDY", None, version="today", sub_dir="s")
+    assert (logger.save_dir, logger.log_dir) == ("~/$STUDY", str(tmp_path / "s1" / "today" / "s"))
+    for name in ("version_0", "version_10", "version_x", "other"):
+        (tmp_path / "study" / name).mkdir(parents=True)
+    (tmp_path / "study" / "version_99").write_text("a file is no version")
+    assert TensorBoardLogger(tmp_path, "study").version == CSVLogger(tmp_path, "study").version == 11

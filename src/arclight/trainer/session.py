@@ -20,6 +20,7 @@ from arclight.trainer.defaults import checkpoints_last
 from arclight.trainer.evaluation import run_evaluation
 from arclight.trainer.hooks import overridden
 from arclight.trainer.logged import LoggedValues
+from arclight.trainer.loggers.beginning import log_beginning, run_hyperparams
 from arclight.trainer.loop import finished, run_fit
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import parse_optimizers
@@ -183,8 +184,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     trainer.call("on_fit_start")
     loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0
     loggers = loggers if trainer.is_global_zero else []
-    for logger in loggers:
-        logger.log_hyperparams(dict(module.hparams))
+    log_beginning(loggers, module, run_hyperparams(module, trainer.datamodule))
     prepare_loaders(trainer)
     if tree is not None:
         state.restore(trainer, tree)

@@ -56,9 +56,31 @@ _TRAINER: _Rows = (
         "EMAWeightAveraging WeightAveraging",
     ),
     ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", f"{_LOGGERS}.logger", "Logger"),
-    ("pytorch.loggers.logger", f"{_LOGGERS}.logger", "DummyLogger"),
+    ("pytorch.loggers.logger", f"{_LOGGERS}.logger", "DummyExperiment DummyLogger"),
+    ("fabric.loggers.logger", f"{_LOGGERS}.logger", "_DummyExperiment=DummyExperiment"),
+    ("pytorch.loggers.logger fabric.loggers.logger", f"{_LOGGERS}.logger", "rank_zero_experiment"),
+    ("pytorch.loggers pytorch.loggers.comet", f"{_LOGGERS}.comet_logger", "CometLogger"),
     ("pytorch.loggers pytorch.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "CSVLogger"),
+    ("pytorch.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "ExperimentWriter"),
+    ("fabric.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "_ExperimentWriter=ExperimentWriter"),
+    ("fabric.loggers fabric.loggers.csv_logs", f"{_LOGGERS}.fabric_loggers", "CSVLogger"),
+    ("pytorch.loggers pytorch.loggers.mlflow", f"{_LOGGERS}.mlflow_logger", "MLFlowLogger"),
+    ("pytorch.loggers.mlflow", f"{_LOGGERS}.mlflow_logger", "_get_resolve_tags"),
+    ("pytorch.loggers.neptune", f"{_LOGGERS}.neptune_logger", "NeptuneLogger"),
     ("pytorch.loggers pytorch.loggers.tensorboard", f"{_LOGGERS}.tensorboard_logger", "TensorBoardLogger"),
+    ("fabric.loggers fabric.loggers.tensorboard", f"{_LOGGERS}.fabric_loggers", "TensorBoardLogger"),
+    (
+        "pytorch.loggers.utilities",
+        f"{_LOGGERS}.artifacts",
+        "_scan_checkpoints=scan_checkpoints _version=joint_version",
+    ),
+    ("pytorch.loggers pytorch.loggers.wandb", f"{_LOGGERS}.wandb_logger", "WandbLogger"),
+    (
+        "fabric.utilities.logger",
+        f"{_LOGGERS}.params",
+        "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable _convert_params=convert_params "
+        "_flatten_dict=flatten_dict _sanitize_callable_params=sanitize_callable_params _sanitize_params=sanitize_params",
+    ),
     ("pytorch.utilities.types", "arclight.trainer.optimization", "LRSchedulerConfig"),
 )
 

@@ -32,7 +32,7 @@ from arclight.trainer.callbacks.monitored import (
     warn_of_no_validation,
 )
 from arclight.trainer.durations import Duration
-from arclight.trainer.loggers.logger import yaml_lines
+from arclight.trainer.loggers.params import yaml_text
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -383,4 +383,4 @@ class ModelCheckpoint(Checkpoint):
     def to_yaml(self, filepath: str | Path | None = None) -> None:
         """Write the kept checkpoints and their scores (default: ``best_k_models.yaml`` beside them)."""
         target = Path(filepath) if filepath is not None else Path(self.dirpath or "") / "best_k_models.yaml"
-        target.write_text(yaml_lines(self._record.scores), encoding="utf-8")
+        target.write_text(yaml_text(self._record.scores), encoding="utf-8")

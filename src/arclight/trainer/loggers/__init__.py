@@ -5,16 +5,27 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.trainer.loggers.clearml_logger import ClearMLLogger
+    from arclight.trainer.loggers.comet_logger import CometLogger
     from arclight.trainer.loggers.csv_logger import CSVLogger
-    from arclight.trainer.loggers.logger import DummyLogger, Logger
+    from arclight.trainer.loggers.logger import DummyLogger, Logger, rank_zero_experiment
+    from arclight.trainer.loggers.mlflow_logger import MLFlowLogger
+    from arclight.trainer.loggers.neptune_logger import NeptuneLogger
     from arclight.trainer.loggers.tensorboard_logger import TensorBoardLogger
+    from arclight.trainer.loggers.wandb_logger import WandbLogger
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "CSVLogger": "arclight.trainer.loggers.csv_logger",
+        "ClearMLLogger": "arclight.trainer.loggers.clearml_logger",
+        "CometLogger": "arclight.trainer.loggers.comet_logger",
         "DummyLogger": "arclight.trainer.loggers.logger",
         "Logger": "arclight.trainer.loggers.logger",
+        "MLFlowLogger": "arclight.trainer.loggers.mlflow_logger",
+        "NeptuneLogger": "arclight.trainer.loggers.neptune_logger",
         "TensorBoardLogger": "arclight.trainer.loggers.tensorboard_logger",
+        "WandbLogger": "arclight.trainer.loggers.wandb_logger",
+        "rank_zero_experiment": "arclight.trainer.loggers.logger",
     },
 )

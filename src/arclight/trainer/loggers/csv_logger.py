@@ -9,8 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
 from arclight.trainer.loggers.folder_logger import FolderLogger
-from arclight.trainer.loggers.logger import plain_hyperparams, yaml_lines
+from arclight.trainer.loggers.logger import rank_zero_experiment
+from arclight.trainer.loggers.params import convert_params, yaml_text
 
 Row = dict[str, str]
 
@@ -19,21 +24,18 @@ class CSVLogger(FolderLogger):
     """One row per call of :meth:`log_metrics`, one column per name, empty where a row has no value.
 
     Without ``save_dir`` the file is ``metrics.csv`` in the run folder; with it,
-    ``save_dir/name/version_<version>/metrics.csv``, the version counting up where none is given.
-    Numbers are written with ``repr``, so that they read back bit for bit. Rows reach the operating system
-    every ``flush_logs_every_n_steps`` rows and at :meth:`save`.
+    ``save_dir/name/version_<version>/metrics.csv``, the version counting up where none is given. A file that is already
+    there is moved aside, with a warning. Numbers are written with ``repr``, so that they read back bit for bit. Rows
+    reach the operating system every ``flush_logs_every_n_steps`` rows and at :meth:`save`.
 
     A row is only ever appended. A name seen for the first time adds a column: the file is then replaced
-    whole, in one step.
+    whole, in one step. Columns are in the order of the alphabet, whatever was logged first.
     """
-
-    NAME_METRICS_FILE = "metrics.csv"
-    NAME_HPARAMS_FILE = "hparams.yaml"
 
     def __init__(
         self,
-        save_dir: str | Path | None = None,
-        name: str | None = "arclight_logs",
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "lightning_logs",
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 1,
@@ -41,47 +43,129 @@ class CSVLogger(FolderLogger):
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps}): must be at least 1")
         super().__init__(save_dir, name, version, prefix)
-        self._flush_every = flush_logs_every_n_steps
-        self._columns: list[str] | None = None
-        self._waiting: list[Row] = []
-        self._replayed: list[Row] = []
-        """Rows of the resumed step that are in the file and may be logged once more."""
-        self._resumed_at = -1
+        self._flush_logs_every_n_steps = flush_logs_every_n_steps
+        self._experiment: ExperimentWriter | None = None
+        self._begun = False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> ExperimentWriter:
+        """Writes the files; made when first used."""
+        if self._experiment is None:
+            self._experiment = ExperimentWriter(self.log_dir, keep=self.needs_folder or self._begun)
+            self._begun = True
+        return self._experiment
 
     def use_folder(self, folder: Path) -> None:
         super().use_folder(folder)
-        self._columns = None
+        self._experiment = None
 
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        row = {
-            "step": str(step if step is not None else self._next_step()),
-            **{k: number_text(v) for k, v in self._prefixed(metrics).items()},
-        }
-        if row in self._replayed and row["step"] == str(self._resumed_at):
-            self._replayed.remove(row)
-            return
-        self._waiting.append(row)
-        if len(self._waiting) >= self._flush_every:
+        self.experiment.log_metrics(self._prefixed(metrics), step)
+        if len(self.experiment.metrics) >= self._flush_logs_every_n_steps:
             self.save()
 
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        if flat := plain_hyperparams(params):
-            replace_text(self._made_folder() / self.NAME_HPARAMS_FILE, yaml_lines(flat))
+    @rank_zero_only
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.experiment.log_hparams(convert_params(params))
+
+    @rank_zero_only
+    def save(self) -> None:
+        if self._experiment is not None:
+            self._experiment.save()
+
+    @rank_zero_only
+    def resume(self, step: int) -> None:
+        self.experiment.resume(step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Rows that wait are written first: another process goes on from the file."""
+        self.save()
+        return {**self.__dict__, "_experiment": None}
+
+
+class ExperimentWriter:
+    """``metrics.csv`` and ``hparams.yaml`` in ``log_dir``, a folder in any place that fsspec knows.
+
+    With ``keep``, rows that are in the file already stay there.
+    """
+
+    NAME_METRICS_FILE = "metrics.csv"
+    NAME_HPARAMS_FILE = "hparams.yaml"
+
+    def __init__(self, log_dir: str, keep: bool = False) -> None:
+        self.log_dir = log_dir
+        self.metrics: list[dict[str, Any]] = []
+        """Rows that are not in the file yet."""
+        self.hparams: dict[Any, Any] = {}
+        self._files, self._root = fsspec.core.url_to_fs(log_dir)
+        self._local = isinstance(self._files, LocalFileSystem)
+        self._columns: list[str] | None = None
+        self._next_step: int | None = None
+        self._aside: str | None = None
+        self._replayed: list[Row] = []
+        """Rows of the resumed step that are in the file and may be logged once more."""
+        self._resumed_at = -1
+        if not keep:
+            self._check_log_dir_exists()
+
+    @property
+    def metrics_file_path(self) -> str:
+        return os.path.join(self._root, self.NAME_METRICS_FILE)
+
+    @property
+    def metrics_keys(self) -> list[str]:
+        """The file's columns."""
+        if self._columns is None:
+            self._columns = parse_header(self._read())
+        return self._columns
+
+    def _check_log_dir_exists(self) -> None:
+        """Move metrics of an earlier run with this version out of the way."""
+        path = self.metrics_file_path
+        if not self._files.exists(path):
+            return
+        number = 0
+        while self._files.exists(aside := os.path.join(self._root, f"metrics-{number}.csv")):
+            number += 1
+        rank_zero_warn(
+            f"Experiment logs directory {self.log_dir} exists and is not empty: its {self.NAME_METRICS_FILE} is now "
+            f"{os.path.basename(aside)}; give the logger another version to keep runs apart"
+        )
+        self._files.mv(path, aside)
+        self._aside = aside
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add a row; without ``step`` the one after the highest so far."""
+        if step is None:
+            step = self._highest_step() + 1 if self._next_step is None else self._next_step
+            self._next_step = step + 1
+        row = {**metrics, "step": step}
+        if step == self._resumed_at and (text := as_text(row)) in self._replayed:
+            self._replayed.remove(text)
+            return
+        self.metrics.append({name: value.item() if hasattr(value, "item") else value for name, value in row.items()})
+
+    def log_hparams(self, params: Mapping[Any, Any]) -> None:
+        """Add to ``hparams.yaml``."""
+        self.hparams.update(params)
+        self._replace(os.path.join(self._root, self.NAME_HPARAMS_FILE), yaml_text(self.hparams))
 
     def save(self) -> None:
-        if not self._waiting:
+        """Write the rows that wait."""
+        if not self.metrics:
             return
-        self._made_folder()
-        columns = self._known_columns()
-        new = [name for name in dict.fromkeys(name for row in self._waiting for name in row) if name not in columns]
-        if new:
-            rows = read_rows(self.file)
-            columns += new
-            replace_text(self.file, csv_text(columns, [*rows, *self._waiting], header=True))
-        else:
-            with open(self.file, "a", encoding="utf-8", newline="") as file:
-                file.write(csv_text(columns, self._waiting))
-        self._waiting.clear()
+        rows = [as_text(row) for row in self.metrics]
+        columns = sorted({*self.metrics_keys, *(name for row in rows for name in row)})
+        if self._local and columns == self.metrics_keys:
+            with open(self.metrics_file_path, "a", encoding="utf-8", newline="") as file:
+                file.write(csv_text(columns, rows))
+        else:  # a new column, or a store where files do not grow
+            old = parse_rows(self._read())
+            self._replace(self.metrics_file_path, csv_text(columns, [*old, *rows], header=True))
+        self._columns = columns
+        self.metrics = []
 
     def resume(self, step: int) -> None:
         """Forget rows later than ``step``, so that the steps to come write them as if nothing had happened.
@@ -89,34 +173,35 @@ class CSVLogger(FolderLogger):
         Rows at ``step`` stay; those among them that are logged again, because they were written after the
         checkpoint, are not doubled.
         """
-        self._waiting.clear()
-        if not self.file.exists():
+        self.metrics, self._next_step = [], None
+        if self._aside is not None:  # it was this run's own file
+            self._files.mv(self._aside, self.metrics_file_path)
+            self._aside = None
+        rows = [row for row in parse_rows(self._read()) if int(row["step"]) <= step]
+        if not self._files.exists(self.metrics_file_path):
             return
-        rows = [row for row in read_rows(self.file) if int(row["step"]) <= step]
-        used = {name for row in rows for name in row}
-        self._columns = [name for name in read_header(self.file) if name in used]
-        replace_text(self.file, csv_text(self._columns, rows, header=True))
+        self._columns = sorted({name for row in rows for name in row})
+        self._replace(self.metrics_file_path, csv_text(self._columns, rows, header=True))
         self._replayed, self._resumed_at = [row for row in rows if row["step"] == str(step)], step
 
-    def _next_step(self) -> int:
-        steps = [int(row["step"]) for row in self._waiting] or [
-            int(row["step"]) for row in (read_rows(self.file) if self.file.exists() else [])
-        ]
-        return max(steps, default=-1) + 1
+    def _highest_step(self) -> int:
+        steps = [int(row["step"]) for row in self.metrics] or [int(row["step"]) for row in parse_rows(self._read())]
+        return max(steps, default=-1)
 
-    def _known_columns(self) -> list[str]:
-        if self._columns is None:
-            self._columns = read_header(self.file) if self.file.exists() else []
-        return self._columns
+    def _read(self) -> str:
+        path = self.metrics_file_path
+        return str(self._files.cat_file(path).decode()) if self._files.exists(path) else ""
 
-    def _made_folder(self) -> Path:
-        folder = Path(self.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def _replace(self, path: str, text: str) -> None:
+        self._files.makedirs(self._root, exist_ok=True)
+        if self._local:
+            replace_text(Path(path), text)
+        else:
+            self._files.pipe_file(path, text.encode())
 
-    @property
-    def file(self) -> Path:
-        return Path(self.log_dir) / self.NAME_METRICS_FILE
+
+def as_text(row: Mapping[str, Any]) -> Row:
+    return {name: number_text(value) for name, value in row.items()}
 
 
 def number_text(value: Any) -> str:
@@ -135,18 +220,19 @@ def csv_text(columns: list[str], rows: Iterable[Row], *, header: bool = False) -
     return out.getvalue()
 
 
-def read_header(path: Path) -> list[str]:
-    with open(path, encoding="utf-8", newline="") as file:
-        return next(csv.reader(file), [])
+def parse_header(text: str) -> list[str]:
+    return next(csv.reader(io.StringIO(text)), [])
+
+
+def parse_rows(text: str) -> list[Row]:
+    """Rows of a CSV text without their empty cells; a last line cut off by a crash is left out."""
+    complete = text[: text.rfind("\n") + 1]
+    return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(io.StringIO(complete))]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of ``path`` without their empty cells; a last line cut off by a crash is left out."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]
-    return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(io.StringIO(complete))]
+    """The rows of the file at ``path``, none where there is no file."""
+    return parse_rows(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:

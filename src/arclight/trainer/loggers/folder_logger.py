@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from arclight.trainer.loggers.logger import Logger, next_version
+import fsspec
+
+from arclight.fabric.rank_zero import rank_zero_only
+from arclight.trainer.loggers.logger import Logger
+from arclight.trainer.run import RunFolder
 
 
 class FolderLogger(Logger):
     """A logger of files: in the run folder, or with ``save_dir`` in ``save_dir/name/version_<version>``.
 
-    ``inside_run`` and ``inside_version`` are sub-folders of these two. The version counts up where none is given.
+    ``save_dir`` may be any place that fsspec knows; ``~`` and ``$VARIABLES`` in it are replaced. The version counts up
+    where none is given; a text is the folder's own name. ``inside_run`` and ``sub_dir`` are folders within these two.
+    A logger that nobody gives a folder makes a run folder of its own, ``runs/run/<n>``, when it first writes.
     """
 
-    inside_run = inside_version = ""
+    inside_run = ""
 
-    def __init__(self, save_dir: str | Path | None, name: str | None, version: int | str | None, prefix: str) -> None:
-        self._save_dir = Path(save_dir) if save_dir is not None else None
-        self._name, self._version, self.prefix = name or "", version, prefix
+    def __init__(
+        self, save_dir: str | os.PathLike[str] | None, name: str | None, version: int | str | None, prefix: str, sub_dir: str | None = None,
+    ) -> None:  # fmt: skip
+        self._save_dir = os.fspath(save_dir) if save_dir is not None else None
+        self._name, self._version, self.prefix, self._sub_dir = name or "", version, prefix, sub_dir
         self._folder: Path | None = None
 
     @property
@@ -34,27 +43,54 @@ class FolderLogger(Logger):
     @property
     def version(self) -> int | str:
         if self._version is None:
-            self._version = next_version(Path(self.root_dir))
+            self._version = next_version(self._versions())
         return self._version
 
     @property
     def save_dir(self) -> str:
-        return str(self._save_dir if self._save_dir is not None else self._run_folder())
+        return self._save_dir if self._save_dir is not None else self._run_folder()
+
+    @property
+    def sub_dir(self) -> str | None:
+        return self._sub_dir
 
     @property
     def root_dir(self) -> str:
-        return str(self._save_dir / self._name) if self._save_dir is not None else str(self._run_folder())
+        return os.path.join(self.save_dir, self.name) if not self.needs_folder else self.save_dir
 
     @property
     def log_dir(self) -> str:
-        if self._save_dir is None:
-            return str(self._run_folder() / self.inside_run)
+        if self.needs_folder:
+            return os.path.join(self.save_dir, self.inside_run) if self.inside_run else self.save_dir
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return str(Path(self.root_dir) / version / self.inside_version)
+        return expanded(os.path.join(self._versions(), version, *([self.sub_dir] if self.sub_dir else [])))
 
-    def _run_folder(self) -> Path:
+    def _versions(self) -> str:
+        """The folder that versions are counted in."""
+        return self.root_dir
+
+    def _run_folder(self) -> str:
         if self._folder is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no folder yet: give it save_dir, or pass it to a Trainer, which brings the run folder"
-            )
-        return self._folder
+            if rank_zero_only.rank != 0:
+                raise RuntimeError(
+                    f"{type(self).__name__} has no folder on this rank: give it save_dir, or pass it to a Trainer, which brings the run folder"
+                )
+            self._folder = RunFolder().path
+        return str(self._folder)
+
+
+def expanded(path: str) -> str:
+    """``path`` with home folder and environment variables filled in."""
+    return os.path.expanduser(os.path.expandvars(path))
+
+
+def next_version(folder: str) -> int:
+    """The number after the highest ``version_<n>`` in ``folder``, local or remote."""
+    files, path = fsspec.core.url_to_fs(expanded(folder))
+    try:
+        entries = files.ls(path, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if files.isdir(entry["name"])]
+    taken = [int(name.removeprefix("version_")) for name in names if name.removeprefix("version_").isdigit()]
+    return max(taken, default=-1) + 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.rank_zero import rank_zero_only
+from arclight.trainer.loggers.params import add_prefix
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,8 +23,11 @@ class Logger:
     calls :meth:`use_folder` before anything is logged.
     """
 
-    prefix: str = ""
-    """Put before every metric's name, with :attr:`group_separator` between."""
+    LOGGER_JOIN_CHAR = "-"
+    """Stands between :attr:`prefix` and a metric's name."""
+
+    prefix: str | None = ""
+    """Put before every metric's name."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record ``metrics`` at ``step``, the number of optimizer updates completed."""
@@ -79,63 +84,67 @@ class Logger:
         return self.root_dir
 
     @property
-    def experiment(self) -> Any:
-        """The object behind this logger, for what its interface does not cover."""
-        return None
-
-    @property
     def group_separator(self) -> str:
+        """Stands in metrics' names between a group and its member, such as in ``train/loss``."""
         return "/"
 
     def _prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            f"{self.prefix}{self.group_separator}{name}" if self.prefix else name: value
-            for name, value in metrics.items()
-        }
+        return add_prefix(metrics, self.prefix, self.LOGGER_JOIN_CHAR)
 
 
-class DummyLogger(Logger):
-    """Records nothing."""
+class DummyExperiment:
+    """Takes every call, item and attribute, and does nothing."""
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+    def nop(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)  # copying and pickling ask for what is not there
+        return self.nop
+
+    def __getitem__(self, index: Any) -> DummyExperiment:
+        return self
+
+    def __setitem__(self, index: Any, value: Any) -> None:
         pass
 
 
-def next_version(folder: Path) -> int:
-    """The number after the highest ``version_<n>`` in ``folder``."""
-    taken = [
-        int(e.name.removeprefix("version_"))
-        for e in folder.glob("version_*")
-        if e.name.removeprefix("version_").isdigit()
-    ]
-    return max(taken, default=-1) + 1
+def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """For a logger's ``experiment``: the real object on rank 0, one that ignores everything on the others."""
+
+    @wraps(function)
+    def experiment(self: Any) -> Any:
+        return function(self) if rank_zero_only.rank == 0 else DummyExperiment()
+
+    return experiment
 
 
-def plain_hyperparams(params: Any) -> dict[str, Any]:
-    """``params`` as a flat dict of numbers, texts and booleans; nested names are joined by ``/``."""
-    if params is None:
-        return {}
-    flat: dict[str, Any] = {}
-    for name, value in (params if isinstance(params, Mapping) else vars(params)).items():
-        if isinstance(value, Mapping):
-            flat.update({f"{name}/{inner}": v for inner, v in plain_hyperparams(value).items()})
-        else:
-            flat[str(name)] = value if isinstance(value, (bool, int, float, str)) else str(value)
-    return flat
+class DummyLogger(Logger):
+    """Records nothing, whatever it is asked to record."""
 
+    def __init__(self) -> None:
+        self._experiment = DummyExperiment()
 
-def yaml_lines(values: Mapping[str, Any]) -> str:
-    """A flat mapping as YAML that any reader takes the same way: JSON's quoting, and floats with a point in them."""
-    return "".join(
-        f"{json.dumps(name) if not name.isidentifier() else name}: {_yaml_scalar(value)}\n"
-        for name, value in values.items()
-    )
+    @property
+    def experiment(self) -> DummyExperiment:
+        return self._experiment
 
+    @property
+    def name(self) -> str:
+        return ""
 
-def _yaml_scalar(value: Any) -> str:
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-        mantissa, e, exponent = repr(value).partition("e")
-        return mantissa + (".0" if "." not in mantissa else "") + e + exponent
-    return json.dumps(value)
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getitem__(self, index: int) -> DummyLogger:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return DummyExperiment().nop

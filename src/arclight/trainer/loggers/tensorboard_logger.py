@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import logging
-from argparse import Namespace
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
+
 from arclight.fabric.extras import require
+from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
 from arclight.trainer.loggers.folder_logger import FolderLogger
-from arclight.trainer.loggers.logger import plain_hyperparams
+from arclight.trainer.loggers.logger import DummyExperiment, rank_zero_experiment
+from arclight.trainer.loggers.params import convert_params, plain_params, yaml_text
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.tensorboard.writer import SummaryWriter
 
-log = logging.getLogger(__name__)
+_NO_GRAPH = "Could not log computational graph to TensorBoard: "
 
 
 class TensorBoardLogger(FolderLogger):
@@ -24,32 +28,29 @@ class TensorBoardLogger(FolderLogger):
 
     Without ``save_dir`` the files lie in ``tensorboard/`` of the run folder; with it, in
     ``save_dir/name/version_<version>[/sub_dir]``. ``default_hp_metric`` gives hyper-parameters the metric
-    ``hp_metric`` = -1 where none is passed, as TensorBoard's HPARAMS page needs one. Needs the extra ``track``.
+    ``hp_metric`` = -1 where none is passed, as TensorBoard's HPARAMS page needs one. Further arguments go to the
+    SummaryWriter. Needs the extra ``track``.
     """
 
+    NAME_HPARAMS_FILE = "hparams.yaml"
     inside_run = "tensorboard"
 
     def __init__(
         self,
-        save_dir: str | Path | None = None,
-        name: str | None = "arclight_logs",
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "lightning_logs",
         version: int | str | None = None,
         log_graph: bool = False,
         default_hp_metric: bool = True,
         prefix: str = "",
-        sub_dir: str | None = None,
-        **writer_arguments: Any,
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
     ) -> None:
         require("tensorboard", extra="track")
-        super().__init__(save_dir, name, version, prefix)
-        self.inside_version = sub_dir or ""
-        self._log_graph, self._default_hp_metric, self._writer_arguments = (
-            log_graph,
-            default_hp_metric,
-            writer_arguments,
-        )
-        self._writer: SummaryWriter | None = None
-        self.hparams: dict[str, Any] = {}
+        super().__init__(save_dir, name, version, prefix, os.fspath(sub_dir) if sub_dir is not None else None)
+        self._log_graph, self._default_hp_metric, self._kwargs = log_graph, default_hp_metric, kwargs
+        self._experiment: SummaryWriter | None = None
+        self.hparams: dict[Any, Any] = {}
 
     def use_folder(self, folder: Path) -> None:
         if self._folder != Path(folder):
@@ -57,67 +58,138 @@ class TensorBoardLogger(FolderLogger):
             super().use_folder(folder)
 
     @property
+    @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
         """The ``torch.utils.tensorboard.SummaryWriter``, made when first used."""
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+        if self._experiment is None:
+            self._experiment = self._writer()
+        return self._experiment
 
-            self._writer = SummaryWriter(self.log_dir, **self._writer_arguments)
-        return self._writer
+    def _writer(self, **arguments: Any) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
 
+        return SummaryWriter(log_dir=self.log_dir, **arguments, **self._kwargs)
+
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         for name, value in self._prefixed(metrics).items():
             if isinstance(value, Mapping):
                 self.experiment.add_scalars(name, value, step)
-            else:
-                self.experiment.add_scalar(name, value, step)
+                continue
+            try:
+                self.experiment.add_scalar(name, value.item() if hasattr(value, "item") else value, step)
+            except (AssertionError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"you tried to log {name} = {value!r}, which is currently not supported: try a dict or a scalar/tensor"
+                ) from error
 
+    @rank_zero_only
     def log_hyperparams(
         self,
         params: Any,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Any = None,
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record ``params``, with the initial values of the ``metrics`` they will be compared by."""
+        """Record ``params``, with the initial values of the ``metrics`` they will be compared by (a mapping, or one number)."""
         from torch.utils.tensorboard.summary import hparams
 
-        self.hparams.update(plain_hyperparams(vars(params) if isinstance(params, Namespace) else params))
+        self.hparams.update(convert_params(params))
         if metrics is None:
             metrics = {"hp_metric": -1} if self._default_hp_metric else {}
+        elif not isinstance(metrics, Mapping):
+            metrics = {"hp_metric": metrics}
         if metrics:
             self.log_metrics(metrics, 0 if step is None else step)
         if self.hparams:
-            for summary in hparams(self.hparams, dict(metrics)):
-                self.experiment._get_file_writer().add_summary(summary)
+            for summary in hparams(plain_params(self.hparams), dict(metrics)):
+                self.experiment._get_file_writer().add_summary(summary, step)
 
+    @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Any = None) -> None:
+        """Record the graph of ``model`` for ``input_array`` (a tensor, or a tuple of arguments), or for its ``example_input_array``."""
         if not self._log_graph:
             return
+        import torch
+
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if example is None:
-            log.warning(
-                "TensorBoardLogger(log_graph=True): no graph is written, because the module has no example_input_array",
+            rank_zero_warn(
+                _NO_GRAPH + "The `model.example_input_array` attribute is not set or `input_array` was not given."
             )
-            return
-        self.experiment.add_graph(model, example)
+        elif not isinstance(example, (torch.Tensor, tuple)):
+            rank_zero_warn(
+                f"{_NO_GRAPH}The `input_array` or `model.example_input_array` has type {type(example)}, which can't be "
+                "traced by TensorBoard; make it a tensor, or a tuple of the positional arguments of forward()"
+            )
+        else:
+            example = _on_device(model, example)
+            with _traceable(model):
+                self.experiment.add_graph(model, example)
 
+    @rank_zero_only
     def resume(self, step: int) -> None:
         """TensorBoard will hide what was written at later steps by a run that did not live to save it."""
         if step > 0:
             self._close()
-            from torch.utils.tensorboard import SummaryWriter
+            self._experiment = self._writer(purge_step=step + 1)
 
-            self._writer = SummaryWriter(self.log_dir, purge_step=step + 1, **self._writer_arguments)
-
+    @rank_zero_only
     def save(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        """Flush the events; write ``hparams.yaml`` beside them, once."""
+        self.experiment.flush()
+        files, folder = fsspec.core.url_to_fs(self.log_dir)
+        path = os.path.join(folder, self.NAME_HPARAMS_FILE)
+        if files.isdir(folder) and not files.exists(path):
+            files.pipe_file(path, yaml_text(self.hparams).encode())
 
+    @rank_zero_only
     def finalize(self, status: str) -> None:
-        self._close()
+        if self._experiment is not None:
+            if status == "success":
+                self.save()
+            self.experiment.flush()
+            self.experiment.close()  # logging again opens a file of its own
 
     def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._experiment is not None:
+            self._experiment.close()
+            self._experiment = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A writer has a thread; another process opens a file of its own in the same folder."""
+        return {**self.__dict__, "_experiment": None}
+
+
+@contextmanager
+def _traceable(model: nn.Module) -> Iterator[None]:
+    """The tracer reads every attribute of a module; hide the properties of ours that only work inside a trainer."""
+    from arclight.trainer.module import Module
+
+    ours = [part for part in model.modules() if isinstance(part, Module)]
+    hidden = [name for base in Module.__mro__ for name, value in vars(base).items() if isinstance(value, property)]
+    trainers = [part.__dict__["_trainer"] for part in ours]
+    for part in ours:
+        part.__dict__["__jit_ignored_attributes__"] = hidden
+        if part.__dict__["_trainer"] is None:
+            part.__dict__["_trainer"] = DummyExperiment()
+    try:
+        yield
+    finally:
+        for part, trainer in zip(ours, trainers, strict=True):
+            part.__dict__["_trainer"] = trainer
+            del part.__dict__["__jit_ignored_attributes__"]
+
+
+def _on_device(model: nn.Module, example: Any) -> Any:
+    """``example`` as a step would get it: through the module's transfer hooks where a trainer runs it."""
+    from arclight.fabric.batches import move_batch
+    from arclight.trainer.module import Module
+    from arclight.trainer.transfer import batch_transfer
+
+    trainer = model.__dict__.get("_trainer") if isinstance(model, Module) else None
+    if trainer is not None:
+        move = batch_transfer(trainer, model)  # type: ignore[arg-type]
+        return example if move is None else move(example)
+    parameter = next(model.parameters(), None)
+    return example if parameter is None else move_batch(example, parameter.device)
