@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -371,8 +372,9 @@ def test_chosen_devices_are_used() -> None:
     from arclight.fabric.environments import LightningEnvironment
     from arclight.fabric.strategies import resolve_strategy
 
-    assert resolve_strategy("auto", CUDAAccelerator(), [1], 1, LightningEnvironment()).device.index == 1
-    assert resolve_strategy("auto", CUDAAccelerator(), 1, 1, LightningEnvironment()).device.index == 0
+    with mock.patch("arclight.fabric.accelerators.cuda.num_cuda_devices", return_value=2):
+        assert resolve_strategy("auto", CUDAAccelerator(), [1], 1, LightningEnvironment()).device.index == 1
+        assert resolve_strategy("auto", CUDAAccelerator(), 1, 1, LightningEnvironment()).device.index == 0
 
 
 class Data(al.DataModule):

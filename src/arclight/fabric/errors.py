@@ -9,3 +9,7 @@ class MisconfigurationError(ValueError, TypeError):
 
 class SIGTERMException(SystemExit):
     """The process was asked to end by SIGTERM: state has been saved, the exit status is 143."""
+
+
+class MissingDeviceError(MisconfigurationError, RuntimeError):
+    """A kind of device, or a way to start processes, that this machine does not have."""

@@ -64,7 +64,7 @@ class Fabric(FabricProcesses):
         if plugin.precision is not None and given.precision is not None:
             raise ValueError(f"precision={given.precision!r} and a plugin {plugin.precision!r} were given; give one")
         self._accelerator = resolve_accelerator(given.accelerator)
-        self._precision = resolve_precision(plugin.precision or given.precision, self._accelerator.name)
+        self._precision = resolve_precision(plugin.precision or given.precision, self._accelerator.name())
         environment = plugin.environment or detect_environment()
         self._strategy: Strategy = resolve_strategy(
             given.strategy, self._accelerator, given.devices, given.num_nodes, environment

@@ -57,7 +57,7 @@ class Trainer:
             strategy, self.accelerator, devices, self.settings.num_nodes, detect_environment()
         )
         self._precision_choice = precision
-        self.precision_plugin = resolve_precision(precision, self.accelerator.name)
+        self.precision_plugin = resolve_precision(precision, self.accelerator.name())
         self._adopt(self.settings)
         self.max_epochs = limits.resolve_max_epochs(self.settings.max_epochs, self.settings.max_steps)
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
@@ -182,7 +182,7 @@ class Trainer:
     def adopt_precision(self, name: str | None) -> None:
         """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""
         if name is not None and self._precision_choice == "auto":
-            self.precision_plugin = resolve_precision(name, self.accelerator.name)
+            self.precision_plugin = resolve_precision(name, self.accelerator.name())
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

@@ -85,15 +85,28 @@ _TRAINER: _Rows = (
 )
 
 _FABRIC: _Rows = (
-    ("fabric.accelerators pytorch.accelerators", _ACCELERATORS, "CPUAccelerator CUDAAccelerator MPSAccelerator"),
     (
-        "fabric.accelerators fabric.accelerators.accelerator pytorch.accelerators pytorch.accelerators.accelerator",
+        "fabric.accelerators pytorch.accelerators",
         _ACCELERATORS,
+        "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices",
+    ),
+    ("fabric.accelerators", _ACCELERATORS, "ACCELERATOR_REGISTRY"),
+    ("pytorch.accelerators", _ACCELERATORS, "AcceleratorRegistry=ACCELERATOR_REGISTRY"),
+    ("fabric.accelerators.registry", f"{_ACCELERATORS}.registry", "_AcceleratorRegistry=AcceleratorRegistry"),
+    (
+        "fabric.accelerators.accelerator pytorch.accelerators.accelerator",
+        f"{_ACCELERATORS}.base",
         "Accelerator",
     ),
-    ("fabric.accelerators.cpu pytorch.accelerators.cpu", _ACCELERATORS, "CPUAccelerator"),
-    ("fabric.accelerators.cuda pytorch.accelerators.cuda", _ACCELERATORS, "CUDAAccelerator"),
-    ("fabric.accelerators.mps pytorch.accelerators.mps", _ACCELERATORS, "MPSAccelerator"),
+    ("fabric.accelerators.cpu pytorch.accelerators.cpu", f"{_ACCELERATORS}.cpu", "CPUAccelerator"),
+    ("fabric.accelerators.cuda pytorch.accelerators.cuda", f"{_ACCELERATORS}.cuda", "CUDAAccelerator"),
+    (
+        "fabric.accelerators.cuda",
+        f"{_ACCELERATORS}.cuda",
+        "find_usable_cuda_devices is_cuda_available num_cuda_devices",
+    ),
+    ("fabric.accelerators.mps pytorch.accelerators.mps", f"{_ACCELERATORS}.mps", "MPSAccelerator"),
+    ("fabric.accelerators.xla pytorch.accelerators.xla", f"{_ACCELERATORS}.xla", "XLAAccelerator"),
     (
         "fabric.strategies pytorch.strategies",
         _STRATEGIES,
@@ -272,11 +285,6 @@ _VENDOR_FP8 = (
 _LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogger or a Logger of your own"
 
 _NOT_OFFERED: _Rows = (
-    (
-        "fabric.accelerators fabric.accelerators.xla pytorch.accelerators pytorch.accelerators.xla",
-        _XLA,
-        "XLAAccelerator",
-    ),
     ("fabric.strategies", _XLA, "XLAFSDPStrategy"),
     ("fabric.strategies pytorch.strategies", _XLA, "SingleDeviceXLAStrategy XLAStrategy"),
     ("fabric.strategies.xla pytorch.strategies.xla", _XLA, "XLAStrategy"),

@@ -49,16 +49,17 @@ class Strategy:
         """Take what the user asked for (``device_ids``: which of this node's devices); nothing is touched yet."""
         self.accelerator, self.environment = accelerator, environment
         self.num_devices, self.num_nodes = num_devices, num_nodes
+        self.parallel_devices = accelerator.get_parallel_devices(accelerator.parse_devices(device_ids or num_devices))
         self.device_ids = device_ids or list(range(num_devices))
-        self.device = accelerator.device(self.device_ids[0])
+        self.device = self.parallel_devices[0]
 
     def launcher(self) -> Launcher:
         return Launcher()
 
     def setup_environment(self) -> None:
         """Join the other processes and claim this process's device."""
-        self.device = self.accelerator.device(self.device_ids[self.local_rank])
-        self.accelerator.setup_device(self.device, self.num_devices)
+        self.device = self.parallel_devices[self.local_rank]
+        self.accelerator.setup_device(self.device)
 
     @property
     def world_size(self) -> int:

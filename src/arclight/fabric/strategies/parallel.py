@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,9 +57,10 @@ class ParallelStrategy(Strategy):
             self.environment.set_world_size(self.num_devices * self.num_nodes)
             self.environment.set_global_rank(self.node_rank * self.num_devices + self.local_rank)
         super().setup_environment()
+        share_threads(self.num_devices)
         if not dist.is_initialized():
             dist.init_process_group(
-                self.process_group_backend or self.accelerator.backend,
+                self.process_group_backend or default_backend(self.device),
                 init_method=f"tcp://{self.environment.main_address}:{self.environment.main_port}",
                 world_size=self.world_size,
                 rank=self.global_rank,
@@ -134,3 +136,16 @@ class ParallelStrategy(Strategy):
         votes = torch.tensor(int(decision), device=self.device)
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes > 0)
+
+
+def default_backend(device: torch.device) -> str:
+    """The kind of process group in which tensors on such a device are exchanged."""
+    return str(dist.Backend.default_device_backend_map.get(device.type, "gloo"))
+
+
+def share_threads(num_processes: int) -> None:
+    """Divide the cores of this host among its processes, unless OMP_NUM_THREADS already says how many each may use."""
+    if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # processes started from here, loaders' workers too

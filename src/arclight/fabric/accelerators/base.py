@@ -1,0 +1,65 @@
+"""What a kind of device is to this package."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+
+class Accelerator(ABC):
+    """A kind of device. A user's own is a subclass, passed as ``accelerator=`` or registered under a name."""
+
+    @staticmethod
+    @abstractmethod
+    def name() -> str:
+        """The name that ``accelerator=`` knows it by."""
+
+    @staticmethod
+    @abstractmethod
+    def is_available() -> bool:
+        """Whether this machine has such a device."""
+
+    @staticmethod
+    @abstractmethod
+    def auto_device_count() -> int:
+        """How many ``devices="auto"`` takes."""
+
+    @staticmethod
+    @abstractmethod
+    def parse_devices(devices: Any) -> Any:
+        """What was given as ``devices=``, in the form that :meth:`get_parallel_devices` takes.
+
+        Raises TypeError or MisconfigurationError for what is not a choice of devices of this machine.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def get_parallel_devices(devices: Any) -> list[Any]:
+        """The device of each local process."""
+
+    @abstractmethod
+    def setup_device(self, device: torch.device) -> None:
+        """Claim ``device`` for this process. Raises ValueError for a device of another kind."""
+
+    def get_device_stats(self, device: torch.device) -> dict[str, Any]:
+        """Numbers that say how busy and full ``device`` is."""
+        raise NotImplementedError(f"{type(self).__name__} has no statistics of its devices")
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Give back what this process no longer needs."""
+
+    @classmethod
+    def register_accelerators(cls, accelerator_registry: Any) -> None:
+        """Enter names for this class into a registry."""
+        accelerator_registry.register(cls.name(), cls, description=cls.__name__)
+
+
+def check_kind(device: torch.device, kind: str) -> None:
+    """Raise MisconfigurationError for a device of another kind."""
+    from arclight.fabric.errors import MisconfigurationError
+
+    if device.type != kind:
+        raise MisconfigurationError(f"Device should be {kind.upper()}, got {device} instead")

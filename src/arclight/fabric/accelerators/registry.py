@@ -1,0 +1,70 @@
+"""Names of accelerators, and which one a user means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arclight.fabric.accelerators.base import Accelerator
+from arclight.fabric.accelerators.cpu import CPUAccelerator
+from arclight.fabric.accelerators.cuda import CUDAAccelerator
+from arclight.fabric.accelerators.mps import MPSAccelerator
+from arclight.fabric.accelerators.xla import XLAAccelerator
+from arclight.fabric.errors import MissingDeviceError
+from arclight.fabric.registry import Registry
+
+
+class AcceleratorRegistry(Registry):
+    """Names that ``accelerator=`` knows, with their classes. Installed packages add theirs as entry points in the group
+    ``arclight.accelerators``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("accelerator", "accelerators")
+
+    def available_accelerators(self) -> set[str]:
+        """Every name."""
+        return set(self.names())
+
+
+ACCELERATOR_REGISTRY = AcceleratorRegistry()
+for _kind in (CPUAccelerator, CUDAAccelerator, MPSAccelerator, XLAAccelerator):
+    _kind.register_accelerators(ACCELERATOR_REGISTRY)
+
+
+def resolve_accelerator(choice: str | Accelerator | type[Accelerator]) -> Accelerator:
+    """The accelerator a user asked for; ``auto`` takes the first of TPU, CUDA, MPS, CPU that is there, ``gpu`` CUDA or MPS.
+
+    Raises ValueError for an unknown name and MissingDeviceError for a kind of device that this machine lacks.
+    """
+    if isinstance(choice, type) and issubclass(choice, Accelerator):
+        choice = choice()
+    if isinstance(choice, Accelerator):
+        return _there(choice)
+    if choice == "auto":
+        kinds = (XLAAccelerator, CUDAAccelerator, MPSAccelerator, CPUAccelerator)
+        return next(kind() for kind in kinds if kind.is_available())
+    if choice == "gpu":
+        kind = next((kind for kind in (CUDAAccelerator, MPSAccelerator) if kind.is_available()), None)
+        if kind is None:
+            raise MissingDeviceError("No supported gpu backend found! accelerator='gpu' needs a CUDA or Apple GPU")
+        return kind()
+    if not isinstance(choice, str) or choice not in ACCELERATOR_REGISTRY.available_accelerators():
+        names = ", ".join(["auto", "gpu", *ACCELERATOR_REGISTRY.names()])
+        raise ValueError(
+            f"You selected an invalid accelerator name: `accelerator={choice!r}`. Names are {names}; or pass an Accelerator"
+        )
+    return _there(ACCELERATOR_REGISTRY.get(choice))
+
+
+def _there(accelerator: Accelerator) -> Accelerator:
+    if not accelerator.is_available():
+        there = [name for name, entry in ACCELERATOR_REGISTRY.items() if _available(entry["accelerator"])]
+        raise MissingDeviceError(
+            f"`{type(accelerator).__qualname__}` can not run on your system since the accelerator is not available. "
+            f"Available and possible as `accelerator` are: {', '.join(there)}; see `arclight doctor`"
+        )
+    return accelerator
+
+
+def _available(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Accelerator) and kind.is_available()
