@@ -190,17 +190,6 @@ def test_a_batch_without_samples_has_no_weight() -> None:
     assert trainer().validate(Weighted(), batches(2), verbose=False)[0]["x"] == 1
 
 
-def test_a_users_reduction_sees_every_value_of_a_long_epoch() -> None:
-    class Median(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.log("x", float(batch_idx), on_step=False, on_epoch=True, reduce_fx=torch.median)
-            return self.loss(batch)
-
-    runner = trainer(limit_train_batches=601)
-    runner.fit(Median(), batches(1) * 601)
-    assert float(runner.callback_metrics["x"]) == 300
-
-
 # -- optimization --------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,15 +50,37 @@ def move_batch(batch: Any, device: torch.device) -> Any:
 
 def batch_size_of(batch: Any) -> int:
     """Samples in a batch: the first dimension of its first tensor, 1 where there is none."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if isinstance(first, torch.Tensor):  # nearly every batch
+        return first.shape[0] if first.ndim else 1
+    return next(batch_sizes(batch), 1)
+
+
+def batch_sizes(batch: Any) -> Iterator[int]:
+    """The first dimension of each tensor or array in a batch (1 for a single number), in order.
+
+    A list without tensors is a batch of what is in it: its length counts.
+    """
+    if isinstance(batch, torch.Tensor) or (hasattr(batch, "shape") and hasattr(batch, "ndim")):
+        yield int(batch.shape[0]) if batch.ndim else 1
+        return
+    found = False
+    for part in _parts(batch):
+        for size in batch_sizes(part):
+            found = True
+            yield size
+    if not found and isinstance(batch, list) and batch:
+        yield len(batch)
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    """What to look at in a batch that is no tensor."""
     if isinstance(batch, Mapping):
-        values: Any = batch.values()
-    elif isinstance(batch, (tuple, list)):
-        values = batch
-    else:
-        return 1
-    for value in values:
-        if isinstance(value, (torch.Tensor, Mapping, tuple, list)):
-            return batch_size_of(value)
-    return len(batch) if isinstance(batch, list) and batch else 1
+        return batch.values()
+    if isinstance(batch, (tuple, list)):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    if isinstance(batch, Iterable) and not isinstance(batch, (str, bytes, Iterator)):
+        return batch
+    return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ class Callback:
 
     runs_last: bool = False
     """Whether the trainer calls this one after all others, because it judges or saves what they changed."""
+    log: Callable[..., None]
+    """:meth:`Module.log` while a trainer runs: its values belong to the callback's hook."""
+    log_dict: Callable[..., None]
+    """:meth:`Module.log_dict` while a trainer runs."""
     unused_hooks: frozenset[str] = frozenset()
     """Overridden hooks that this instance's settings turn off; the trainer does not call them."""
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from arclight.trainer import reporting
 from arclight.trainer.hooks import callback_hooks, overridden
-from arclight.trainer.logged import LoggedValues
 from arclight.trainer.module import Module
 from arclight.trainer.transfer import batch_transfer
 
@@ -63,34 +62,26 @@ def _restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
 def run_evaluation(trainer: Trainer, module: Module, loaders: list[Any]) -> list[dict[str, float]]:
     """One pass over ``loaders``; the epoch's values for each of them."""
     hook = _HOOK[trainer.stage]
-    trainer.logged = values = LoggedValues(trainer.stage)
+    values = reporting.begin_evaluation(trainer)
     trainer.eval_loaders, trainer.eval_batch = loaders, 0
     with evaluating(trainer, module, hook):
         trainer.call(f"on_{hook}_start", monitors=False)
         trainer.call(f"on_{hook}_epoch_start", monitors=False)
         step = trainer.precision_plugin.wrap(getattr(module, f"{hook}_step"))
+        parts: list[dict[str, torch.Tensor]] = []
         for number, loader in enumerate(loaders):
-            values.loader_suffix = f"/dataloader_idx_{number}" if len(loaders) > 1 else ""
+            values.loader = number if len(loaders) > 1 else None
             _run_loader(trainer, module, loader, number, len(loaders), step, hook)
-        values.loader_suffix = ""
+            parts.append(reporting.end_batches(trainer, values))
+        values.loader = None
         trainer.call(f"on_{hook}_epoch_end", monitors=False)
-        results = reporting.publish_epoch(trainer, values) if trainer.stage != "sanity_check" else {}
+        results = reporting.end_evaluation(trainer, values, parts)
         trainer.call(f"on_{hook}_end", monitors=False)
     if trainer.stage == "validate":  # only now: what is saved half-way validates again when it is resumed
         trainer.progress.validated_at = trainer.progress.batch
     trainer.call_monitors(f"on_{hook}_start", f"on_{hook}_epoch_start", f"on_{hook}_epoch_end", f"on_{hook}_end")
-    return _per_loader(results, len(loaders))
-
-
-def _per_loader(results: dict[str, float], count: int) -> list[dict[str, float]]:
-    """Results split by the loader that their names end with; names without one belong to the first."""
-    if count <= 1:
-        return [results]
-    split: list[dict[str, float]] = [{} for _ in range(count)]
-    for name, value in results.items():
-        _, mark, number = name.rpartition("/dataloader_idx_")
-        split[int(number) if mark else 0][name] = value
-    return split
+    values.clear()
+    return results
 
 
 def _run_loader(trainer: Trainer, module: Module, loader: Any, number: int, count: int, step: Any, hook: str) -> None:
@@ -100,6 +91,7 @@ def _run_loader(trainer: Trainer, module: Module, loader: Any, number: int, coun
     on_progress = callback_hooks(trainer, module, trainer.callbacks, "on_progress")
     arguments = _step_arguments(getattr(module, f"{hook}_step"), count)
     suffix, show_at = f"/{number}" if count > 1 else "", 0.0
+    values.in_batches = True
     for index, batch in enumerate(islice(loader.batches(0), limit)):
         if move is not None:
             batch = move(batch)
@@ -118,6 +110,8 @@ def _run_loader(trainer: Trainer, module: Module, loader: Any, number: int, coun
             trainer.enter(f"on_{hook}_batch_end", suffix)
             for function in end:
                 function(output, batch, index, number)
+        if values.has_steps:
+            reporting.evaluation_step(trainer, values)
         if on_progress and (now := time.monotonic()) >= show_at:
             show_at = now + PROGRESS_INTERVAL
             for function in on_progress:

@@ -7,213 +7,294 @@ float64, so that every sample counts once whatever the batch sizes and the numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import numbers
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.fabric.batches import batch_size_of
+from arclight.fabric.batches import batch_size_of, batch_sizes
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer import log_rules
+from arclight.trainer.log_rules import LogSettings
+from arclight.trainer.metric_state import metric_state, restore_metric
 
 if TYPE_CHECKING:
-    from arclight.fabric.strategies import Strategy
+    from arclight.trainer.module import Module
 
 FLUSH = 256
 """Pending values per name before they are folded into one sum; fixed, so that sums never depend on when they were read."""
 
-_ON_STEP_DEFAULT = {
-    "training_step",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-}
-_NO_LOGGING = {
-    "predict_step",
-    "setup",
-    "teardown",
-    "configure_optimizers",
-    "on_fit_start",
-    "on_fit_end",
-    "on_train_end",
-    "on_validation_end",
-    "on_test_end",
-}
-
-Value = torch.Tensor | float | int
+LOADER_SUFFIX = "/dataloader_idx_{}"
+"""Ending of a name's values where an evaluation has several loaders."""
 
 
 class Entry:
-    """All values logged under one name from one hook."""
+    """All values logged under one name from one hook (and, in evaluation, from one loader) since the epoch began."""
 
     __slots__ = (
         "batch",
+        "folded",
+        "given",
+        "hook",
         "last",
-        "logger",
+        "loader",
         "metric",
         "name",
-        "on_epoch",
-        "on_step",
         "pending",
-        "prog_bar",
-        "rank_zero_only",
-        "reduce",
+        "reduced",
+        "result",
+        "settings",
+        "shown",
+        "suffix",
+        "synced",
         "total",
         "weight",
         "weights",
     )
 
-    def __init__(
-        self,
-        name: str,
-        batch: Batch,
-        *,
-        on_step: bool,
-        on_epoch: bool,
-        prog_bar: bool,
-        logger: bool,
-        reduce: str | Callable[..., Any],
-        rank_zero_only: bool,
-    ) -> None:
-        self.name, self.batch = name, batch
-        self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce = (
-            on_step,
-            on_epoch,
-            prog_bar,
-            logger,
-            reduce,
-        )
-        self.rank_zero_only = rank_zero_only
+    def __init__(self, hook: str, name: str, settings: LogSettings, batch: Batch, loader: int | None = None) -> None:
+        self.hook, self.name, self.settings, self.batch, self.loader = hook, name, settings, batch, loader
+        self.suffix = LOADER_SUFFIX.format(loader) if loader is not None and settings.add_dataloader_idx else ""
+        self.given: tuple[Any, ...] = ()
+        """The arguments of the call that made this entry: a call with the same ones needs no further check."""
         self.metric: Any = None
         self.clear()
+
+    def adopt(self, settings: LogSettings) -> None:
+        """Take other settings; values that were gathered for another result are dropped."""
+        if (settings.reduce, settings.metric_attribute) != (self.settings.reduce, self.settings.metric_attribute):
+            self.metric = None
+            self.clear()
+        self.settings = settings
 
     def clear(self) -> None:
         """Forget the epoch's values."""
         self.last: torch.Tensor | None = None
+        self.shown: torch.Tensor | None = None
+        """The value of ``last`` that has been taken into the trainer's metrics."""
+        self.synced: torch.Tensor | None = None
+        """The value of ``last`` that was put together from those of all processes."""
         self.pending: list[torch.Tensor] = []
         self.weights: list[float] = []
         self.total: torch.Tensor | None = None
         self.weight = 0.0
+        self.folded = 0
+        self.result: torch.Tensor | None = None
+        self.reduced = 0
+        """How many values ``result`` was made of."""
+
+    @property
+    def count(self) -> int:
+        """Values logged so far."""
+        return self.folded + len(self.pending)
+
+    @property
+    def shown_name(self) -> str:
+        return self.name + self.suffix
 
     @property
     def step_name(self) -> str:
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return f"{self.name}_step{self.suffix}" if self.settings.on_epoch else self.shown_name
 
     @property
     def epoch_name(self) -> str:
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return f"{self.name}_epoch{self.suffix}" if self.settings.on_step else self.shown_name
 
     def add(self, value: Any, batch_size: int | None) -> None:
         """Append a scalar. A value that is no result of a computation may change in place later, so it is copied."""
+        settings = self.settings
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise ValueError(
-                    f"log({self.name!r}, ...): need a single number, got a tensor of shape {tuple(value.shape)}; reduce it first"
-                )
-            value = value.detach() if value.requires_grad and not value.is_leaf else value.detach().clone()
+                raise log_rules.refuse_value(self.name, value)
+            if not settings.enable_graph:
+                own = value.requires_grad and not value.is_leaf and not value._version
+                value = value.detach() if own else value.detach().clone()
             if value.ndim:
                 value = value.reshape(())
-        elif isinstance(value, (int, float)):
-            value = torch.tensor(float(value))
+        elif isinstance(value, numbers.Number):
+            value = torch.tensor(value, dtype=_wide(torch.get_default_dtype()))
         else:
             self._add_metric(value)
             return
-        self.last = value
-        if self.on_epoch:
+        if settings.on_step:
+            self.last = value
+        if settings.on_epoch:
             self.pending.append(value)
-            self.weights.append(self.batch.known_size or self.batch.size() if batch_size is None else batch_size)
-            if len(self.pending) == FLUSH and isinstance(self.reduce, str):
-                self._fold()  # a user's own reduction sees all values at once
+            if settings.reduce != "mean":
+                self.weights.append(1)
+            else:
+                self.weights.append(self.batch.known_size or self.batch.size() if batch_size is None else batch_size)
+            if len(self.pending) == FLUSH:
+                self._fold()
 
     def _add_metric(self, value: Any) -> None:
-        if not (hasattr(value, "compute") and hasattr(value, "reset")):
-            raise TypeError(
-                f"log({self.name!r}, ...): need a number, a one-element tensor or a metric with compute() and reset(), got {type(value).__name__}"
-            )
-        self.metric = value
-        if self.on_step:
-            self.last = torch.as_tensor(
-                getattr(value, "_forward_cache", None)
-                if getattr(value, "_forward_cache", None) is not None
-                else value.compute()
-            ).detach()
+        if not log_rules.is_metric(value):
+            raise log_rules.refuse_value(self.name, value)
+        if self.metric is None:
+            self.metric = value
+        elif self.metric is not value:
+            raise _twice(self.name, self.hook)
+        self.folded += 1
+        if self.settings.on_step:
+            # what its last call gave; a metric that was only updated has no value of this step, nor is it asked for one
+            cache = value._forward_cache if hasattr(value, "_forward_cache") else value.compute()
+            self.last = cache.detach() if isinstance(cache, torch.Tensor) else self._tensor(cache)
+
+    def _tensor(self, value: Any) -> torch.Tensor | None:
+        return torch.tensor(float(value)) if isinstance(value, (int, float)) else None
+
+    def compute_metric(self) -> torch.Tensor:
+        """The metric's value of the epoch. Raises ValueError if that is no tensor."""
+        value = self.metric.compute()
+        if isinstance(value, torch.Tensor):
+            return value if self.settings.enable_graph else value.detach()
+        if (number := self._tensor(value)) is not None:
+            return number
+        raise ValueError(f"The `.compute()` return of the metric logged as {self.name!r} must be a tensor, got {value}")
 
     def _fold(self) -> None:
-        total, weight = self._reduced(self.total, self.weight)
+        total, weight = self._folded()
+        self.folded += len(self.pending)
         self.total, self.weight, self.pending, self.weights = total, weight, [], []
 
     def _stacked(self) -> torch.Tensor:
         device = self.pending[-1].device  # plain numbers and resumed values lie on the host
-        return torch.stack([value.to(device) for value in self.pending])
+        self.check_unchanged(self.pending)
+        return torch.stack([value.detach().to(device) for value in self.pending])
 
-    def _reduced(self, total: torch.Tensor | None, weight: float) -> tuple[torch.Tensor | None, float]:
+    def check_unchanged(self, values: list[torch.Tensor]) -> None:
+        """Raise RuntimeError if somebody wrote into a logged tensor: it would be shown with a value it was not logged with."""
+        # a list, because a generator would cost a Python call for each value
+        if not self.settings.enable_graph and any([not v.is_inference() and v._version for v in values]):  # noqa: C419
+            raise RuntimeError(
+                f"the tensor logged as {self.name!r} in {self.hook} was changed in place afterwards (`+=`, for one), and its "
+                f"value is lost; log {self.name}.clone(), or write `x = x + y`"
+            )
+
+    def _folded(self) -> tuple[torch.Tensor | None, float]:
         """Total and weight with the pending values folded in; nothing is changed."""
         if not self.pending:
-            return total, weight
-        values = self._stacked().double()
-        if self.reduce == "mean":
+            return self.total, self.weight
+        reduce, values = self.settings.reduce, self._stacked().double()
+        if reduce == "mean":
             folded = (values * torch.tensor(self.weights, dtype=torch.float64, device=values.device)).sum()
-        elif self.reduce in ("sum", "min", "max"):
-            folded = getattr(values, str(self.reduce))()
         else:
-            folded = torch.as_tensor(self.reduce(values)).double()  # type: ignore[operator]
-        if total is not None:
-            folded = total + folded if self.reduce in ("mean", "sum") else _COMBINE[str(self.reduce)](total, folded)
-        return folded, weight + sum(self.weights)
+            folded = getattr(values, reduce)()
+        if self.total is not None:
+            folded = combine(reduce, self.total.to(folded.device), folded)
+        return folded, self.weight + sum(self.weights)
 
     def summary(self) -> tuple[torch.Tensor, float]:
         """``(total, weight)`` of the epoch so far on this rank; weight 0 where nothing was logged."""
-        total, weight = self._reduced(self.total, self.weight)
-        return (torch.zeros((), dtype=torch.float64), 0.0) if total is None else (total, weight)
+        total, weight = self._folded()
+        return (torch.zeros((), dtype=torch.float64), 0.0) if total is None else (total, float(weight))
+
+    def finish(self, total: torch.Tensor | float, weight: float) -> None:
+        """Keep the epoch's value: ``total`` over ``weight`` where it is a mean. Weight 0 is no value."""
+        self.reduced = self.count
+        if weight > 0:
+            total = torch.as_tensor(total, dtype=torch.float64)
+            self.result = (total / weight if self.settings.reduce == "mean" else total).to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of shown values: that of the newest one, at least float32."""
+        newest = self.pending[-1] if self.pending else self.last
+        return _wide(newest.dtype) if newest is not None else torch.float32
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "total": self.total, "weight": self.weight, "last": self.last, "weights": list(self.weights),
+        state = {
+            "total": self.total, "weight": self.weight, "last": self.last, "weights": list(self.weights), "folded": self.folded,
             "pending": self._stacked() if self.pending else None,
-            "settings": [self.on_step, self.on_epoch, self.prog_bar, self.logger, self.reduce if isinstance(self.reduce, str) else None, self.rank_zero_only],
+            "settings": {name: getattr(self.settings, name) for name in LogSettings.__slots__ if name != "sync_group"},
         }  # fmt: skip
+        return state if self.metric is None else {**state, "metric": metric_state(self.metric)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], module: Module) -> None:
         self.total, self.weight, self.last, self.weights = (
             state["total"],
             state["weight"],
             state["last"],
             list(state["weights"]),
         )
+        self.folded = state["folded"]
         self.pending = list(state["pending"].unbind()) if state["pending"] is not None else []
+        if self.settings.metric_attribute is not None:
+            self.metric = restore_metric(module, self.settings.metric_attribute, state["metric"])
 
 
-_COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def combine(reduce: str, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Two parts of a reduction as one."""
+    functions: dict[str, Callable[..., torch.Tensor]] = {"max": torch.maximum, "min": torch.minimum}
+    return functions.get(reduce, torch.add)(one, other)
+
+
+def _twice(name: str, hook: str) -> MisconfigurationError:
+    return MisconfigurationError(
+        f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments; give the two different names"
+    )
 
 
 class Batch:
     """The batch under way, whose size is counted only if a logged value needs it."""
 
-    __slots__ = ("known_size", "value")
+    __slots__ = ("checked", "known_size", "value")
 
     def __init__(self) -> None:
         self.value: Any = None
         self.known_size: int | None = None
+        self.checked = False
 
     def set(self, value: Any) -> None:
         self.value, self.known_size = value, None
 
     def size(self) -> int:
+        """Samples in the batch; 1 between batches. Warns, once, where tensors differ in their first dimension.
+
+        Raises MisconfigurationError for a batch without any tensor.
+        """
         if self.known_size is None:
-            self.known_size = batch_size_of(self.value)
+            self.known_size = 1 if self.value is None else batch_size_of(self.value)
+            if not self.checked and self.value is not None:
+                self.checked = True
+                self._check()
         return self.known_size
+
+    def _check(self) -> None:
+        sizes = list(dict.fromkeys(batch_sizes(self.value)))
+        if not sizes:
+            raise MisconfigurationError(
+                f"We could not infer the batch_size of a batch of type {type(self.value).__name__}, which mean values are weighted "
+                "by: give it, as in `self.log(..., batch_size=batch_size)`"
+            )
+        if len(sizes) > 1:
+            rank_zero_warn(
+                f"Trying to infer the `batch_size` from an ambiguous collection: its tensors have first dimensions {sizes[:4]}, "
+                f"and {sizes[0]} is taken. To be sure, use `self.log(..., batch_size=batch_size)`",
+                stacklevel=6,
+            )
 
 
 class LoggedValues:
     """Everything logged in one stage (training, validation, test) since its epoch began."""
 
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
+    def __init__(self, stage: str, entry_point: str = "fit") -> None:
+        self.stage, self.entry_point = stage, entry_point
         self.batch = Batch()
         self.tables: dict[str, dict[str, Entry]] = {}
         self.hook = ""
-        self.loader_suffix = ""
+        self.loader: int | None = None
+        """Number of the loader under way where there are several."""
+        self.has_steps = False
+        """Whether any name is logged ``on_step``."""
+        self.in_batches = False
+        """Whether batches are running: step values are what there is to see, else the epoch's."""
 
     def table(self, hook: str) -> dict[str, Entry]:
         """The entries of ``hook``, by the name given to ``log``."""
@@ -221,66 +302,73 @@ class LoggedValues:
             self.tables[hook] = {}
         return self.tables[hook]
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterator[Entry]:
         for table in self.tables.values():
             yield from table.values()
 
-    def new_entry(
-        self, hook: str, name: str, *, prog_bar: bool, logger: bool | None, on_step: bool | None, on_epoch: bool | None,
-        reduce_fx: str | Callable[..., Any], add_dataloader_idx: bool, rank_zero_only: bool,
-    ) -> Entry:  # fmt: skip
-        """An entry for ``name`` with the hook's defaults filled in. Raises ValueError where logging is not possible."""
-        if hook in _NO_LOGGING:
-            raise ValueError(
-                f"log({name!r}, ...) cannot be called in {hook}: nothing logged there would be seen; log it in a step or an epoch-end hook"
+    def entry(self, table: dict[str, Entry], module: Module, name: str, value: Any, given: tuple[Any, ...]) -> Entry:
+        """The entry in ``table`` for a call of ``log`` with the arguments ``given``, new or known.
+
+        Raises MisconfigurationError where nothing can be logged (so), or where the name is logged with other arguments.
+        """
+        if self.stage == "predict":
+            raise MisconfigurationError(
+                f"`self.log({name!r}, ...)`: prediction's result collection is not registered yet anywhere: what a predict hook "
+                "logs would be seen by nobody; return it from predict_step"
             )
-        per_step = hook in _ON_STEP_DEFAULT
-        on_step = per_step if on_step is None else on_step
-        on_epoch = (not per_step) if on_epoch is None else on_epoch
-        if on_step and not per_step and hook.endswith(("epoch_start", "epoch_end")):
-            raise ValueError(f"log({name!r}, on_step=True) in {hook}: it runs once per epoch; use on_epoch=True")
-        if isinstance(reduce_fx, str) and reduce_fx not in ("mean", "sum", "min", "max"):
-            raise ValueError(f"log({name!r}, reduce_fx={reduce_fx!r}): choose mean, sum, min, max or a function")
-        shown = name + (self.loader_suffix if add_dataloader_idx else "")
-        return Entry(
-            shown,
-            self.batch,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            prog_bar=prog_bar,
-            logger=logger is not False,
-            reduce=reduce_fx,
-            rank_zero_only=rank_zero_only,
-        )
+        settings = self._settings(module, name, value, *given)
+        known = table.get(name)
+        if known is None:
+            known = table[name] = Entry(self.hook, name, settings, self.batch, self.loader)
+            self._check_new(known, module, value, given[1])
+        elif not known.given:  # from a checkpoint: the code of today says how it is shown
+            known.adopt(settings)
+        elif known.settings != settings:
+            raise _twice(name, self.hook)
+        known.given = given
+        return known
+
+    def _settings(
+        self, module: Module, name: str, value: Any, prog_bar: bool, logger: bool | None, on_step: bool | None, on_epoch: bool | None,
+        reduce_fx: Any, enable_graph: bool, sync_dist: bool, sync_dist_group: Any, add_dataloader_idx: bool,
+        metric_attribute: str | None, rank_zero_only: bool,
+    ) -> LogSettings:  # fmt: skip
+        if not (isinstance(value, (torch.Tensor, numbers.Number)) or log_rules.is_metric(value)):
+            raise log_rules.refuse_value(name, value)
+        step, epoch = log_rules.levels(self.hook, on_step, on_epoch)
+        log_rules.check_name(name, add_dataloader_idx)
+        if metric_attribute is None and log_rules.is_metric(value):
+            metric_attribute = log_rules.metric_attribute(module, name, value)
+        return LogSettings(
+            step, epoch, prog_bar, logger is not False, log_rules.reduction(reduce_fx), enable_graph, sync_dist, sync_dist_group,
+            add_dataloader_idx, metric_attribute, rank_zero_only,
+        )  # fmt: skip
+
+    def _check_new(self, entry: Entry, module: Module, value: Any, logger: bool | None) -> None:
+        if not entry.settings.add_dataloader_idx and any(
+            other.hook == entry.hook and other.name == entry.name and other is not entry for other in self.entries()
+        ):
+            raise _twice(entry.name, entry.hook)  # from two loaders, whose values would be mixed
+        self.has_steps = self.has_steps or entry.settings.on_step
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            rank_zero_warn(
+                f"You called `self.log({entry.name!r}, ...)` in your `{entry.hook}` but the value needs to be floating point to be "
+                f"reduced. Converting it to {_wide(torch.get_default_dtype())}; log `{entry.name}.float()` to say so yourself",
+                stacklevel=5,
+            )
+        if logger and module.trainer.logger is None:
+            rank_zero_warn(
+                f"You called `self.log({entry.name!r}, ..., logger=True)` but have no logger configured: Trainer(logger=...) takes one",
+                stacklevel=5,
+            )
 
     def clear(self) -> None:
-        """Start a new epoch: last values and sums are forgotten, names stay known."""
+        """Start a new epoch: last values and sums are forgotten, metrics reset; names stay known."""
         for entry in self.entries():
-            entry.clear()
-
-    # -- reading ---------------------------------------------------------------------------------------------------
-
-    def last(self, wanted: Callable[[Entry], bool]) -> dict[str, float]:
-        """The newest value of each wanted entry under its step name, in one transfer from each device."""
-        entries = [e for e in self.entries() if e.last is not None and wanted(e)]
-        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        for entry in entries:
-            if entry.last is not None:
-                by_device.setdefault(entry.last.device, []).append((entry.step_name, entry.last.float()))
-        values: dict[str, float] = {}
-        for items in by_device.values():
-            values |= zip([name for name, _ in items], torch.stack([value for _, value in items]).tolist(), strict=True)
-        return {entry.step_name: values[entry.step_name] for entry in entries}
-
-    def epoch(self, strategy: Strategy) -> list[tuple[Entry, torch.Tensor]]:
-        """Each ``on_epoch`` entry with its value over all ranks: one packed reduction, whatever the number of names."""
-        entries = [e for e in self.entries() if e.on_epoch and e.metric is None]
-        results = _reduce_over_ranks(entries, strategy)
-        for entry in self.entries():
-            if entry.metric is not None and entry.on_epoch:
-                results.append((entry, torch.as_tensor(entry.metric.compute()).detach()))
+            if entry.metric is not None:
                 entry.metric.reset()
-        return results
+            entry.clear()
+        self.in_batches = False
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -289,55 +377,9 @@ class LoggedValues:
             if table
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], module: Module) -> None:
         for hook, table in state.items():
             for name, saved in table.items():
-                on_step, on_epoch, prog_bar, logger, reduce, rank_zero_only = saved["settings"]
-                if reduce is None:
-                    continue  # a user's own reduction is a function: its epoch starts afresh
-                entry = Entry(
-                    name,
-                    self.batch,
-                    on_step=on_step,
-                    on_epoch=on_epoch,
-                    prog_bar=prog_bar,
-                    logger=logger,
-                    reduce=reduce,
-                    rank_zero_only=rank_zero_only,
-                )
-                entry.load_state_dict(saved)
+                entry = Entry(hook, name, LogSettings(**saved["settings"], sync_group=None), self.batch)
+                entry.load_state_dict(saved, module)
                 self.table(hook)[name] = entry
-
-
-def _reduce_over_ranks(entries: list[Entry], strategy: Strategy) -> list[tuple[Entry, torch.Tensor]]:
-    """Each entry's value; a rank that did not log a name adds nothing to it, and cannot block the others."""
-    summaries = [(entry, *entry.summary()) for entry in entries]
-    if strategy.world_size > 1:
-        local = {
-            (e.name, e.reduce if isinstance(e.reduce, str) else "mean"): (float(t), w)
-            for e, t, w in summaries
-            if not e.rank_zero_only
-        }
-        everyone = strategy.all_gather_object(local)
-        merged = [
-            (
-                e,
-                *_merge(
-                    [ranks[key] for ranks in everyone if (key := (e.name, e.reduce)) in ranks], str(e.reduce), (t, w)
-                ),
-            )
-            for e, t, w in summaries
-        ]
-        summaries = [(e, torch.as_tensor(t, dtype=torch.float64), w) for e, t, w in merged]
-    return [(e, (t / w if e.reduce == "mean" else t).float()) for e, t, w in summaries if w > 0]
-
-
-def _merge(
-    parts: list[tuple[float, float]], reduce: str, own: tuple[torch.Tensor, float]
-) -> tuple[float | torch.Tensor, float]:
-    parts = [part for part in parts if part[1] > 0]
-    if not parts:
-        return own
-    totals = [total for total, _ in parts]
-    combined = {"max": max, "min": min}.get(reduce, sum)(totals)
-    return combined, sum(weight for _, weight in parts)

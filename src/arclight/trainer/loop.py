@@ -66,8 +66,7 @@ def run_fit(trainer: Trainer, module: Module) -> None:
         if not train_epoch(trainer, module, plan):
             break
         trainer.progress.next_epoch()
-        if not finished(trainer):
-            trainer.logged.clear()
+        trainer.logged.clear()
     trainer.call("on_train_end")
 
 
@@ -132,6 +131,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     log_at = progress.global_step // log_every * log_every + log_every
     on_progress, clock, show_at = plan.on_progress, time.monotonic, 0.0
     enter("training_step")
+    trainer.logged.in_batches = True
     for index, batch in enumerate(trainer.train_batches(progress.epoch, progress.batch), progress.batch):
         if move is not None:
             batch = move(batch)

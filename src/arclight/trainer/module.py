@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
@@ -247,36 +249,60 @@ class Module(HyperparametersMixin, nn.Module):
         reduce_fx: str | Callable[..., Any] = "mean", enable_graph: bool = False, sync_dist: bool = False, sync_dist_group: Any = None,
         add_dataloader_idx: bool = True, batch_size: int | None = None, metric_attribute: str | None = None, rank_zero_only: bool = False,
     ) -> None:  # fmt: skip
-        """Record a scalar under ``name``; costs no device synchronisation.
+        """Record a number, a one-element tensor, or a metric (an object with ``compute()`` and ``reset()``) under ``name``.
 
-        ``on_step`` shows each value, ``on_epoch`` the epoch's reduction (default ``mean``, weighted by ``batch_size``
-        or by the batch's own); with both, ``_step`` and ``_epoch`` are appended. Epoch values are reduced over all
-        ranks in one exchange whether or not ``sync_dist`` is set, so it is accepted and has no effect.
-        Raises ValueError for a value that is not a single number and for hooks in which nothing can be logged.
+        Costs no device synchronisation: values are read when they are shown.
+
+        * ``on_step`` shows each value, ``on_epoch`` the epoch's reduction; with both, ``_step`` and ``_epoch`` are appended.
+          Training steps show each value by default, evaluation and the hooks of an epoch the epoch's.
+        * ``reduce_fx`` is ``mean`` (weighted by ``batch_size``, or by the batch's own), ``sum``, ``min`` or ``max``. Epoch values
+          are reduced over the samples of all processes (of ``sync_dist_group``) in one exchange, with or without ``sync_dist``,
+          unless ``rank_zero_only``. With ``sync_dist``, a step's value too is put together whenever a row is written.
+        * ``prog_bar`` and ``logger`` say where it is shown; ``trainer.callback_metrics`` has it in any case.
+        * With several evaluation loaders, ``/dataloader_idx_<n>`` is appended, unless ``add_dataloader_idx`` is False.
+        * ``enable_graph`` keeps the value's graph. ``metric_attribute`` names the attribute that holds a metric.
+
+        Raises ValueError for a value that is not a single number, MisconfigurationError for hooks that cannot log, and for a
+        name that is logged twice in a hook with different arguments.
         """
         entries = self._entries
         if entries is None:
-            self._log_without_trainer(name)
+            self._log_outside(name)
             return
+        given = (
+            prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, add_dataloader_idx, metric_attribute,
+            rank_zero_only,
+        )  # fmt: skip
         entry = entries.get(name)
-        if entry is None:
-            values = self.trainer.logged
-            entry = entries[name] = values.new_entry(
-                values.hook, name, prog_bar=prog_bar, logger=logger, on_step=on_step, on_epoch=on_epoch, reduce_fx=reduce_fx,
-                add_dataloader_idx=add_dataloader_idx, rank_zero_only=rank_zero_only,
-            )  # fmt: skip
+        if entry is None or entry.given != given:
+            entry = self.trainer.logged.entry(entries, self, name, value, given)
         entry.add(value, batch_size)
 
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """:meth:`log` for each item."""
-        for name, value in dictionary.items():
-            self.log(name, value, *args, **kwargs)
+    def log_dict(
+        self, dictionary: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None, on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean", enable_graph: bool = False, sync_dist: bool = False, sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True, batch_size: int | None = None, rank_zero_only: bool = False,
+    ) -> None:  # fmt: skip
+        """:meth:`log` for each item of a mapping, or for each metric of a collection of torchmetrics."""
+        from arclight.trainer.log_rules import metric_items
 
-    def _log_without_trainer(self, name: str) -> None:
-        import warnings
+        items = metric_items(dictionary) if hasattr(dictionary, "compute") else dictionary.items()
+        for name, value in items:
+            self.log(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, add_dataloader_idx,
+                batch_size, None, rank_zero_only,
+            )  # fmt: skip
 
-        warnings.warn(
-            f"log({name!r}, ...) does nothing: {type(self).__name__} is not being run by a Trainer", stacklevel=3
+    def _log_outside(self, name: str) -> None:
+        """``log`` where there is nowhere to keep a value: only a step that somebody calls by hand may do that."""
+        if self._trainer is not None:
+            raise MisconfigurationError(
+                f"You are trying to `self.log({name!r}, ...)` but it is not managed by the `Trainer` control flow: log in the hooks "
+                "that fit, validate and test call"
+            )
+        rank_zero_warn(
+            f"You are trying to `self.log({name!r}, ...)` but the `self.trainer` reference is not registered on the model yet: "
+            f"nothing is logged, because {type(self).__name__} is not being run by a Trainer"
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import nn
+
+from arclight.trainer.logged import LoggedValues
+from arclight.trainer.metrics import Metrics, numbers, wide
+from arclight.trainer.reduction import reduce_epoch, reduce_steps
 
 if TYPE_CHECKING:
-    from arclight.trainer.logged import LoggedValues
+    import torch
+
+    from arclight.trainer.module import Module
     from arclight.trainer.trainer import Trainer
 
 
@@ -32,40 +38,167 @@ def check_finite(trainer: Trainer) -> None:
     )
 
 
+# -- rows ----------------------------------------------------------------------------------------------------------------
+
+
 def log_step(trainer: Trainer) -> None:
     """Send the newest step values to the loggers, in one transfer from the device."""
     check_finite(trainer)
-    if not trainer.loggers:
+    values = trainer.logged
+    reduce_steps(values.entries(), trainer.strategy)
+    if trainer.loggers:
+        send(trainer, _step_values(trainer, values))
+
+
+def _step_values(trainer: Trainer, values: LoggedValues, loader: int | None = None) -> dict[str, torch.Tensor]:
+    trainer.metrics.take_steps(values)
+    return {
+        entry.step_name: wide(entry.last)
+        for entry in values.entries()
+        if entry.last is not None and entry.settings.logger and entry.loader == loader
+    }
+
+
+def send(trainer: Trainer, values: dict[str, torch.Tensor], step: int | None = None) -> None:
+    """One row for every logger (rank 0 writes), at ``step`` or, with the epoch beside it, at the trainer's.
+
+    A value logged under the name ``step`` takes the place of the trainer's step.
+    """
+    if not values or not trainer.is_global_zero or not trainer.loggers:
         return
-    values = trainer.logged.last(lambda entry: entry.on_step and entry.logger)
-    send(trainer, values)
+    row: dict[str, Any] = dict(numbers(values))
+    if step is None:
+        if "step" in row:
+            step = int(row.pop("step"))
+        else:
+            row = {"epoch": trainer.progress.epoch, **row}
+            step = trainer.progress.global_step
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics=row, step=step)
+        logger.save()
 
 
-def send(trainer: Trainer, values: dict[str, float]) -> None:
-    """One row for every logger (rank 0 writes)."""
-    if not values:
-        return
-    trainer.logged_metrics.update({name: torch.tensor(value) for name, value in values.items()})
-    if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.log_metrics({"epoch": trainer.progress.epoch, **values}, trainer.progress.global_step)
+# -- the end of an epoch -------------------------------------------------------------------------------------------------
 
 
-def publish_epoch(trainer: Trainer, values: LoggedValues) -> dict[str, float]:
-    """Reduce a finished epoch's values over all ranks; make them the callbacks' metrics and a row of the loggers."""
-    results = values.epoch(trainer.strategy)
-    for entry, value in results:
-        trainer.epoch_metrics[entry.epoch_name] = value
-        if entry.on_step and entry.on_epoch:
-            trainer.epoch_metrics[entry.name] = value
-    numbers = [float(value) for _, value in results]
-    trainer.bar_metrics.update({e.epoch_name: v for (e, _), v in zip(results, numbers, strict=True) if e.prog_bar})
-    send(trainer, {entry.epoch_name: v for (entry, _), v in zip(results, numbers, strict=True) if entry.logger})
-    return {entry.epoch_name: v for (entry, _), v in zip(results, numbers, strict=True)}
+def publish(trainer: Trainer, values: LoggedValues) -> dict[str, torch.Tensor]:
+    """Reduce what is new over all ranks and show it; those of the values that loggers are to see."""
+    entries = reduce_epoch(values.entries(), trainer.strategy)
+    if values.in_batches:
+        trainer.metrics.take_steps(values)
+        values.in_batches = False
+    trainer.metrics.take_epoch(entries)
+    return {e.epoch_name: e.result for e in entries if e.result is not None and e.settings.logger}
+
+
+def end_batches(trainer: Trainer, values: LoggedValues) -> dict[str, torch.Tensor]:
+    """The batches of an epoch, or of one of its loaders, are over: from now on its values are what there is to see."""
+    values.batch.set(None)
+    return publish(trainer, values)
 
 
 def end_epoch(trainer: Trainer) -> None:
     """The hooks at an epoch's end, with what they log; the callbacks that monitor come last and see it all."""
+    values = trainer.logged
+    row = end_batches(trainer, values)
     trainer.call("on_train_epoch_end", monitors=False)
-    publish_epoch(trainer, trainer.logged)
+    send(trainer, row | publish(trainer, values))
     trainer.call_monitors("on_train_epoch_end")
+    send(trainer, publish(trainer, values))
+
+
+# -- evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def begin_evaluation(trainer: Trainer) -> LoggedValues:
+    """A fresh place for an evaluation's values; those of the training that it interrupts are put on show first."""
+    trainer.metrics.look(trainer.logged)
+    kind = "fit" if trainer.logged.stage == "train" else trainer.stage
+    trainer.logged = LoggedValues(trainer.stage, kind)
+    return trainer.logged
+
+
+def evaluation_step(trainer: Trainer, values: LoggedValues) -> None:
+    """A row of this batch's values, over the number of evaluation batches so far."""
+    if trainer.stage == "sanity_check":
+        return
+    key = (values.entry_point, values.loader or 0)
+    seen = trainer.metrics.rows.get(key, 0)
+    trainer.metrics.rows[key] = seen + 1
+    if trainer.loggers:
+        send(trainer, _step_values(trainer, values, values.loader), step=seen)
+
+
+def end_evaluation(
+    trainer: Trainer, values: LoggedValues, loaders: list[dict[str, torch.Tensor]]
+) -> list[dict[str, float]]:
+    """The row of an evaluation, and its results for each loader; what its last hook logged belongs to all of them."""
+    last = publish(trainer, values)
+    if trainer.stage == "sanity_check":
+        return [{} for _ in loaders]
+    row: dict[str, torch.Tensor] = {}
+    for results in loaders:
+        row |= results
+    row |= last
+    send(trainer, row)
+    read = numbers(row)
+    return [{name: read[name] for name in {**results, **last}} for results in loaders]
+
+
+# -- callbacks that log ----------------------------------------------------------------------------------------------------
+
+
+def lend_log(trainer: Trainer, module: Module) -> None:
+    """For the time of a run, ``self.log`` and ``self.log_dict`` of each callback are the module's."""
+    for callback in trainer.callbacks:
+        for name in ("log", "log_dict"):
+            if not hasattr(callback, name):
+                setattr(callback, name, getattr(module, name))
+
+
+def take_back_log(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:
+        for name in ("log", "log_dict"):
+            if isinstance(getattr(vars(callback).get(name), "__self__", None), nn.Module):
+                delattr(callback, name)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def logged_state(trainer: Trainer) -> list[dict[str, Any]]:
+    """What every rank has logged in the epoch under way. A collective."""
+    return trainer.strategy.all_gather_object(trainer.training_values.state_dict())
+
+
+def load_logged_state(trainer: Trainer, ranks: list[dict[str, Any]]) -> None:
+    """Take up each rank's part; a run with another number of processes begins the epoch's values anew, and says so."""
+    if len(ranks) == trainer.world_size:
+        trainer.training_values.load_state_dict(ranks[trainer.global_rank], trainer.lightning_module)
+    elif any(ranks):
+        trainer.notice(
+            f"the checkpoint has values logged by {len(ranks)} processes, this run has {trainer.world_size}: what was logged before "
+            "in this epoch is not in its values"
+        )
+
+
+class LoggedMetrics:
+    """The part of a Trainer that shows what was logged. Values are read when asked for, so that a step pays nothing."""
+
+    metrics: Metrics
+    logged: LoggedValues
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Newest value of every logged name: in training the step's, from the epoch's end on the epoch's."""
+        return self.metrics.look(self.logged).callback
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """Newest values for loggers: ``x_step`` and ``x_epoch`` where both are logged."""
+        return self.metrics.look(self.logged).logged
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Newest values logged with ``prog_bar=True``, read from the device."""
+        return self.metrics.look(self.logged).bar_values()

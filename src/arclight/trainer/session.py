@@ -12,7 +12,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
-from arclight.trainer import state
+from arclight.trainer import reporting, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.dataloading import prepare_loaders, source_of, wrap_all
 from arclight.trainer.datamodule import DataModule
@@ -22,6 +22,7 @@ from arclight.trainer.hooks import overridden
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.loggers.beginning import log_beginning, run_hyperparams
 from arclight.trainer.loop import finished, run_fit
+from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import parse_optimizers
 from arclight.trainer.run import RunFolder
@@ -50,7 +51,7 @@ def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: 
         "result": result,
         "weights": save_bytes(weights),
         "progress": trainer.progress,
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "metrics": trainer.metrics.state(),
         "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
         "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
     }
@@ -62,7 +63,7 @@ def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any])
         module.load_state_dict(load_bytes(outcome["weights"]))
         trainer._module = module
     trainer.progress = outcome["progress"]
-    trainer.epoch_metrics = {name: torch.tensor(value) for name, value in outcome["metrics"].items()}
+    trainer.metrics.load_state(outcome["metrics"])
     for callback in trainer.callbacks:
         if callback.state_key in outcome["callbacks"]:
             callback.load_state_dict(outcome["callbacks"][callback.state_key])
@@ -76,7 +77,9 @@ def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) ->
     trainer.strategy.setup_environment()
     try:
         with deterministic_kernels() if trainer.settings.deterministic else nullcontext():
-            return function(trainer, *arguments)
+            result = function(trainer, *arguments)
+        trainer.metrics.to_host()
+        return result
     except BaseException as error:
         if trainer._module is not None:
             trainer.call_all("on_exception", error)
@@ -88,6 +91,7 @@ def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) ->
     finally:
         if trainer._module is not None:
             trainer._module.__dict__["_entries"] = None
+        reporting.take_back_log(trainer)
         trainer.stage = ""
 
 
@@ -103,10 +107,14 @@ def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str)
         )
     trainer._module, trainer.stage = module, stage
     module.trainer = trainer
+    if stage != "train":
+        rows = trainer.metrics.rows
+        trainer.logged, trainer.metrics = LoggedValues(stage), Metrics(rows)
     if datamodule is not None:
         trainer.datamodule = datamodule
         datamodule.trainer = trainer
     _add_callbacks(trainer, module)
+    reporting.lend_log(trainer, module)
     trainer.enter("setup")
     data = trainer.datamodule
     for owner in (data, module):
@@ -162,7 +170,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     if datamodule is None and train is not None:
         trainer.datamodule = None  # that of an earlier fit has no part in this one
     if not trainer.progress.batch:  # nothing of a run before is part of this one's metrics
-        trainer.training_values, trainer.epoch_metrics, trainer.bar_metrics = LoggedValues("train"), {}, {}
+        trainer.training_values, trainer.metrics = LoggedValues("train"), Metrics()
     trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
     trainer.train_loader, trainer.val_loaders, trainer.given_loaders = None, [], (train, val)
     trainer.logged = trainer.training_values
@@ -211,12 +219,12 @@ def _sanity_check(trainer: Trainer, module: Module) -> None:
         return
     trainer.stage = "sanity_check"
     trainer.call("on_sanity_check_start")
-    training_values = trainer.logged
+    training_values, metrics, trainer.metrics = trainer.logged, trainer.metrics, trainer.metrics.copy()
     try:
         with isolate_rng():  # whether one looks first must not change what is drawn later
             run_evaluation(trainer, module, trainer.val_loaders)
     finally:
-        trainer.logged, trainer.stage = training_values, "train"
+        trainer.logged, trainer.metrics, trainer.stage = training_values, metrics, "train"
     trainer.call("on_sanity_check_end")
 
 

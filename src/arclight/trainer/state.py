@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
+from arclight.trainer import reporting
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
@@ -49,8 +50,8 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
             "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
             "datamodule": trainer.datamodule.state_dict() if isinstance(trainer.datamodule, DataModule) else {},
-            "logged": trainer.training_values.state_dict(),
-            "metrics": dict(trainer.epoch_metrics),
+            "logged": reporting.logged_state(trainer),
+            "metrics": dict(trainer.callback_metrics),
             "rng": trainer.strategy.all_gather_object(rng_state()),
             "window": trainer.strategy.all_gather_object(trainer.window.state_dict(trainer.optimizers)),
             "data": {
@@ -68,9 +69,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
 
 def save(trainer: Trainer, path: str | Path, weights_only: bool = False) -> None:
     """Write a checkpoint; returns on every rank when it is complete."""
-    from arclight.trainer.reporting import check_finite
-
-    check_finite(trainer)
+    reporting.check_finite(trainer)
     tree = dump(trainer, weights_only)
     if trainer.is_global_zero:
         checkpoints.save(path, tree)
@@ -125,8 +124,8 @@ def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
         trainer.datamodule.load_state_dict(tree["datamodule"])
     trainer.progress.load_state_dict(tree["progress"])
     if trainer.progress.batch:  # else those of an epoch that has ended
-        trainer.training_values.load_state_dict(tree["logged"])
-    trainer.epoch_metrics = dict(tree.get("metrics", {}))
+        reporting.load_logged_state(trainer, tree["logged"])
+    trainer.metrics.callback = dict(tree.get("metrics", {}))
     trainer.data_seed = tree["data"]["seed"]
     trainer.loader_state = tree["data"]["loader"]
     ranks = tree["rng"]

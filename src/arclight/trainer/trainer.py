@@ -23,9 +23,11 @@ from arclight.trainer import dataloading, defaults, limits, session, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.logged import LoggedValues
+from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import LRSchedulerConfig
 from arclight.trainer.progress import Progress
+from arclight.trainer.reporting import LoggedMetrics
 from arclight.trainer.run import RunFolder
 from arclight.trainer.settings import TrainerSettings
 from arclight.trainer.window import Window
@@ -33,7 +35,7 @@ from arclight.trainer.window import Window
 _LOG = logging.getLogger("arclight")
 
 
-class Trainer:
+class Trainer(LoggedMetrics):
     """Runs a :class:`Module`. Keyword arguments are the fields of :class:`TrainerSettings`, and beside them
 
     * ``logger``: True for a CSV file in the run folder, a Logger, a list of them, or False;
@@ -103,9 +105,7 @@ class Trainer:
         self.stage = ""
         self.should_stop = self.is_last_batch = False
         self.logged = self.training_values = LoggedValues("train")
-        self.epoch_metrics: dict[str, torch.Tensor] = {}
-        self.logged_metrics: dict[str, torch.Tensor] = {}
-        self.bar_metrics: dict[str, float] = {}
+        self.metrics = Metrics()
         self.last_loss: torch.Tensor | None = None
         self.pending_rng: dict[str, Any] | None = None
         self.loader_state: dict[str, Any] = {}
@@ -296,19 +296,6 @@ class Trainer:
     @property
     def log_dir(self) -> str:
         return str(self.run_folder.path)
-
-    @property
-    def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Newest value of every logged name: epoch values, and step values of the running stage."""
-        steps = {
-            **self.training_values.last(lambda entry: entry.on_step),
-            **self.logged.last(lambda entry: entry.on_step),
-        }
-        return {**self.epoch_metrics, **{name: torch.tensor(value) for name, value in steps.items()}}
-
-    @property
-    def progress_bar_metrics(self) -> dict[str, float]:
-        return {**self.bar_metrics, **self.training_values.last(lambda entry: entry.prog_bar and entry.on_step)}
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
