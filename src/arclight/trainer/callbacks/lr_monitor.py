@@ -89,7 +89,7 @@ class LearningRateMonitor(Callback):
             self._make_room(names)
             if self.logging_interval is not None or own_interval in (interval, None):
                 stats.update(self._read(names, optimizer))
-        trainer.epoch_metrics.update({name: torch.tensor(value) for name, value in stats.items()})
+        trainer.metrics.callback.update({name: torch.tensor(value) for name, value in stats.items()})
         if stats and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics({"epoch": trainer.current_epoch, **stats}, step)
