@@ -13,7 +13,8 @@ import arclight as al
 import arclight.compat.lightning as L
 import arclight.compat.lightning.pytorch as pl
 from arclight.compat.lightning.modules import ROOT
-from arclight.compat.lightning.names import NAMES, REFUSED
+from arclight.compat.lightning.names import NAMES
+from arclight.compat.lightning.refused import REFUSED
 
 
 def name_of(path: str) -> str:
@@ -26,8 +27,7 @@ def test_every_name_of_the_table_is_there(path: str) -> None:
     for name, origin in NAMES[path].items():
         home, _, own = origin.partition(":")
         assert getattr(module, name) is getattr(importlib.import_module(home), own), f"{name_of(path)}.{name}"
-        assert name in dir(module)
-    assert module.__all__ == sorted(NAMES[path])
+        assert (name in module.__all__) == (name in dir(module)) == (name == "__version__" or not name.startswith("_"))
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))

@@ -16,8 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from arclight.compat.lightning.names import NAMES, REFUSED
-from arclight.compat.lightning.refused import refusal
+from arclight.compat.lightning.names import NAMES
+from arclight.compat.lightning.refused import REFUSED, refusal
 
 ROOT = "arclight.compat.lightning"
 
@@ -47,7 +47,7 @@ class NamesModule(ModuleType):
 
     @property
     def __all__(self) -> list[str]:
-        return sorted(NAMES.get(self._path, {}))
+        return sorted(name for name in NAMES.get(self._path, {}) if not name.startswith("_") or name == "__version__")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.__all__, *children(self._path)})

@@ -28,6 +28,7 @@ _CORE: _Rows = (
         "seed_everything",
     ),
     (".", "arclight", "__version__"),
+    ("fabric fabric.wrappers", "arclight.trainer.fabric_modules", "is_wrapped"),
 )
 
 _TRAINER: _Rows = (
@@ -110,8 +111,9 @@ _FABRIC: _Rows = (
     (
         "fabric.strategies pytorch.strategies",
         _STRATEGIES,
-        "DDPStrategy SingleDeviceStrategy Strategy",
+        "DDPStrategy ParallelStrategy SingleDeviceStrategy Strategy",
     ),
+    ("fabric.strategies.parallel pytorch.strategies.parallel", f"{_STRATEGIES}.parallel", "ParallelStrategy"),
     ("fabric.strategies.ddp pytorch.strategies.ddp", _STRATEGIES, "DDPStrategy"),
     ("fabric.strategies.single_device pytorch.strategies.single_device", _STRATEGIES, "SingleDeviceStrategy"),
     ("fabric.strategies.strategy pytorch.strategies.strategy", _STRATEGIES, "Strategy"),
@@ -274,73 +276,3 @@ def _table(*rooms: _Rows) -> dict[str, dict[str, str]]:
 
 NAMES = _table(_CORE, _TRAINER, _FABRIC, _UTILITIES, _DEMOS)
 """Lightning's module (``""`` is ``lightning`` itself) -> name -> ``"our.module:name"``."""
-
-_XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
-_HPU = "HPU devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
-_DP = "one process that drives several devices is slower than one per device; use strategy='ddp'"
-_DEEPSPEED = "sharded optimizers, gradients and parameters are strategy='fsdp', in plain torch; use that"
-_VENDOR_FP8 = (
-    "low-precision arithmetic comes from torchao; use precision='bf16-mixed', or quantize with arclight.deploy"
-)
-_LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogger or a Logger of your own"
-
-_NOT_OFFERED: _Rows = (
-    ("fabric.strategies", _XLA, "XLAFSDPStrategy"),
-    ("fabric.strategies pytorch.strategies", _XLA, "SingleDeviceXLAStrategy XLAStrategy"),
-    ("fabric.strategies.xla pytorch.strategies.xla", _XLA, "XLAStrategy"),
-    ("fabric.strategies.single_xla pytorch.strategies.single_xla", _XLA, "SingleDeviceXLAStrategy"),
-    ("fabric.strategies.xla_fsdp", _XLA, "XLAFSDPStrategy"),
-    (
-        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.xla "
-        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.xla",
-        _XLA,
-        "XLAPrecision",
-    ),
-    ("fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io", _XLA, "XLACheckpointIO"),
-    ("fabric.plugins.environments pytorch.plugins.environments", _XLA, "XLAEnvironment"),
-    ("pytorch.profilers pytorch.profilers.xla", _XLA, "XLAProfiler"),
-    ("pytorch.accelerators", _HPU, "HPUAccelerator"),
-    ("pytorch.strategies", _HPU, "HPUParallelStrategy SingleHPUStrategy"),
-    ("pytorch.plugins pytorch.plugins.precision", _HPU, "HPUPrecisionPlugin"),
-    ("pytorch.plugins pytorch.plugins.io", _HPU, "HPUCheckpointIO"),
-    ("fabric.strategies fabric.strategies.dp", _DP, "DataParallelStrategy"),
-    (
-        "fabric.strategies fabric.strategies.deepspeed pytorch.strategies pytorch.strategies.deepspeed",
-        _DEEPSPEED,
-        "DeepSpeedStrategy",
-    ),
-    (
-        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.deepspeed "
-        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.deepspeed",
-        _DEEPSPEED,
-        "DeepSpeedPrecision",
-    ),
-    (
-        "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
-        _VENDOR_FP8,
-        "BitsandbytesPrecision TransformerEnginePrecision",
-    ),
-    (
-        "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
-        _VENDOR_FP8,
-        "BitsandbytesPrecision",
-    ),
-    (
-        "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
-        _VENDOR_FP8,
-        "TransformerEnginePrecision",
-    ),
-    ("pytorch.loggers pytorch.loggers.litlogger", _LITLOGGER, "LitLogger"),
-)
-
-
-def _reasons(rows: _Rows) -> dict[str, dict[str, str]]:
-    reasons: dict[str, dict[str, str]] = {}
-    for modules, reason, names in rows:
-        for module in modules.split():
-            reasons.setdefault(module, {}).update(dict.fromkeys(names.split(), reason))
-    return reasons
-
-
-REFUSED = _reasons(_NOT_OFFERED)
-"""Lightning's module -> name that is refused on purpose -> why, and what to use."""

@@ -5,6 +5,76 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+_XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
+_HPU = "HPU devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
+_DP = "one process that drives several devices is slower than one per device; use strategy='ddp'"
+_DEEPSPEED = "sharded optimizers, gradients and parameters are strategy='fsdp', in plain torch; use that"
+_VENDOR_FP8 = (
+    "low-precision arithmetic comes from torchao; use precision='bf16-mixed', or quantize with arclight.deploy"
+)
+_LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogger or a Logger of your own"
+
+_NOT_OFFERED: tuple[tuple[str, str, str], ...] = (
+    ("fabric.strategies", _XLA, "XLAFSDPStrategy"),
+    ("fabric.strategies pytorch.strategies", _XLA, "SingleDeviceXLAStrategy XLAStrategy"),
+    ("fabric.strategies.xla pytorch.strategies.xla", _XLA, "XLAStrategy"),
+    ("fabric.strategies.single_xla pytorch.strategies.single_xla", _XLA, "SingleDeviceXLAStrategy"),
+    ("fabric.strategies.xla_fsdp", _XLA, "XLAFSDPStrategy"),
+    (
+        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.xla "
+        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.xla",
+        _XLA,
+        "XLAPrecision",
+    ),
+    ("fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io", _XLA, "XLACheckpointIO"),
+    ("fabric.plugins.environments pytorch.plugins.environments", _XLA, "XLAEnvironment"),
+    ("pytorch.profilers pytorch.profilers.xla", _XLA, "XLAProfiler"),
+    ("pytorch.accelerators", _HPU, "HPUAccelerator"),
+    ("pytorch.strategies", _HPU, "HPUParallelStrategy SingleHPUStrategy"),
+    ("pytorch.plugins pytorch.plugins.precision", _HPU, "HPUPrecisionPlugin"),
+    ("pytorch.plugins pytorch.plugins.io", _HPU, "HPUCheckpointIO"),
+    ("fabric.strategies fabric.strategies.dp", _DP, "DataParallelStrategy"),
+    (
+        "fabric.strategies fabric.strategies.deepspeed pytorch.strategies pytorch.strategies.deepspeed",
+        _DEEPSPEED,
+        "DeepSpeedStrategy",
+    ),
+    (
+        "fabric.plugins fabric.plugins.precision fabric.plugins.precision.deepspeed "
+        "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.deepspeed",
+        _DEEPSPEED,
+        "DeepSpeedPrecision",
+    ),
+    (
+        "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
+        _VENDOR_FP8,
+        "BitsandbytesPrecision TransformerEnginePrecision",
+    ),
+    (
+        "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
+        _VENDOR_FP8,
+        "BitsandbytesPrecision",
+    ),
+    (
+        "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
+        _VENDOR_FP8,
+        "TransformerEnginePrecision",
+    ),
+    ("pytorch.loggers pytorch.loggers.litlogger", _LITLOGGER, "LitLogger"),
+)
+
+
+def _reasons() -> dict[str, dict[str, str]]:
+    reasons: dict[str, dict[str, str]] = {}
+    for modules, reason, names in _NOT_OFFERED:
+        for module in modules.split():
+            reasons.setdefault(module, {}).update(dict.fromkeys(names.split(), reason))
+    return reasons
+
+
+REFUSED = _reasons()
+"""Lightning's module -> name that is refused on purpose -> why, and what to use."""
+
 
 class Refused:
     """Base of the stand-ins. Nothing is an instance of one; making or subclassing one raises NotImplementedError."""
