@@ -9,6 +9,7 @@ from __future__ import annotations
 _OWN = "arclight.compat.lightning"
 _CALLBACKS = "arclight.trainer.callbacks"
 _LOGGERS = "arclight.trainer.loggers"
+_PROFILERS = "arclight.trainer.profilers"
 _STRATEGIES = "arclight.fabric.strategies"
 _PRECISION = "arclight.fabric.precision"
 _ENVIRONMENTS = "arclight.fabric.environments"
@@ -82,6 +83,13 @@ _TRAINER: _Rows = (
         "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable _convert_params=convert_params "
         "_flatten_dict=flatten_dict _sanitize_callable_params=sanitize_callable_params _sanitize_params=sanitize_params",
     ),
+    ("pytorch.profilers pytorch.profilers.profiler", f"{_PROFILERS}.profiler", "Profiler"),
+    ("pytorch.profilers pytorch.profilers.base", f"{_PROFILERS}.profiler", "PassThroughProfiler"),
+    ("pytorch.profilers pytorch.profilers.simple", f"{_PROFILERS}.simple", "SimpleProfiler"),
+    ("pytorch.profilers pytorch.profilers.advanced", f"{_PROFILERS}.advanced", "AdvancedProfiler"),
+    ("pytorch.profilers pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "PyTorchProfiler"),
+    ("pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "RegisterRecordFunction warning_cache"),
+    ("pytorch.profilers.pytorch", f"{_PROFILERS}.stage_schedule", "ScheduleWrapper=StageSchedule"),
     ("pytorch.utilities.types", "arclight.trainer.optimization", "LRSchedulerConfig"),
 )
 

@@ -1,0 +1,23 @@
+"""Profilers: where the time of a run goes. A user's own is a subclass of ``Profiler``."""
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.trainer.profilers.advanced import AdvancedProfiler
+    from arclight.trainer.profilers.profiler import PassThroughProfiler, Profiler, resolve_profiler
+    from arclight.trainer.profilers.pytorch import PyTorchProfiler
+    from arclight.trainer.profilers.simple import SimpleProfiler
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "AdvancedProfiler": "arclight.trainer.profilers.advanced",
+        "PassThroughProfiler": "arclight.trainer.profilers.profiler",
+        "Profiler": "arclight.trainer.profilers.profiler",
+        "PyTorchProfiler": "arclight.trainer.profilers.pytorch",
+        "SimpleProfiler": "arclight.trainer.profilers.simple",
+        "resolve_profiler": "arclight.trainer.profilers.profiler",
+    },
+)
