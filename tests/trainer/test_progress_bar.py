@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from arclight.trainer.callback import Callback
-from arclight.trainer.callbacks import ModelSummary, RichProgressBar, Timer
-from arclight.trainer.callbacks.model_summary import summary_text
+from arclight.trainer.callbacks import RichProgressBar
 from arclight.trainer.callbacks.progress_clock import ProgressClock, clock_text, rate_text, value_text
 
 
@@ -143,25 +142,3 @@ def test_texts() -> None:
     assert [clock_text(s) for s in (None, 7, 754.4, 3723, 200000)] == ["-:--", "0:07", "12:34", "1:02:03", "2d 07:33"]
     assert [rate_text(r) for r in (None, 0.25, 41.23, 1234.5)] == ["", "4.0 s/it", "41.2 it/s", "1,234 it/s"]
     assert [value_text(v) for v in (0.5, 0.0, 1e-5, 12, math.nan)] == ["0.5000", "0.0000", "1.000e-05", "12", "nan"]
-
-
-def test_summary_counts_parameters(scripted: Any) -> None:
-    module = scripted()
-    module.line.bias.requires_grad = False
-    text = summary_text(module)
-    assert re.search(r"line +Linear +3 +train", text)
-    assert "3 parameters, 1 frozen, 0.0 MB" in text
-    with pytest.raises(ValueError, match="max_depth=-2"):
-        ModelSummary(-2)
-
-
-def test_timer_stops_training_and_counts_earlier_sessions(fit: Any) -> None:
-    timer = Timer({"seconds": 0})
-    assert fit({"val/score": [1.0] * 3}, timer).global_step == 1
-    assert timer.time_elapsed() > 0
-    assert timer.time_remaining() < 0
-    timer = Timer("00:01:00:00", interval="epoch")
-    timer.load_state_dict({"time_elapsed": {"train": 3599.9999}})
-    assert fit({"val/score": [1.0] * 3}, timer).global_step == 4
-    with pytest.raises(ValueError, match="DD:HH:MM:SS"):
-        Timer("1h")

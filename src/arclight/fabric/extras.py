@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-class MissingExtraError(ImportError):
+class MissingExtraError(ModuleNotFoundError):
     """A package that an optional feature needs is not installed."""
 
 

@@ -38,6 +38,10 @@ def exists(path: str) -> bool:
     return path in NAMES or path in REFUSED or bool(children(path))
 
 
+_REPLACED: dict[tuple[str, str], Any] = {}
+"""What was in one of our modules before its name was set through one of these."""
+
+
 class NamesModule(ModuleType):
     """A module whose names live elsewhere."""
 
@@ -72,12 +76,17 @@ class NamesModule(ModuleType):
         if place is None:
             super().__setattr__(name, value)
         else:
-            setattr(*place, value)
+            home, own = place
+            if hasattr(home, own):
+                _REPLACED.setdefault((home.__name__, own), getattr(home, own))
+            setattr(home, own, value)
 
     def __delattr__(self, name: str) -> None:
         place = self._place(name)
         if place is None:
             super().__delattr__(name)
+        elif (key := (place[0].__name__, place[1])) in _REPLACED:  # it ends a replacement: the room keeps its own
+            setattr(*place, _REPLACED.pop(key))
         else:
             delattr(*place)
 

@@ -39,7 +39,23 @@ _TRAINER: _Rows = (
     ("pytorch.callbacks pytorch.callbacks.lambda_function", f"{_CALLBACKS}.lambda_callback", "LambdaCallback"),
     ("pytorch.callbacks pytorch.callbacks.lr_monitor", f"{_CALLBACKS}.lr_monitor", "LearningRateMonitor"),
     ("pytorch.callbacks pytorch.callbacks.model_checkpoint", f"{_CALLBACKS}.model_checkpoint", "ModelCheckpoint"),
+    ("pytorch.callbacks pytorch.callbacks.finetuning", f"{_CALLBACKS}.finetuning", "BackboneFinetuning BaseFinetuning"),
+    ("pytorch.callbacks.finetuning", f"{_CALLBACKS}.finetuning", "multiplicative"),
     ("pytorch.callbacks pytorch.callbacks.model_summary", f"{_CALLBACKS}.model_summary", "ModelSummary"),
+    (
+        "pytorch.callbacks pytorch.callbacks.prediction_writer",
+        f"{_CALLBACKS}.prediction_writer",
+        "BasePredictionWriter",
+    ),
+    ("pytorch.callbacks.prediction_writer", f"{_CALLBACKS}.prediction_writer", "WriteInterval"),
+    ("pytorch.callbacks pytorch.callbacks.rich_model_summary", f"{_CALLBACKS}.model_summary", "RichModelSummary"),
+    ("pytorch.callbacks pytorch.callbacks.spike", f"{_CALLBACKS}.spike", "SpikeDetection"),
+    ("fabric.utilities.spike", "arclight.trainer.spike", "SpikeDetection TrainingSpikeException"),
+    (
+        "fabric.utilities.throughput",
+        "arclight.trainer.throughput",
+        "Throughput ThroughputMonitor get_available_flops measure_flops",
+    ),
     (
         "pytorch.callbacks pytorch.callbacks.on_exception_checkpoint",
         f"{_CALLBACKS}.on_exception_checkpoint",
@@ -257,6 +273,16 @@ _UTILITIES: _Rows = (
         "fabric.utilities fabric.utilities.data pytorch.utilities pytorch.utilities.parsing",
         "arclight.trainer.hparams",
         "AttributeDict=Hyperparameters",
+    ),
+    (
+        "pytorch.utilities.model_summary pytorch.utilities.model_summary.model_summary",
+        "arclight.trainer.summary",
+        "LayerSummary ModelSummary get_formatted_model_size get_human_readable_count parse_batch_shape summarize",
+    ),
+    (
+        "pytorch.utilities.model_summary.model_summary",
+        "arclight.trainer.summary",
+        "LEFTOVER_PARAMS_NAME NOT_APPLICABLE PARAMETER_NUM_UNITS UNKNOWN_SIZE",
     ),
 )
 

@@ -1,88 +1,124 @@
-"""A table of what the model is made of."""
+"""A table of what the model is made of, when training begins."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+from arclight.trainer import summary
 from arclight.trainer.callback import Callback
 
 if TYPE_CHECKING:
-    from torch import nn
+    from rich.console import Console
 
     from arclight.trainer.module import Module
     from arclight.trainer.trainer import Trainer
 
-
-@dataclass(frozen=True)
-class LayerSummary:
-    """One line of the table."""
-
-    name: str
-    type: str
-    parameters: int
-    mode: str
+Columns = list[tuple[str, list[str]]]
 
 
 class ModelSummary(Callback):
-    """Print the model's children with their parameter counts when fit begins.
+    """Print the model's layers with their parameters when fit begins, as plain text on stderr.
 
-    ``max_depth``: how deep to look (1: direct children, -1: every layer, 0: nothing is printed).
+    ``max_depth``: how deep to look (1: direct children, -1: every layer, 0: nothing is printed). ``options`` go to
+    :meth:`summarize`, which a subclass may override to show the numbers elsewhere. See
+    :class:`arclight.trainer.summary.ModelSummary` for what ``example_input_array`` adds.
     """
 
-    def __init__(self, max_depth: int = 1) -> None:
+    def __init__(self, max_depth: int = 1, **options: Any) -> None:
         if max_depth < -1:
             raise ValueError(f"ModelSummary(max_depth={max_depth}): -1 shows every layer, 0 none, n the first n levels")
-        self.max_depth = max_depth
+        self._max_depth, self._summarize_kwargs = max_depth, options
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        if trainer.is_global_zero and self.max_depth:
-            from rich.console import Console
-
-            Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(
-                summary_text(pl_module, self.max_depth),
+        if not self._max_depth:
+            return
+        found = summary.ModelSummary(pl_module, self._max_depth)  # on every rank: a sharded model runs on all of them
+        if trainer.is_global_zero:
+            self.summarize(
+                found._get_summary_data(),
+                found.total_parameters,
+                found.trainable_parameters,
+                found.model_size,
+                found.total_training_modes,
+                total_flops=found.total_flops,
+                **self._summarize_kwargs,
             )
 
+    @staticmethod
+    def summarize(
+        summary_data: Columns,
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int = 0,
+        **options: Any,
+    ) -> None:
+        """Show the table. ``summary_data``: headings and cells of its columns; ``model_size`` in MB."""
+        from rich.console import Console
 
-def summarize(module: nn.Module, max_depth: int = 1) -> list[LayerSummary]:
-    """Submodules down to ``max_depth`` levels (-1: all), in order of definition."""
-    return [
-        LayerSummary(
-            name,
-            type(part).__name__,
-            sum(p.numel() for p in part.parameters()),
-            "train" if part.training else "eval",
+        table = summary.format_table(
+            summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, total_flops
         )
-        for name, part in module.named_modules()
-        if name and (max_depth == -1 or name.count(".") < max_depth)
-    ]
+        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(table)
 
 
-def summary_text(module: nn.Module, max_depth: int = 1) -> str:
-    """The table as text, with totals and the size of the parameters in memory."""
-    rows = [("", "name", "type", "parameters", "mode")]
-    rows += [
-        (str(n), r.name, r.type, short_count(r.parameters), r.mode) for n, r in enumerate(summarize(module, max_depth))
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in (0, 3) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    parameters = list(module.parameters())
-    total, trainable = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
-    size = sum(p.numel() * p.element_size() for p in parameters) / 1e6
-    lines.insert(1, "-" * max(map(len, lines)))
-    frozen = f", {short_count(total - trainable)} frozen" if trainable < total else ""
-    return "\n".join([*lines, "", f"{type(module).__name__}: {total:,} parameters{frozen}, {size:,.1f} MB"])
+class RichModelSummary(ModelSummary):
+    """The same in a terminal's colours; ``header_style`` is a rich style for the headings."""
+
+    @staticmethod
+    def summarize(
+        summary_data: Columns,
+        total_parameters: int,
+        trainable_parameters: int,
+        model_size: float,
+        total_training_modes: dict[str, int],
+        total_flops: int = 0,
+        header_style: str = "dim",
+        **options: Any,
+    ) -> None:
+        """Show the table and a line of totals on rich's console."""
+        from rich import get_console
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=SIMPLE_HEAD, header_style=header_style, pad_edge=False, show_edge=False)
+        for heading, _ in summary_data:
+            numeric = heading in ("Params", "Params per Device", "FLOPs")
+            style = {" ": "dim", "Name": "bold"}.get(heading, "")
+            table.add_column(heading, justify="right" if numeric else "left", style=style, no_wrap=heading == "Name")
+        for row in zip(*(cells for _, cells in summary_data), strict=True):
+            table.add_row(*row)
+        size = summary.get_formatted_model_size(model_size)
+        facts = [f"{_count(total_parameters)} parameters, {size} MB"]
+        if trainable_parameters < total_parameters:
+            facts.append(
+                f"{_count(trainable_parameters)} trainable, {_count(total_parameters - trainable_parameters)} frozen"
+            )
+        if total_training_modes["eval"]:
+            facts.append(
+                f"{total_training_modes['train']} modules in train mode, {total_training_modes['eval']} in eval mode"
+            )
+        if total_flops:
+            facts.append(f"{_count(total_flops)} FLOPs for the example input")
+        with _on_stderr(get_console()) as console:
+            if summary_data[0][1]:
+                console.print(table)
+            console.print(Text("\n".join(facts) + "\n"), soft_wrap=True)
 
 
-def short_count(count: int) -> str:
-    """``count`` to three figures: 812, 7.22 M."""
-    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g} {letter}"
-    return str(count)
+def _count(number: int) -> str:
+    return summary.get_human_readable_count(int(number)).rstrip()
+
+
+@contextmanager
+def _on_stderr(console: Console) -> Iterator[Console]:
+    """A console that has no file of its own writes to stderr: what a program prints on stdout stays free of displays."""
+    before, console.stderr = console.stderr, True
+    try:
+        yield console
+    finally:
+        console.stderr = before

@@ -1,0 +1,101 @@
+"""Writing predictions where they are made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from arclight.fabric.batches import map_tensors
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+
+class WriteInterval(StrEnum):
+    """When a writer writes."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        return self is not WriteInterval.BATCH
+
+
+class BasePredictionWriter(Callback):
+    """Override :meth:`write_on_batch_end`, :meth:`write_on_epoch_end` or both, as ``write_interval`` says.
+
+    Every process writes its own share, so name files by ``trainer.global_rank``. With ``return_predictions=False``
+    and ``write_interval="batch"`` nothing is kept in memory.
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        choices = [str(interval) for interval in WriteInterval]
+        if write_interval not in choices:
+            raise MisconfigurationError(f"`write_interval` should be one of {choices}, got {write_interval!r}")
+        self.interval = WriteInterval(write_interval)
+        self._seen: list[list[Any]] = []
+        self._outputs: list[list[Any]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Module,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write one batch. ``batch_indices``: the samples' places in the data set; None where data has no such places."""
+        raise NotImplementedError(f"{type(self).__name__} must define write_on_batch_end")
+
+    def write_on_epoch_end(
+        self, trainer: Trainer, pl_module: Module, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Write everything. ``predictions``: one per batch (a list of those for each of several loaders), on the host.
+
+        ``batch_indices``: for each loader, the samples' places for each of its batches.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define write_on_epoch_end")
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        step = getattr(pl_module, "predict_step", None)
+        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot write for a predict_step that takes `dataloader_iter`: it knows no batches"
+            )
+
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
+        for loader in trainer.eval_loaders:
+            loader.track_indices()
+        self._seen, self._outputs = [[] for _ in trainer.eval_loaders], [[] for _ in trainer.eval_loaders]
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        known = trainer.eval_loaders[dataloader_idx].indices
+        indices = known.popleft() if known is not None else None
+        if self.interval.on_epoch:
+            self._seen[dataloader_idx].append(indices)
+            self._outputs[dataloader_idx].append(map_tensors(outputs, torch.Tensor.cpu))
+        if self.interval.on_batch:
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if self.interval.on_epoch:
+            outputs = self._outputs[0] if len(self._outputs) == 1 else self._outputs
+            self.write_on_epoch_end(trainer, pl_module, outputs, self._seen)
+        self._seen, self._outputs = [], []
