@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from arclight.checkpoint.inspection import Inspection, inspect
     from arclight.checkpoint.retention import find_last, prune, remove
     from arclight.checkpoint.saver import AsyncSaver
+    from arclight.checkpoint.shares import save_shares
     from arclight.checkpoint.store import load, save, verify
 
 __getattr__, __dir__, __all__ = lazy(
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy(
         "prune": "arclight.checkpoint.retention",
         "remove": "arclight.checkpoint.retention",
         "save": "arclight.checkpoint.store",
+        "save_shares": "arclight.checkpoint.shares",
         "verify": "arclight.checkpoint.store",
     },
 )

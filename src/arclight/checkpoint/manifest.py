@@ -145,6 +145,9 @@ def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
         names = _tensor_names(node)
         file = tree.REST if names else STATE
         tensors = [encoded.files[tree.REST][tensor] for tensor in sorted(names)]
+    for spread in _spread_nodes(node):  # as whole tensors that are nowhere
+        file = min(tree.files_of(spread), default=file)
+        tensors.append(torch.empty(spread["shape"], dtype=getattr(torch, spread["dtype"]), device="meta"))
     return EntrySummary(
         file=file,
         tensors=len(tensors),
@@ -152,6 +155,13 @@ def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
         bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
         dtypes=sorted({_name(tensor.dtype) for tensor in tensors}),
     )
+
+
+def _spread_nodes(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, dict) and node.get("$") == "spread":
+        return [node]
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [found for item in inner for found in _spread_nodes(item)]
 
 
 def _tensor_names(node: Any) -> set[str]:

@@ -37,6 +37,15 @@ class Encoded:
     epoch: int | None = None
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A tensor whose shares lie in files of several processes: (file, name in it, offset in the tensor) for each."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shares: list[tuple[str, str, tuple[int, ...]]]
+
+
 def encode(state: Mapping[str, Any]) -> Encoded:
     """Take `state` apart without copying tensors. Raises CheckpointError naming the place of what cannot be kept."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
@@ -71,6 +80,8 @@ def files_of(node: Any) -> set[str]:
         return set()
     if node.get("$") == "tensors":
         return {node["file"]}
+    if node.get("$") == "spread":
+        return {file for file, _, _ in node["shares"]}
     own = {REST} if node.get("$") in ("tensor", "array") else set()
     return own.union(*map(files_of, node.values()))
 
@@ -139,6 +150,9 @@ class _Encoder:
                 return {"$": "dtype", "value": str(item).removeprefix("torch.")}
             case torch.device():
                 return {"$": "device", "value": str(item)}
+            case Spread():
+                shares = [[file, name, list(offset)] for file, name, offset in item.shares]
+                return {"$": "spread", "dtype": item.dtype, "shape": list(item.shape), "shares": shares}
         raise _unfit(item, path)
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
@@ -240,6 +254,18 @@ def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
     return {name: tensors[aliases.get(name, name)] for name in node["names"]}
 
 
+def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """The whole tensor. Raises ValueError where its shares do not cover it."""
+    parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
+    device = parts[0][0].device if parts else None
+    whole = torch.empty(node["shape"], dtype=_dtype(node["dtype"]), device=device)
+    if sum(part.numel() for part, _ in parts) != whole.numel():
+        raise ValueError(f"the shares of a tensor of shape {node['shape']} do not cover it")
+    for part, offset in parts:
+        whole[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
+    return whole
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -252,6 +278,7 @@ _KINDS: dict[str, _Kind] = {
     "tensors": lambda node, inner, files: _decode_tensors(node, files),
     "tensor": lambda node, inner, files: _decode_tensor(node, files),
     "array": lambda node, inner, files: _decode_tensor(node, files).cpu().numpy().astype(np.dtype(node["array_dtype"])),
+    "spread": lambda node, inner, files: _decode_spread(node, files),
     "scalar": lambda node, inner, files: np.dtype(node["dtype"]).type(inner(node["value"])),
     "tuple": lambda node, inner, files: tuple(inner(node["items"])),
     "set": lambda node, inner, files: set(inner(node["items"])),

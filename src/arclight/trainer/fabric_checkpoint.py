@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from arclight import checkpoint as checkpoints
+from arclight.fabric.strategies import Strategy
 
 
 class StateIO:
@@ -18,6 +19,10 @@ class StateIO:
         if storage_options is not None:
             raise TypeError("storage_options belong to a checkpoint IO of your own: pass one as Fabric(plugins=...)")
         checkpoints.save(path, checkpoint)
+
+    def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
+        """The same where tensors are spread over processes, each of which writes its part."""
+        checkpoints.save_shares(path, checkpoint, processes)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """The state at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""

@@ -18,6 +18,10 @@ from arclight.trainer.fabric_environment import started_by_command_line
 from arclight.trainer.fabric_values import as_tensors
 
 
+def _nothing(*_: Any) -> None:
+    """What a launch without a function runs."""
+
+
 class FabricProcesses:
     """What of :class:`Fabric` is about processes."""
 
@@ -40,14 +44,14 @@ class FabricProcesses:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """For subclasses: what all processes do. It is launched by being called."""
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any] = _nothing, *args: Any, **kwargs: Any) -> Any:
         """Start the other processes. ``function(fabric, ...)`` runs in all of them where processes are spawned; its result on rank 0 comes back."""
         if started_by_command_line():
             raise RuntimeError(
                 "this script was launched through the CLI, so all processes are there. Calling  `.launch()` again is not "
                 "allowed: leave it out, or start the script by itself"
             )
-        if function is None:
+        if function is _nothing:
             if not self._strategy.launcher().runs_in_this_process:
                 raise TypeError(
                     f"with spawned processes ({type(self._strategy).__name__}), `fabric.launch()` needs to be called with a "
@@ -166,11 +170,9 @@ class FabricProcesses:
         return self._strategy.is_global_zero
 
 
-def _run(
-    fabric: FabricProcesses, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _run(fabric: FabricProcesses, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fabric._join()
-    return function(fabric, *args, **kwargs) if function is not None else None
+    return function(fabric, *args, **kwargs)
 
 
 def _run_override(fabric: FabricProcesses, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

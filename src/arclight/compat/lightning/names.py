@@ -24,6 +24,13 @@ _CORE: _Rows = (
     (". pytorch pytorch.callbacks pytorch.callbacks.callback", "arclight.trainer.callback", "Callback"),
     (". fabric fabric.fabric", "arclight.trainer.fabric", "Fabric"),
     (
+        "fabric.wrappers",
+        "arclight.trainer.fabric_modules",
+        "is_wrapped _FabricModule=FabricModule _FabricOptimizer=FabricOptimizer _FabricDataLoader=FabricDataLoader "
+        "_unwrap_objects=unwrap _unwrap_compiled=uncompiled",
+    ),
+    ("fabric", "arclight.trainer.fabric_modules", "is_wrapped"),
+    (
         ". pytorch pytorch.trainer fabric fabric.utilities.seed",
         "arclight.fabric.seeding",
         "seed_everything",

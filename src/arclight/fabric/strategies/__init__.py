@@ -8,9 +8,19 @@ from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.strategies.base import SingleDeviceStrategy, Strategy
 from arclight.fabric.strategies.ddp import DDPStrategy
+from arclight.fabric.strategies.fsdp import FSDPStrategy
+from arclight.fabric.strategies.model_parallel import ModelParallelStrategy
 from arclight.fabric.strategies.parallel import ParallelStrategy
 
-__all__ = ["DDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy", "resolve_strategy"]
+__all__ = [
+    "DDPStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "ParallelStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "resolve_strategy",
+]
 
 _DDP = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 
@@ -52,4 +62,10 @@ def _named(name: str) -> Strategy:
     if base in _DDP and find_unused in ("", "true", "false"):
         options: dict[str, Any] = {"find_unused_parameters": find_unused == "true"} if find_unused else {}
         return DDPStrategy(start_method=_DDP[base], **options)
-    raise ValueError(f"strategy={name!r} is not known; choose auto, {', '.join(_DDP)}, or pass a Strategy")
+    if name in ("fsdp", "fsdp_cpu_offload"):
+        return FSDPStrategy(cpu_offload=name == "fsdp_cpu_offload")
+    if name == "model_parallel":
+        return ModelParallelStrategy()
+    raise ValueError(
+        f"strategy={name!r} is not known; choose auto, {', '.join(_DDP)}, fsdp, fsdp_cpu_offload, model_parallel, or pass a Strategy"
+    )

@@ -157,13 +157,22 @@ class Strategy:
     ) -> torch.Tensor:  # fmt: skip
         """Scale the optimizer's gradients down to a total norm of ``max_norm`` at most; the norm before."""
         self._unscale(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return self.clip_norm(_parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Limit every element of the optimizer's gradients to ``[-clip_val, clip_val]``."""
         self._unscale(optimizer)
-        nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], clip_val)
+        self.clip_value(_parameters_of(optimizer), clip_val)
+
+    def clip_norm(
+        self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip gradients that carry no scale (any more) by their total norm, which comes back."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_value(self, parameters: list[torch.Tensor], limit: float) -> None:
+        """Clip gradients that carry no scale (any more) by element."""
+        nn.utils.clip_grad_value_(parameters, limit)
 
     def _unscale(self, optimizer: Optimizer) -> None:
         if self.precision.scaler is not None:
@@ -209,9 +218,13 @@ class Strategy:
             for name, value in state.items()
             if (kept := _filtered(self.state_of(value), (filter or {}).get(name))) is not None
         }
-        tree = self.portable(tree)
+        self.write_checkpoint(self.checkpoint_io, tree, path, storage_options)
+
+    def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Let ``io`` write a state tree; every rank calls this, and returns when its part is done."""
+        checkpoint = self.portable(checkpoint)
         if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint=tree, path=path, storage_options=storage_options)
+            io.save_checkpoint(checkpoint=checkpoint, path=path, storage_options=storage_options)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -306,6 +319,10 @@ class Strategy:
 
 class SingleDeviceStrategy(Strategy):
     """Everything in this process."""
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:

@@ -1,0 +1,236 @@
+"""Tensors of which every process holds a share: gather them, spread them, clip them, give them their first values.
+
+A shared tensor is a DTensor. Whole tensors are what checkpoints hold and users see, so that nothing but this module and
+the strategies that share models must know of shares.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from arclight.fabric.batches import map_tensors
+
+
+def gathered(tree: Any, keep: bool) -> Any:
+    """``tree`` with whole tensors in the place of shares, on the CPU where ``keep``, else empty; every process must call this.
+
+    One tensor is whole at a time beyond those that are kept.
+    """
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        full: torch.Tensor = tensor.full_tensor().detach()
+        return full.cpu() if keep else full.new_empty(0)
+
+    return map_tensors(tree, whole)
+
+
+def share_of(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The share of ``full`` that this process keeps, spread as ``like`` is; ``full`` itself where ``like`` is not spread. No communication.
+
+    It lies on ``device``, by default where ``like`` lies. Shapes that differ are left for the caller's
+    ``load_state_dict`` to name.
+    """
+    if not isinstance(like, DTensor) or isinstance(full, DTensor) or full.shape != like.shape:
+        return full
+    mesh, placements = like.device_mesh, like.placements
+    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
+    part = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))] if shape else full
+    local = part.detach().to(device or like.device, copy=True).contiguous()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def load_whole_weights(module: nn.Module) -> None:
+    """From now on ``module.load_state_dict`` takes whole tensors."""
+
+    def spread(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        own = dict(
+            itertools.chain(module.named_parameters(prefix=prefix[:-1]), module.named_buffers(prefix=prefix[:-1]))
+        )
+        for name, tensor in own.items():
+            if isinstance(state.get(name), torch.Tensor):
+                state[name] = share_of(state[name], tensor)
+
+    module.register_load_state_dict_pre_hook(spread)
+
+
+def load_whole_moments(optimizer: Optimizer) -> None:
+    """From now on ``optimizer.load_state_dict`` takes whole tensors."""
+
+    def spread(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
+        moments = {
+            number: {
+                name: share_of(value, parameters[number]) if isinstance(value, torch.Tensor) else value
+                for name, value in entries.items()
+            }
+            if number in parameters
+            else entries
+            for number, entries in state["state"].items()
+        }
+        return {**state, "state": moments}
+
+    optimizer.register_load_state_dict_pre_hook(spread)
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def redirect(optimizer: Optimizer, replaced: Mapping[Any, nn.Parameter]) -> None:
+    """Point ``optimizer`` from parameters that were replaced by shares to those; its state becomes shares too."""
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(parameter, parameter) for parameter in group["params"]]
+    for old in [parameter for parameter in optimizer.state if parameter in replaced]:
+        new, entries = replaced[old], optimizer.state.pop(old)
+        optimizer.state[new] = {
+            name: share_of(value, new) if isinstance(value, torch.Tensor) else value for name, value in entries.items()
+        }
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float, error: bool) -> torch.Tensor:
+    """Clip by the norm of all gradients, whichever meshes they are spread over; the norm before, equal on every process.
+
+    Raises RuntimeError with ``error`` where the norm is no number.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    meshes: dict[Any, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [_whole(nn.utils.get_total_norm(group, norm_type)) for group in meshes.values()]
+    if not norms:
+        return torch.tensor(0.0)
+    device = norms[0].device
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    if error and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the norm of the gradients is {float(total)}, so they cannot be clipped; with error_if_nonfinite=False they are "
+            "multiplied by what comes out"
+        )
+    torch._foreach_mul_(local_parts(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+@torch.no_grad()
+def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
+    """Limit every element of the gradients."""
+    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if parts:
+        torch._foreach_clamp_min_(parts, -limit)
+        torch._foreach_clamp_max_(parts, limit)
+
+
+def local_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory of this process's shares."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+# -- first values --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
+    """Rank 0's values for all tensors of ``module`` that are there and not spread, by way of ``device``."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
+            value = tensor.to(device).contiguous()
+            dist.broadcast(value, 0)
+            tensor.copy_(value)
+
+
+@torch.no_grad()
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Memory and first values for parameters and buffers on the meta device, in modules' own ``reset_parameters``.
+
+    The values do not depend on how tensors are spread: each module's are drawn whole, as one process would, and its share
+    kept. (Drawing into shares would give every process the same numbers on some devices.) Warns of modules that have no
+    ``reset_parameters``: their values are arbitrary until a checkpoint is loaded.
+    """
+    without, made = set(), dict[torch.Tensor, torch.Tensor]()
+    for part in _children_first(module):
+        own = {name: tensor for name, tensor in _own_tensors(part) if tensor.is_meta}
+        new = {name: tensor for name, tensor in own.items() if tensor not in made}  # else tied to another module's
+        if new:
+            reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+            if not callable(reset):
+                without.add(type(part).__name__)
+            _draw(part, own, reset if callable(reset) else None, device)
+        for name, tensor in own.items():
+            if name in new:
+                made[tensor] = _kept(_tensor(part, name), tensor, device)
+            _put(part, name, made[tensor])
+    if without:
+        warnings.warn(
+            "these modules have no `reset_parameters()` method for re-initialization: "
+            f"{', '.join(sorted(without))}. Their parameters hold arbitrary values until a checkpoint is loaded",
+            stacklevel=3,
+        )
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """As constructors run: a module's own values come after those of its children."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _draw(module: nn.Module, own: dict[str, torch.Tensor], reset: Any, device: torch.device) -> None:
+    """Whole tensors with first values in the place of ``own``; the module's other tensors stay as they are."""
+    others = [(tensor, tensor.detach().clone()) for name, tensor in _own_tensors(module) if name not in own]
+    for name, tensor in own.items():
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        _put(module, name, nn.Parameter(whole, tensor.requires_grad) if name in module._parameters else whole)
+    if reset is not None:
+        reset()
+    for tensor, value in others:
+        tensor.copy_(value)
+
+
+def _kept(value: torch.Tensor, place: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What of the whole ``value`` (rank 0's) this process keeps in ``place``."""
+    whole = value.detach()
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast(whole, 0)
+    kept = share_of(whole, place, device)
+    return nn.Parameter(kept, place.requires_grad) if isinstance(value, nn.Parameter) else kept
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    tensor = module._parameters[name] if name in module._parameters else module._buffers[name]
+    assert tensor is not None
+    return tensor
+
+
+def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if name in module._parameters:
+        assert isinstance(tensor, nn.Parameter)
+        module._parameters[name] = tensor
+    else:
+        module._buffers[name] = tensor

@@ -1,0 +1,317 @@
+"""Fully sharded data parallelism: every process keeps a share of weights, gradients and optimizer state.
+
+torch's FSDP2 (``fully_shard``): the weights of one unit are gathered for its forward and backward, and let go after.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from arclight.fabric.strategies.sharded import ShardedStrategy
+
+Policy = Any
+"""Which modules: a set of classes, a number of parameters, one of torch's wrap policies, or such a function."""
+
+_ALWAYS = {"use_orig_params": True, "limit_all_gathers": True, "sync_module_states": True}
+"""Arguments of torch's first FSDP that the second always does."""
+
+_INSTEAD = {
+    "backward_prefetch": "FSDP2 prefetches by itself; call set_modules_to_backward_prefetch on a unit to choose",
+    "forward_prefetch": "FSDP2 prefetches by itself; call set_modules_to_forward_prefetch on a unit to choose",
+    "process_group": "give device_mesh",
+    "param_init_fn": "give the modules a reset_parameters()",
+    "device_id": "the accelerator and devices say it",
+    "ignored_modules": "give ignored_params, a set of parameters",
+    "ignored_states": "give ignored_params, a set of parameters",
+}
+
+
+class FSDPStrategy(ShardedStrategy):
+    """torch's FSDP2 with Lightning's arguments.
+
+    ``auto_wrap_policy`` says which modules are units of their own, gathered and let go one by one: a set of classes, a
+    least number of parameters, or one of torch's policies; None makes the whole model one unit.
+    ``activation_checkpointing_policy`` says in the same way whose activations are computed again in backward.
+    ``sharding_strategy``: ``FULL_SHARD`` lets weights go after forward, ``SHARD_GRAD_OP`` keeps them until after backward,
+    ``HYBRID_SHARD`` (and ``_HYBRID_SHARD_ZERO2``) share within a node, or as ``device_mesh`` = (copies, shares) says, and
+    copy between; ``NO_SHARD`` is what DDP does. ``mixed_precision`` is a torch ``MixedPrecisionPolicy`` (or the
+    ``MixedPrecision`` of torch's first FSDP); by default it follows the precision. ``cpu_offload`` keeps the shares in
+    host memory. ``state_dict_type`` is ``full`` (rank 0 writes whole tensors) or ``sharded`` (each process writes its
+    shares); both open on any number of processes. ``reshard_after_forward``, ``shard_placement_fn`` and ``ignored_params``
+    go to ``fully_shard``. Tied weights must lie in one unit.
+    """
+
+    name = "fsdp"
+
+    def __init__(
+        self, *, cpu_offload: Any = None, mixed_precision: Any = None, auto_wrap_policy: Policy = None,
+        activation_checkpointing: Any = None, activation_checkpointing_policy: Policy = None,
+        sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "full", device_mesh: Any = None,
+        start_method: str = "popen", timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+        process_group_backend: str | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(start_method=start_method, timeout=timeout, process_group_backend=process_group_backend)
+        from torch.distributed.fsdp import CPUOffload, ShardingStrategy
+
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(f"Unknown state_dict_type: {state_dict_type!r}; choose full or sharded")
+        name = getattr(sharding_strategy, "name", sharding_strategy).upper()
+        if name not in ShardingStrategy.__members__:
+            raise ValueError(
+                f"sharding_strategy={name!r} is not known; choose {', '.join(ShardingStrategy.__members__)}"
+            )
+        self.sharding_strategy = ShardingStrategy[name]
+        self.cpu_offload = cpu_offload if isinstance(cpu_offload, CPUOffload) else CPUOffload(bool(cpu_offload))
+        self.mixed_precision, self.state_dict_type = mixed_precision, state_dict_type
+        self.auto_wrap_policy = auto_wrap_policy
+        self.activation_checkpointing_policy = activation_checkpointing_policy
+        if activation_checkpointing is not None:
+            kinds = (
+                activation_checkpointing
+                if isinstance(activation_checkpointing, Iterable)
+                else [activation_checkpointing]
+            )
+            self.activation_checkpointing_policy = set(kinds)
+        self.saves_shares = state_dict_type == "sharded"
+        self.options = _checked(kwargs)
+        self.device_mesh = device_mesh
+        self._roots: dict[nn.Module, _Root] = {}
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The policy given, None where the precision decides."""
+        return self.mixed_precision
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.device_mesh is None or isinstance(self.device_mesh, tuple):
+            from torch.distributed.device_mesh import init_device_mesh
+
+            shape = self.device_mesh or self._mesh_shape()
+            names = ("replicate", "shard")[-len(shape) :]
+            self.device_mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
+    def _mesh_shape(self) -> tuple[int, ...]:
+        name = self.sharding_strategy.name
+        if name == "NO_SHARD":
+            return (self.world_size, 1)
+        if "HYBRID" in name and self.num_nodes > 1:
+            return (self.num_nodes, self.num_devices)
+        return (self.world_size,)
+
+    # -- model -----------------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self._share(module, whole=True)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        from arclight.fabric.sharding import redirect
+
+        before = dict(module.named_parameters())
+        root = self._share(module, whole=True)
+        after = dict(module.named_parameters())
+        for optimizer in optimizers:
+            redirect(optimizer, {parameter: after[name] for name, parameter in before.items()})
+        return root, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        from torch.distributed.tensor import DTensor
+
+        from arclight.fabric.sharding import parameters_of
+
+        if not any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
+            raise ValueError(
+                "The optimizer does not seem to reference any FSDP parameters: sharing a model out replaces them. Make the "
+                "optimizer after setting up the model"
+            )
+        return super().setup_optimizer(optimizer)
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """New modules on the host (or nowhere yet if ``empty_init``); memory on the device is for shares."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.init_context())
+        return stack
+
+    def place(self, module: nn.Module, whole_step: bool = True) -> None:
+        if module not in self._roots:
+            self._share(module, whole_step)
+
+    def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        root = self._roots[module]
+        return partial(root, _step=step) if root.shared else step
+
+    wrap_evaluation_step = wrap_step
+
+    def root_of(self, module: nn.Module) -> nn.Module:
+        return self._roots.get(module, module)
+
+    def average_gradients(self, module: nn.Module) -> None:
+        """FSDP has done so in backward."""
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return super().get_module_state_dict(module.module if isinstance(module, _Root) else module)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(module.module if isinstance(module, _Root) else module, state_dict, strict)
+
+    def _share(self, module: nn.Module, whole: bool) -> _Root:
+        """Share ``module`` out in place; the module that gathers what no unit of its own has.
+
+        Without ``whole``, where the model's own forward need not be called, every part that runs is a unit of its own.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        from arclight.fabric import sharding
+
+        sharding.copy_from_rank_zero(module, self.device)
+        for part in _chosen(module, self.activation_checkpointing_policy):
+            _checkpoint_activations(part)
+        units = _chosen(module, self.auto_wrap_policy)
+        if not whole:
+            units = list(dict.fromkeys((*units, *_running_parts(module))))
+        _refuse_tied_across(module, units)
+        options = self._fully_shard_options()
+        for unit in units:
+            fully_shard(unit, **options)
+        root = _Root(module, shared=whole)
+        if whole:
+            fully_shard(root, **options)
+        elif own := [name for name, _ in module.named_parameters(recurse=False)]:
+            raise ValueError(
+                f"{type(module).__name__}.{own[0]} is a parameter of the module itself, which strategy='fsdp' cannot gather "
+                "with automatic_optimization=False: put it into a submodule"
+            )
+        sharding.materialize(module, self.device)
+        self.sum_on_gloo(root)
+        sharding.load_whole_weights(module)
+        self._roots[module] = root
+        return root
+
+    def _fully_shard_options(self) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        options = {"mesh": self.device_mesh, "mp_policy": self._precision_policy(), **self.options}
+        if self.sharding_strategy.name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+            options.setdefault("reshard_after_forward", False)
+        if self.cpu_offload.offload_params:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        return options
+
+    def _precision_policy(self) -> Any:
+        """Half types are reduced in float32. Mixed precision is autocast's work: it knows which operations bear it."""
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        given = self.mixed_precision
+        if isinstance(given, MixedPrecision):
+            return MixedPrecisionPolicy(
+                given.param_dtype, given.reduce_dtype, cast_forward_inputs=given.cast_forward_inputs
+            )
+        if given is not None:
+            return given
+        half = self.precision.dtype in (torch.float16, torch.bfloat16)
+        return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False)
+
+
+class _Root(nn.Module):
+    """A module around the user's, so that sharing leaves the user's class as it is and any step can be the forward."""
+
+    def __init__(self, module: nn.Module, shared: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.shared = shared
+
+    def forward(self, *arguments: Any, _step: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return (self.module if _step is None else _step)(*arguments, **options)
+
+
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of ``fully_shard``. Raises ValueError or TypeError for those of torch's first FSDP that have no counterpart."""
+    for name, only in _ALWAYS.items():
+        if options.pop(name, only) != only:
+            raise ValueError(f"FSDPStrategy({name}={not only}) is not possible: FSDP2 always works with {name}={only}")
+    for name in options:
+        if name in _INSTEAD:
+            raise TypeError(f"FSDPStrategy({name}=...) belongs to torch's first FSDP: {_INSTEAD[name]}")
+        if name not in ("reshard_after_forward", "shard_placement_fn", "ignored_params"):
+            raise TypeError(f"FSDPStrategy has no argument {name!r}")
+    return options
+
+
+def _chosen(module: nn.Module, policy: Policy) -> list[nn.Module]:
+    """Submodules that a policy chooses, inner ones first; ``module`` itself is not among them."""
+    if policy is None:
+        return []
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+    if isinstance(policy, (set, frozenset, list, tuple)):
+        policy = ModuleWrapPolicy(set(policy))
+    elif isinstance(policy, int):
+        policy = partial(size_based_auto_wrap_policy, min_num_params=policy)
+    order = {part: number for number, part in enumerate(module.modules())}
+    if hasattr(policy, "_run_policy"):
+        found = policy._run_policy(module, set(), {})
+        return sorted((part for part in found if part is not module), key=lambda part: -order[part])
+    chosen: list[nn.Module] = []
+    _walk(module, policy, chosen)
+    return chosen
+
+
+def _walk(module: nn.Module, policy: Callable[..., bool], chosen: list[nn.Module]) -> int:
+    """Let a function of (module, recurse, nonwrapped_numel) choose among descendants; parameters in those it chose."""
+    inside = 0
+    for child in module.children():
+        own = sum(parameter.numel() for parameter in child.parameters())
+        if policy(child, True, own):
+            taken = _walk(child, policy, chosen)
+            if child not in chosen and policy(child, False, own - taken):
+                chosen.append(child)
+                taken = own
+            inside += taken
+    return inside
+
+
+def _running_parts(module: nn.Module) -> list[nn.Module]:
+    """The outermost submodules that have a forward and parameters."""
+    parts: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            parts += _running_parts(child)
+        elif any(True for _ in child.parameters()):
+            parts.append(child)
+    return parts
+
+
+def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
+    """Raise ValueError for a parameter that two units have: shared out twice, its copies would part company."""
+    owner: dict[nn.Module, nn.Module] = {}
+    for unit in (*units, module):  # inner ones first
+        for part in unit.modules():
+            owner.setdefault(part, unit)
+    seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        place = module.get_submodule(name.rpartition(".")[0])
+        first = seen.setdefault(parameter, (owner[place], name))
+        if first[0] is not owner[place]:
+            raise ValueError(
+                f"{first[1]} and {name} are one parameter in two FSDP units: choose an auto_wrap_policy that leaves both to "
+                "the same unit"
+            )
+
+
+def _checkpoint_activations(module: nn.Module) -> None:
+    """Compute the module's activations again in backward. Names stay: the forward is replaced, not the module."""
+    from torch.utils.checkpoint import checkpoint
+
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False)

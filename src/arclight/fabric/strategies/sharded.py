@@ -1,0 +1,83 @@
+"""What strategies have in common that give every process a share of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from arclight.fabric.strategies.parallel import ParallelStrategy
+
+
+class ShardedStrategy(ParallelStrategy):
+    """Processes that hold shares of a model (DTensors). Checkpoints hold whole tensors and open on any number of them."""
+
+    evaluates_in_inference_mode = False
+    saves_shares = False
+    """Whether each process writes its own shares into a checkpoint, in the place of rank 0 writing all."""
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Done with the sharing out: a whole model may be too large for one device."""
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        from arclight.fabric.sharding import load_whole_moments
+
+        load_whole_moments(optimizer)
+        return optimizer
+
+    def clip_norm(
+        self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        from arclight.fabric import sharding
+
+        return sharding.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_value(self, parameters: list[torch.Tensor], limit: float) -> None:
+        from arclight.fabric import sharding
+
+        sharding.clip_value(parameters, limit)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        return _without_sync(self.root_of(module)) if enabled else nullcontext()
+
+    def root_of(self, module: nn.Module) -> nn.Module:
+        """The outermost module around ``module`` that takes part in its forward."""
+        return module
+
+    def portable(self, tree: Any) -> Any:
+        from arclight.fabric.sharding import gathered
+
+        return gathered(tree, keep=self.is_global_zero)
+
+    def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if self.saves_shares and hasattr(io, "save_shares"):
+            io.save_shares(checkpoint, path, self)
+        else:
+            super().write_checkpoint(io, checkpoint, path, storage_options)
+
+    def sum_on_gloo(self, module: nn.Module) -> None:
+        """Gloo has no averaging reductions: let FSDP sum and divide there."""
+        from torch.distributed.fsdp import FSDPModule
+
+        if torch.distributed.get_backend() == "gloo":
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.set_force_sum_reduction_for_comms(True)
+
+
+@contextmanager
+def _without_sync(module: nn.Module) -> Iterator[None]:
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    try:
+        for part in parts:
+            part.set_requires_gradient_sync(False, recurse=False)
+        yield
+    finally:
+        for part in parts:
+            part.set_requires_gradient_sync(True, recurse=False)
