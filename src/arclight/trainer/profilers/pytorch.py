@@ -212,7 +212,8 @@ class PyTorchProfiler(Profiler):
         profiler, self.profiler = self.profiler, None
         if profiler is not None:
             profiler.__exit__(None, None, None)
-            self.function_events = None if self._emit_nvtx else profiler.events()
+            recorded = getattr(profiler, "profiler", None) is not None  # the schedule may never have come so far
+            self.function_events = profiler.events() if recorded else None
         if self._cuda_profiler is not None:
             self._cuda_profiler.__exit__(None, None, None)
             self._cuda_profiler = None
