@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_avg_fn
 
 import arclight as al
 from arclight import checkpoint
@@ -206,7 +208,75 @@ def test_tied_weights_are_under_both_names(fit: Any) -> None:
     assert torch.equal(average["body.2.weight"], average["head.weight"])
 
 
+def test_averages_by_functions_of_torch(fit: Any) -> None:
+    runs = []
+    for mean in (
+        WeightAveraging(avg_fn=get_ema_avg_fn(0.8)),
+        WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.8)),
+        EMAWeightAveraging(decay=0.8),
+    ):
+        module = Normed()
+        fit(module, mean, max_epochs=2)
+        assert_close(mean.averages()["ema"], expected(module.after_steps, lambda k: 1 - 0.8))
+        runs.append(mean)
+    plain = WeightAveraging(avg_fn=get_swa_avg_fn())
+    fit(module := Normed(), plain, max_epochs=1)
+    assert_close(plain.averages()["ema"], expected(module.after_steps, lambda k: 1 / k))
+    assert plain.n_averaged == 4
+
+
+def test_the_average_as_a_module(fit: Any) -> None:
+    module, ema = Normed(), EMAWeightAveraging(decay=0.9)
+    assert ema.average_model is None
+    fit(module, ema, max_epochs=1)
+    model = ema.average_model
+    assert isinstance(model, AveragedModel)
+    assert model.n_averaged == 4
+    assert_close(dict(model.module.state_dict()), ema.averages()["ema"])
+    assert model.module._trainer is None, "nothing of the run is copied"
+
+
+def test_what_is_saved_while_the_average_is_in_place_is_the_model(fit: Any, tmp_path: Path) -> None:
+    class SaveAnywhere(al.Callback):
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "validating")
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            assert torch.equal(pl_module.body[2].weight, ema.averages()["ema"]["body.2.weight"])
+            trainer.save_checkpoint(tmp_path / "ended")
+
+    module, ema = Normed(), EMAWeightAveraging(decay=0.9)
+    fit(module, ema, SaveAnywhere(), max_epochs=1)
+    for name in ("validating", "ended"):
+        state = checkpoint.load(tmp_path / name)
+        assert all(torch.equal(state["model"][key], module.after_steps[-1][key]) for key in state["model"])
+        assert_close(state["ema"], expected(module.after_steps, lambda k: 0.1))
+    resumed = EMAWeightAveraging(decay=0.9)
+    whole = Normed()
+    fit(whole, EMAWeightAveraging(decay=0.9), max_epochs=2)
+    fit(other := Normed(), resumed, max_epochs=2, ckpt_path=tmp_path / "validating")
+    assert all(torch.equal(tensor, whole.state_dict()[key]) for key, tensor in other.state_dict().items())
+
+
+def test_two_averages_have_two_entries_and_the_first_is_evaluated(fit: Any) -> None:
+    with pytest.raises(ValueError, match=r"would save under one name 'ema'.*entry="):
+        fit(Normed(), EMAWeightAveraging(decay=0.9), EMAWeightAveraging(decay=0.5), max_epochs=1)
+    module, saver = Normed(), ModelCheckpoint()
+    slow, quick = EMAWeightAveraging(decay=0.9), EMAWeightAveraging(decay=0.5, entry="quick")
+    assert slow.state_key != quick.state_key
+    fit(module, slow, quick, saver, max_epochs=2)
+    assert_close(slow.averages()["ema"], expected(module.after_steps, lambda k: 0.1))
+    assert_close(quick.averages()["quick"], expected(module.after_steps, lambda k: 0.5))
+    assert_close(module.evaluated[0], expected(module.after_steps[:4], lambda k: 0.1))
+    assert_close(dict(module.state_dict()), slow.averages()["ema"])
+    assert {"ema", "quick"} <= checkpoint.load(saver.best_model_path).keys()
+
+
 def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        WeightAveraging(avg_fn=get_swa_avg_fn(), multi_avg_fn=get_ema_multi_avg_fn())
+    with pytest.raises(ValueError, match="`avg_fn` should be callable"):
+        WeightAveraging(avg_fn=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"decay=1\.0"):
         EMAWeightAveraging(decay=1.0)
     with pytest.raises(ValueError, match="negative"):

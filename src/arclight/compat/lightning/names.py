@@ -74,6 +74,11 @@ _TRAINER: _Rows = (
         "RichProgressBar",
     ),
     ("pytorch.callbacks.progress.rich_progress", f"{_CALLBACKS}.rich_progress_bar", "RichProgressBarTheme"),
+    (
+        "pytorch.callbacks pytorch.callbacks.stochastic_weight_avg",
+        f"{_CALLBACKS}.stochastic_weight_averaging",
+        "StochasticWeightAveraging",
+    ),
     ("pytorch.callbacks pytorch.callbacks.timer", f"{_CALLBACKS}.timer", "Timer"),
     (
         "pytorch.callbacks pytorch.callbacks.weight_averaging",

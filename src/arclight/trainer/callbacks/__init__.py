@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.rich_progress_bar import RichProgressBar
     from arclight.trainer.callbacks.run_report import RunReport
     from arclight.trainer.callbacks.spike import SpikeDetection
+    from arclight.trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from arclight.trainer.callbacks.timer import Timer
     from arclight.trainer.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
@@ -38,6 +39,7 @@ _FILES = {
     "RichProgressBar": "rich_progress_bar",
     "RunReport": "run_report",
     "SpikeDetection": "spike",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
