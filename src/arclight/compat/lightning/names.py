@@ -156,12 +156,27 @@ _FABRIC: _Rows = (
     (
         "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
         _PRECISION,
-        "DoublePrecision HalfPrecision MixedPrecision Precision",
+        "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision Precision TransformerEnginePrecision",
     ),
-    ("fabric.plugins.precision.double pytorch.plugins.precision.double", _PRECISION, "DoublePrecision"),
-    ("fabric.plugins.precision.half pytorch.plugins.precision.half", _PRECISION, "HalfPrecision"),
-    ("fabric.plugins.precision.amp pytorch.plugins.precision.amp", _PRECISION, "MixedPrecision"),
-    ("fabric.plugins.precision.precision pytorch.plugins.precision.precision", _PRECISION, "Precision"),
+    (
+        "fabric.plugins.precision.double pytorch.plugins.precision.double",
+        f"{_PRECISION}.one_type",
+        "DoublePrecision",
+    ),
+    (
+        "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
+        f"{_PRECISION}.bitsandbytes",
+        "BitsandbytesPrecision",
+    ),
+    (
+        "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
+        f"{_PRECISION}.transformer_engine",
+        "TransformerEnginePrecision",
+    ),
+    ("fabric.plugins.precision.utils", f"{_PRECISION}.base", "_DtypeContextManager=DefaultDtype"),
+    ("fabric.plugins.precision.half pytorch.plugins.precision.half", f"{_PRECISION}.one_type", "HalfPrecision"),
+    ("fabric.plugins.precision.amp pytorch.plugins.precision.amp", f"{_PRECISION}.mixed", "MixedPrecision"),
+    ("fabric.plugins.precision.precision pytorch.plugins.precision.precision", f"{_PRECISION}.base", "Precision"),
     (
         "fabric.plugins fabric.plugins.environments fabric.plugins.environments.cluster_environment "
         "pytorch.plugins.environments",

@@ -9,9 +9,6 @@ _XLA = "XLA devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
 _HPU = "HPU devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
 _DP = "one process that drives several devices is slower than one per device; use strategy='ddp'"
 _DEEPSPEED = "sharded optimizers, gradients and parameters are strategy='fsdp', in plain torch; use that"
-_VENDOR_FP8 = (
-    "low-precision arithmetic comes from torchao; use precision='bf16-mixed', or quantize with arclight.deploy"
-)
 _LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogger or a Logger of your own"
 
 _NOT_OFFERED: tuple[tuple[str, str, str], ...] = (
@@ -44,21 +41,6 @@ _NOT_OFFERED: tuple[tuple[str, str, str], ...] = (
         "pytorch.plugins pytorch.plugins.precision pytorch.plugins.precision.deepspeed",
         _DEEPSPEED,
         "DeepSpeedPrecision",
-    ),
-    (
-        "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
-        _VENDOR_FP8,
-        "BitsandbytesPrecision TransformerEnginePrecision",
-    ),
-    (
-        "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
-        _VENDOR_FP8,
-        "BitsandbytesPrecision",
-    ),
-    (
-        "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
-        _VENDOR_FP8,
-        "TransformerEnginePrecision",
     ),
     ("pytorch.loggers pytorch.loggers.litlogger", _LITLOGGER, "LitLogger"),
 )

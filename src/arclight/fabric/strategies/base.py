@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -124,45 +124,36 @@ class Strategy:
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """New tensors come into being on the device, in the precision's type."""
-        stack = ExitStack()
-        stack.enter_context(self.device)
-        stack.enter_context(self.precision.init_context())
-        return stack
+        return _entered(self.root_device, self.precision.tensor_init_context())
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """New modules come into being on the device, in the precision's type, without first values if ``empty_init``."""
-        stack = ExitStack()
-        stack.enter_context(self.tensor_init_context())
-        if empty_init:
-            stack.enter_context(NoInit())
-        return stack
+        return _entered(
+            self.root_device, NoInit() if empty_init else nullcontext(), self.precision.module_init_context()
+        )
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward from ``tensor``, scaled where 16-bit gradients need it."""
-        scaler = self.precision.scaler
-        (tensor if scaler is None else scaler.scale(tensor)).backward(*args, **kwargs)
+        """Backward from ``tensor``, as the precision does it."""
+        self.precision.pre_backward(tensor, module)
+        self.precision.backward(tensor, module, *args, **kwargs)
+        self.precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """``optimizer.step(**kwargs)`` with the scale taken out of 16-bit gradients; a step that overflowed is left out."""
-        scaler = self.precision.scaler
-        if scaler is None:
-            return optimizer.step(**kwargs)
-        output = scaler.step(optimizer, **kwargs)
-        scaler.update()
-        return output
+        """``optimizer.step(**kwargs)``, as the precision does it: a step whose 16-bit gradients overflowed is left out."""
+        return self.precision.optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:  # fmt: skip
         """Scale the optimizer's gradients down to a total norm of ``max_norm`` at most; the norm before."""
-        self._unscale(optimizer)
-        return self.clip_norm(_parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        return self.clip_norm(list(self.precision.main_params(optimizer)), max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         """Limit every element of the optimizer's gradients to ``[-clip_val, clip_val]``."""
-        self._unscale(optimizer)
-        self.clip_value(_parameters_of(optimizer), clip_val)
+        self.precision.unscale_gradients(optimizer)
+        self.clip_value(list(self.precision.main_params(optimizer)), clip_val)
 
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -173,10 +164,6 @@ class Strategy:
     def clip_value(self, parameters: list[torch.Tensor], limit: float) -> None:
         """Clip gradients that carry no scale (any more) by element."""
         nn.utils.clip_grad_value_(parameters, limit)
-
-    def _unscale(self, optimizer: Optimizer) -> None:
-        if self.precision.scaler is not None:
-            self.precision.scaler.unscale_(optimizer)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Context in which backward does not reduce gradients (all but the last batch of a window)."""
@@ -321,15 +308,24 @@ class SingleDeviceStrategy(Strategy):
     """Everything in this process."""
 
 
-def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
     """The items of a dict that a filter keeps, None where it keeps none; anything else as it is."""
     if keep is None or not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if keep(key, item)} or None
+
+
+def _entered(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """One context for several, entered in their order when it is entered itself."""
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            yield
+
+    return enter()
 
 
 class NoInit(torch.overrides.TorchFunctionMode):

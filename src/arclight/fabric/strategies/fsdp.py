@@ -141,7 +141,7 @@ class FSDPStrategy(ShardedStrategy):
         stack = ExitStack()
         if empty_init:
             stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.init_context())
+        stack.enter_context(self.precision.module_init_context())
         return stack
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:

@@ -1,0 +1,33 @@
+"""Arithmetic of forward and backward: full, half, double, mixed, 8 bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.fabric.precision.base import Precision as Precision
+    from arclight.fabric.precision.bitsandbytes import BitsandbytesPrecision as BitsandbytesPrecision
+    from arclight.fabric.precision.choice import resolve_precision as resolve_precision
+    from arclight.fabric.precision.float8 import Float8Precision as Float8Precision
+    from arclight.fabric.precision.mixed import MixedPrecision as MixedPrecision
+    from arclight.fabric.precision.mixed import ScaledOptimizer as ScaledOptimizer
+    from arclight.fabric.precision.one_type import DoublePrecision as DoublePrecision
+    from arclight.fabric.precision.one_type import HalfPrecision as HalfPrecision
+    from arclight.fabric.precision.transformer_engine import TransformerEnginePrecision as TransformerEnginePrecision
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "BitsandbytesPrecision": "arclight.fabric.precision.bitsandbytes",
+        "DoublePrecision": "arclight.fabric.precision.one_type",
+        "Float8Precision": "arclight.fabric.precision.float8",
+        "HalfPrecision": "arclight.fabric.precision.one_type",
+        "MixedPrecision": "arclight.fabric.precision.mixed",
+        "Precision": "arclight.fabric.precision.base",
+        "ScaledOptimizer": "arclight.fabric.precision.mixed",
+        "TransformerEnginePrecision": "arclight.fabric.precision.transformer_engine",
+        "resolve_precision": "arclight.fabric.precision.choice",
+    },
+)

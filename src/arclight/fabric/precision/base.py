@@ -1,0 +1,124 @@
+"""What a precision is: a handful of functions that a loop composes once; full precision adds nothing to a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+class Precision:
+    """Parameters and arithmetic in float32, unless a subclass says otherwise. A user's own is passed in ``plugins=``."""
+
+    precision: str = "32-true"
+    """What it is called in ``precision=``."""
+
+    dtype = torch.float32
+    """The type that parameters are stored in."""
+
+    scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.precision)
+
+    # -- modules and tensors ---------------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """``module`` with its parameters in this precision's storage type (in place)."""
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which new floating tensors get this precision's storage type."""
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which new modules get parameters of this precision's storage type."""
+        return self.tensor_init_context()
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def convert_input(self, data: Any) -> Any:
+        """A batch with its floating tensors in the type that the model computes in."""
+        return data
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Context in which forward runs."""
+        return nullcontext()
+
+    def convert_output(self, data: Any) -> Any:
+        """What forward gave, with its floating tensors in the type that losses are computed in."""
+        return data
+
+    def wrap(self, step: Step) -> Step:
+        """``step`` run in the forward context; the very same function where there is nothing to do."""
+        if type(self).forward_context is Precision.forward_context:
+            return step
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            with self.forward_context():
+                return step(*arguments, **options)
+
+        return run  # type: ignore[return-value]
+
+    # -- backward and step -----------------------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
+        """Called before :meth:`backward`."""
+
+    def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Gradients of ``tensor``; further arguments are those of ``Tensor.backward``."""
+        tensor.backward(*args, **kwargs)
+
+    def post_backward(self, tensor: torch.Tensor, module: nn.Module | None) -> None:
+        """Called after :meth:`backward`."""
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """``optimizer.step(**kwargs)`` on gradients in their own unit."""
+        return optimizer.step(**kwargs)
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        """The parameters that ``optimizer`` changes."""
+        return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Bring the gradients to their own unit, before they are clipped."""
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of this precision."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+
+    def teardown(self) -> None:
+        """Give back what is no longer needed."""
+
+
+class DefaultDtype(AbstractContextManager[None]):
+    """New floating tensors get ``dtype`` inside the block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+def floats_to(data: Any, dtype: torch.dtype) -> Any:
+    """``data`` with its floating tensors in ``dtype``."""
+    from arclight.fabric.batches import map_tensors
+
+    return map_tensors(data, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

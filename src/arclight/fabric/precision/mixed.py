@@ -1,0 +1,91 @@
+"""Parameters in float32, matrix products in a half type."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.precision.base import Precision, Step, floats_to
+
+
+class MixedPrecision(Precision):
+    """Parameters in float32, matrix products in a half type under autocast: ``16-mixed`` or ``bf16-mixed``.
+
+    float16 holds no small gradients, so that the loss is scaled up by ``scaler`` (one is made where none is given) and
+    steps whose gradients overflowed are left out. Raises ValueError for another name, or a scaler for bfloat16, which needs none.
+    """
+
+    def __init__(self, precision: str, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        if precision not in ("16-mixed", "bf16-mixed"):
+            raise ValueError(
+                f"Passed `MixedPrecision(precision={precision!r})`. Precision must be '16-mixed' or 'bf16-mixed'"
+            )
+        if scaler is not None and precision == "bf16-mixed":
+            raise ValueError(f"`precision='bf16-mixed'` does not use a scaler, found {scaler}")
+        self.precision, self.device = precision, device
+        self.compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
+        self.scaler = torch.amp.GradScaler(device) if precision == "16-mixed" and scaler is None else scaler
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        # Weight casts are not cached: a cache entry made under no_grad would cut the graph of a later forward.
+        return torch.autocast(self.device, self.compute_dtype, cache_enabled=False)
+
+    def convert_output(self, data: Any) -> Any:
+        return floats_to(data, torch.get_default_dtype())
+
+    def wrap(self, step: Step) -> Step:
+        device, dtype = self.device, self.compute_dtype
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            with torch.autocast(device, dtype, cache_enabled=False):
+                return step(*arguments, **options)
+
+        return run  # type: ignore[return-value]
+
+    def backward(self, tensor: torch.Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        super().backward(tensor if self.scaler is None else self.scaler.scale(tensor), model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        if self.scaler is None:
+            return optimizer.step(**kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationError(
+                "AMP and the LBFGS optimizer are not compatible: it calls the loss several times in a step, and scaled "
+                "gradients need one call; use precision='bf16-mixed'"
+            )
+        output = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return output
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict() if self.scaler is not None else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+
+class ScaledOptimizer:
+    """An optimizer for gradients that a scaler has scaled: ``step`` takes the scale out, and skips gradients that overflowed.
+
+    Everything else is the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.optimizer, self.scaler = optimizer, scaler
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer"], name)
