@@ -271,6 +271,10 @@ def test_saved_when_training_fails(fit: Any, tmp_path: Path) -> None:
         fit({"val/score": [0.0]}, Fail(), saver, other)
     assert names(saver.dirpath) == {"epoch=0-step=3.ckpt"}
     assert step_of(other.ckpt_path) == 3
+    fit({"val/score": [0.0]}, other, ckpt_path=other.ckpt_path)
+    assert names(tmp_path / "other") == set(), "the run it was kept for has ended well"
+    with pytest.raises(ValueError, match="filename cannot be empty"):
+        OnExceptionCheckpoint(tmp_path, filename="")
 
 
 def test_evaluation_saves_nothing(fit: Any, make_rows: Any) -> None:
