@@ -58,6 +58,8 @@ _TRAINER: _Rows = (
     ("pytorch.callbacks pytorch.callbacks.rich_model_summary", f"{_CALLBACKS}.model_summary", "RichModelSummary"),
     ("pytorch.callbacks pytorch.callbacks.spike", f"{_CALLBACKS}.spike", "SpikeDetection"),
     ("fabric.utilities.spike", "arclight.trainer.spike", "SpikeDetection TrainingSpikeException"),
+    ("fabric.utilities", "arclight.trainer.throughput", "Throughput ThroughputMonitor measure_flops"),
+    ("pytorch.utilities", "arclight.trainer.throughput", "measure_flops"),
     (
         "fabric.utilities.throughput",
         "arclight.trainer.throughput",
@@ -147,7 +149,13 @@ _FABRIC: _Rows = (
     (
         "fabric.strategies pytorch.strategies",
         _STRATEGIES,
-        "DDPStrategy ParallelStrategy SingleDeviceStrategy Strategy",
+        "DDPStrategy FSDPStrategy ModelParallelStrategy ParallelStrategy SingleDeviceStrategy Strategy",
+    ),
+    ("fabric.strategies.fsdp pytorch.strategies.fsdp", f"{_STRATEGIES}.fsdp", "FSDPStrategy"),
+    (
+        "fabric.strategies.model_parallel pytorch.strategies.model_parallel",
+        f"{_STRATEGIES}.model_parallel",
+        "ModelParallelStrategy",
     ),
     ("fabric.strategies.parallel pytorch.strategies.parallel", f"{_STRATEGIES}.parallel", "ParallelStrategy"),
     ("fabric.strategies.ddp pytorch.strategies.ddp", _STRATEGIES, "DDPStrategy"),
@@ -262,6 +270,11 @@ _UTILITIES: _Rows = (
         "arclight.trainer.attributes",
         "lightning_getattr=get_setting lightning_hasattr=has_setting lightning_setattr=set_setting",
     ),
+    (
+        "pytorch.core.saving",
+        f"{_OWN}.hparams_files",
+        "convert load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_tags_csv save_hparams_to_yaml update_hparams",
+    ),
     ("pytorch.utilities.memory", f"{_OWN}.utilities", "recursive_detach"),
     (
         "pytorch.utilities.memory",
@@ -314,6 +327,17 @@ _UTILITIES: _Rows = (
 )
 
 _DEMOS: _Rows = (
+    (
+        "pytorch.demos",
+        f"{_OWN}.sequences",
+        "LightningLSTM LightningTransformer SequenceSampler SimpleLSTM Transformer WikiText2",
+    ),
+    ("pytorch.demos.lstm", f"{_OWN}.sequences", "LightningLSTM SequenceSampler SimpleLSTM"),
+    (
+        "pytorch.demos.transformer",
+        f"{_OWN}.sequences",
+        "Dictionary LightningTransformer PositionalEncoding Transformer WikiText2 tokenize",
+    ),
     ("pytorch.demos", f"{_OWN}.boring", "BoringDataModule BoringModel DemoModel"),
     (
         "pytorch.demos.boring_classes",

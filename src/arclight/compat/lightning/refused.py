@@ -10,6 +10,7 @@ _HPU = "HPU devices are not supported; use accelerator='cuda', 'mps' or 'cpu'"
 _DP = "one process that drives several devices is slower than one per device; use strategy='ddp'"
 _DEEPSPEED = "sharded optimizers, gradients and parameters are strategy='fsdp', in plain torch; use that"
 _LITLOGGER = "it reports to one vendor's service; use TensorBoardLogger, CSVLogger or a Logger of your own"
+_MNIST = "it downloads a data set; read the files that you have with a DataModule of your own"
 
 _NOT_OFFERED: tuple[tuple[str, str, str], ...] = (
     ("fabric.strategies", _XLA, "XLAFSDPStrategy"),
@@ -42,6 +43,7 @@ _NOT_OFFERED: tuple[tuple[str, str, str], ...] = (
         _DEEPSPEED,
         "DeepSpeedPrecision",
     ),
+    ("pytorch.demos.mnist_datamodule", _MNIST, "MNIST MNISTDataModule"),
     ("pytorch.loggers pytorch.loggers.litlogger", _LITLOGGER, "LitLogger"),
 )
 
