@@ -9,6 +9,7 @@ from __future__ import annotations
 _OWN = "arclight.compat.lightning"
 _CALLBACKS = "arclight.trainer.callbacks"
 _LOGGERS = "arclight.trainer.loggers"
+_AVAILABILITY = f"{_OWN}.availability"
 _PROFILERS = "arclight.trainer.profilers"
 _STRATEGIES = "arclight.fabric.strategies"
 _PRECISION = "arclight.fabric.precision"
@@ -113,6 +114,11 @@ _TRAINER: _Rows = (
         "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable _convert_params=convert_params "
         "_flatten_dict=flatten_dict _sanitize_callable_params=sanitize_callable_params _sanitize_params=sanitize_params",
     ),
+    ("pytorch.loggers.comet", _AVAILABILITY, "_COMET_AVAILABLE"),
+    ("pytorch.loggers.mlflow", _AVAILABILITY, "_MLFLOW_AVAILABLE _MLFLOW_SYNCHRONOUS_AVAILABLE"),
+    ("pytorch.loggers.tensorboard fabric.loggers.tensorboard", _AVAILABILITY, "_TENSORBOARD_AVAILABLE"),
+    ("fabric.loggers.tensorboard", _AVAILABILITY, "_TENSORBOARDX_AVAILABLE"),
+    ("pytorch.loggers.wandb", _AVAILABILITY, "_WANDB_AVAILABLE"),
     ("pytorch.profilers pytorch.profilers.profiler", f"{_PROFILERS}.profiler", "Profiler"),
     ("pytorch.profilers pytorch.profilers.base", f"{_PROFILERS}.profiler", "PassThroughProfiler"),
     ("pytorch.profilers pytorch.profilers.simple", f"{_PROFILERS}.simple", "SimpleProfiler"),

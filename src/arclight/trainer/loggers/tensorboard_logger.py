@@ -112,6 +112,9 @@ class TensorBoardLogger(FolderLogger):
             return
         import torch
 
+        from arclight.trainer.fabric_modules import unwrap
+
+        model = unwrap(model)
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if example is None:
             rank_zero_warn(
