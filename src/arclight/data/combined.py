@@ -261,7 +261,13 @@ def is_loader(item: Any) -> bool:
 
 def holds_loaders(source: Any) -> bool:
     """Whether `source` is a non-empty tree of loaders (and not one loader, nor a list of ready batches)."""
-    if _children(source) is None:
+    if isinstance(source, dict):
+        parts: Any = source.values()
+    elif isinstance(source, (list, tuple)):
+        parts = source
+    elif dataclasses.is_dataclass(source) and not isinstance(source, type) and not is_loader(source):
+        parts = [getattr(source, field.name) for field in dataclasses.fields(source)]
+    else:
         return False
-    leaves = flatten(source)[0]
-    return bool(leaves) and all(is_loader(leaf) and not hasattr(leaf, "__array__") for leaf in leaves)
+    kinds = {type(part): part for part in parts}.values()  # one of each: lists of batches can be long
+    return bool(kinds) and all((is_loader(k) and not hasattr(k, "__array__")) or holds_loaders(k) for k in kinds)

@@ -89,7 +89,7 @@ class ResumableLoader:
         """Whether the number of batches is known before they are read."""
         try:
             len(self)
-        except TypeError:
+        except (TypeError, NotImplementedError):
             return False
         return True
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from arclight.trainer import reporting
-from arclight.trainer.hooks import callback_hooks, overridden
+from arclight.data.combined import Count
+from arclight.fabric.seeding import rng_state
+from arclight.trainer import dataloading, limits, reporting
+from arclight.trainer.batch_iterator import BatchIterator
+from arclight.trainer.dataloading import StageData
+from arclight.trainer.hooks import Hook, callback_hooks, overridden
 from arclight.trainer.module import Module
+from arclight.trainer.prediction import Predictions
+from arclight.trainer.signatures import check_loader_index, note_iterator, takes, takes_iterator
 from arclight.trainer.transfer import batch_transfer
 
 if TYPE_CHECKING:
@@ -29,24 +34,29 @@ _HOOK = {"validate": "validation", "sanity_check": "validation", "test": "test",
 def validate_during_fit(trainer: Trainer, module: Module) -> None:
     """The validation of a fit: training values are put aside and taken up again."""
     training_values, before, trainer.stage = trainer.logged, trainer.stage, "validate"
+    # A run that is broken off in here validates again when it is resumed, with the random numbers of the first time.
+    trainer.rng_before_validation = rng_state()
     try:
-        run_evaluation(trainer, module, trainer.val_loaders)
+        data = dataloading.load(trainer, "validate")
+        if not trainer.window.count:
+            module.on_validation_model_zero_grad()
+        run_evaluation(trainer, module, data)
     finally:
         trainer.logged, trainer.stage = training_values, before
 
 
+def without_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
+    """What evaluation runs in; ``torch.inference_mode(False)`` inside it brings gradients back."""
+    return torch.inference_mode() if trainer.inference_mode else torch.no_grad()
+
+
 @contextmanager
-def evaluating(trainer: Trainer, module: Module, hook: str) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every submodule is in the mode it was in."""
+def evaluation_mode(module: Module, hook: str) -> Iterator[None]:
+    """The module in evaluation mode; afterwards every submodule is in the mode it was in."""
     modes = {name: m.training for name, m in module.named_modules()}
-    own_eval = getattr(module, f"on_{hook}_model_eval", None)
-    if own_eval is not None and overridden(module, f"on_{hook}_model_eval", Module):
-        own_eval()
-    else:
-        module.eval()
+    getattr(module, f"on_{hook}_model_eval")()
     try:
-        with torch.inference_mode() if trainer.inference_mode else torch.no_grad():
-            yield
+        yield
     finally:
         _restore_modes(module, modes)
         if overridden(module, f"on_{hook}_model_train", Module):
@@ -59,19 +69,22 @@ def _restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
             submodule.training = modes[name]
 
 
-def run_evaluation(trainer: Trainer, module: Module, loaders: list[Any]) -> list[dict[str, float]]:
-    """One pass over ``loaders``; the epoch's values for each of them."""
+def run_evaluation(trainer: Trainer, module: Module, data: StageData) -> list[dict[str, float]]:
+    """One pass over the data; the epoch's values for each loader, none where there is nothing to run."""
+    counts = limits.evaluated(trainer, data.limits)
+    if sum(counts) == 0:
+        return []
     hook = _HOOK[trainer.stage]
-    values = reporting.begin_evaluation(trainer)
-    trainer.eval_loaders, trainer.eval_batch = loaders, 0
-    with evaluating(trainer, module, hook):
-        trainer.call(f"on_{hook}_start", monitors=False)
-        trainer.call(f"on_{hook}_epoch_start", monitors=False)
-        step = trainer.precision_plugin.wrap(getattr(module, f"{hook}_step"))
+    _check_arguments(module, hook, len(data.loaders), data.stage)
+    values, trainer.eval_batch = reporting.begin_evaluation(trainer), 0
+    with without_gradients(trainer), evaluation_mode(module, hook):
+        _begin(trainer, hook)
+        calls = Calls.resolve(trainer, module, hook, len(data.loaders))
         parts: list[dict[str, torch.Tensor]] = []
-        for number, loader in enumerate(loaders):
-            values.loader = number if len(loaders) > 1 else None
-            _run_loader(trainer, module, loader, number, len(loaders), step, hook)
+        for number in _turns(data, calls):
+            values.loader = number if calls.several and not calls.takes_iterator else None
+            for _ in _outputs(trainer, module, data, counts, number, calls):
+                pass
             parts.append(reporting.end_batches(trainer, values))
         values.loader = None
         trainer.call(f"on_{hook}_epoch_end", monitors=False)
@@ -79,48 +92,164 @@ def run_evaluation(trainer: Trainer, module: Module, loaders: list[Any]) -> list
         trainer.call(f"on_{hook}_end", monitors=False)
     if trainer.stage == "validate":  # only now: what is saved half-way validates again when it is resumed
         trainer.progress.validated_at = trainer.progress.batch
+        trainer.rng_before_validation = None
     trainer.call_monitors(f"on_{hook}_start", f"on_{hook}_epoch_start", f"on_{hook}_epoch_end", f"on_{hook}_end")
     values.clear()
     return results
 
 
-def _run_loader(trainer: Trainer, module: Module, loader: Any, number: int, count: int, step: Any, hook: str) -> None:
-    values, limit = trainer.logged, trainer.eval_limit(trainer.stage, loader)
-    move = batch_transfer(trainer, module, number)
-    start, end = trainer.resolve(f"on_{hook}_batch_start"), trainer.resolve(f"on_{hook}_batch_end")
-    on_progress = callback_hooks(trainer, module, trainer.callbacks, "on_progress")
-    arguments = _step_arguments(getattr(module, f"{hook}_step"), count)
-    suffix, show_at = f"/{number}" if count > 1 else "", 0.0
+def predictions(trainer: Trainer, module: Module, data: StageData, keep: bool) -> Iterator[Any]:
+    """The outputs of ``predict_step`` one by one; `keep` collects them in ``trainer.predict_loop`` as well.
+
+    The module is in evaluation mode from the first output until the last was taken or the iterator was closed;
+    gradients are off only while it runs, not for the code that takes the outputs.
+    """
+    hook = "predict"
+    _check_arguments(module, hook, len(data.loaders), hook)
+    reporting.begin_evaluation(trainer)
+    trainer.eval_batch = 0
+    trainer.predict_loop = state = Predictions.begin(trainer, data.loaders, keep)
+    with evaluation_mode(module, hook):
+        with without_gradients(trainer):
+            _begin(trainer, hook)
+        calls = Calls.resolve(trainer, module, hook, len(data.loaders))
+        for number in _turns(data, calls):
+            outputs = _outputs(trainer, module, data, data.limits, number, calls)
+            while True:
+                with without_gradients(trainer):
+                    output = next(outputs, state)
+                if output is state:
+                    break
+                state.add(output, number)
+                yield output
+        with without_gradients(trainer):
+            trainer.call(f"on_{hook}_epoch_end")
+            trainer.call(f"on_{hook}_end")
+
+
+def _begin(trainer: Trainer, hook: str) -> None:
+    trainer.call(f"on_{hook}_start", monitors=hook == "predict")
+    trainer.call(f"on_{hook}_epoch_start", monitors=hook == "predict")
+
+
+class Calls(NamedTuple):
+    """All that one evaluation calls, resolved once."""
+
+    hook: str
+    step: Callable[..., Any]
+    takes_index: bool
+    takes_iterator: bool
+    several: bool
+    start: tuple[Hook, ...]
+    end: tuple[Hook, ...]
+    on_progress: tuple[Hook, ...]
+
+    @classmethod
+    def resolve(cls, trainer: Trainer, module: Module, hook: str, loaders: int) -> Calls:
+        step = getattr(module, f"{hook}_step")
+        return cls(
+            hook=hook,
+            step=trainer.precision_plugin.wrap(step),
+            takes_index=takes(step, "batch_idx", least=2),
+            takes_iterator=takes_iterator(step),
+            several=loaders > 1,
+            start=trainer.resolve(f"on_{hook}_batch_start"),
+            end=trainer.resolve(f"on_{hook}_batch_end"),
+            on_progress=callback_hooks(trainer, module, trainer.callbacks, "on_progress"),
+        )
+
+
+def _check_arguments(module: Module, hook: str, loaders: int, stage: str) -> None:
+    step, prefix = f"{hook}_step", {"validate": "val"}.get(stage, stage)
+    if takes_iterator(getattr(module, step)):
+        note_iterator(step)
+    else:
+        check_loader_index(module, step, 3, loaders > 1, prefix)
+    check_loader_index(module, f"on_{hook}_batch_start", 3, loaders > 1, prefix)
+    check_loader_index(module, f"on_{hook}_batch_end", 4, loaders > 1, prefix)
+
+
+def _turns(data: StageData, calls: Calls) -> range:
+    """The loaders that are run one after another; an iterator goes through all of them by itself."""
+    return range(1 if calls.takes_iterator else len(data.loaders))
+
+
+def _outputs(
+    trainer: Trainer, module: Module, data: StageData, counts: list[Count], number: int, calls: Calls
+) -> Iterator[Any]:
+    """Run the batches of one loader, with all hooks around them."""
+    if calls.takes_iterator:
+        yield from _iterator_outputs(trainer, data, counts, calls)
+        return
+    move, values, hook = batch_transfer(trainer, module, number), trainer.logged, calls.hook
+    suffix, show_at = f"/{number}" if calls.several else "", 0.0
+    which = (number,) if calls.several else ()
     values.in_batches = True
-    for index, batch in enumerate(islice(loader.batches(0), limit)):
+    for index, batch in enumerate(_batches(trainer, data, counts, number)):
         if move is not None:
             batch = move(batch)
         values.batch.set(batch)
-        extra = (number,) if arguments > 2 else ()
-        if start:
+        if hook == "predict":
+            trainer.predict_loop.next_batch(number)
+        if calls.start:
             trainer.enter(f"on_{hook}_batch_start", suffix)
-            for function in start:
-                function(batch, index, number)
+            for function in calls.start:
+                function(batch, index, *which)
         trainer.enter(f"{hook}_step", suffix)
-        output = step(batch, *((index, *extra) if arguments > 1 else ()))
+        output = calls.step(batch, *((index, *which) if calls.takes_index else which))
         trainer.eval_batch += 1
-        if trainer.stage == "predict":
-            trainer.collect_prediction(output, number)
-        if end:
+        if calls.end:
             trainer.enter(f"on_{hook}_batch_end", suffix)
-            for function in end:
-                function(output, batch, index, number)
+            for function in calls.end:
+                function(output, batch, index, *which)
         if values.has_steps:
             reporting.evaluation_step(trainer, values)
-        if on_progress and (now := time.monotonic()) >= show_at:
-            show_at = now + PROGRESS_INTERVAL
-            for function in on_progress:
-                function()
+        show_at = _show_progress(calls, show_at)
+        yield output
 
 
-def _step_arguments(step: Any, loaders: int) -> int:
-    """How many of ``(batch, batch_idx, dataloader_idx)`` the step takes."""
-    parameters = list(inspect.signature(step).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 3 if loaders > 1 or any(p.name == "dataloader_idx" for p in parameters) else 2
-    return min(3, len(parameters))
+def _iterator_outputs(trainer: Trainer, data: StageData, counts: list[Count], calls: Calls) -> Iterator[Any]:
+    """As `_outputs`, for a step that takes its batches from an iterator over all loaders."""
+    hook, show_at = calls.hook, 0.0
+    batches = (
+        (batch, index, number)
+        for number in range(len(data.loaders))
+        for index, batch in enumerate(_batches(trainer, data, counts, number))
+    )
+    iterator, values = BatchIterator(batches, sum(counts)), trainer.logged
+    values.in_batches = True
+    for _ in iterator.turns():
+        if calls.start:
+            trainer.enter(f"on_{hook}_batch_start")
+            for function in calls.start:
+                function(iterator.batch, iterator.batch_idx, *((iterator.dataloader_idx,) if calls.several else ()))
+        trainer.enter(f"{hook}_step")
+        try:
+            output = calls.step(iterator)
+        except StopIteration:
+            return
+        trainer.eval_batch = iterator.fetched
+        if calls.end:
+            trainer.enter(f"on_{hook}_batch_end")
+            which = (iterator.dataloader_idx,) if calls.several else ()
+            for function in calls.end:
+                function(output, iterator.batch, iterator.batch_idx, *which)
+        if values.has_steps:
+            reporting.evaluation_step(trainer, values)
+        show_at = _show_progress(calls, show_at)
+        yield output
+
+
+def _show_progress(calls: Calls, show_at: float) -> float:
+    if calls.on_progress and (now := time.monotonic()) >= show_at:
+        show_at = now + PROGRESS_INTERVAL
+        for function in calls.on_progress:
+            function()
+    return show_at
+
+
+def _batches(trainer: Trainer, data: StageData, counts: list[Count], number: int) -> Iterator[Any]:
+    """The batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
+    batches: Iterator[Any] = data.loaders[number].batches(trainer.current_epoch, seed_epoch=0)
+    limit = counts[number]
+    return islice(batches, None if limit == float("inf") else int(limit))

@@ -16,9 +16,9 @@ Hook = Callable[..., Any]
 
 
 def overridden(owner: object, name: str, base: type) -> bool:
-    """Whether ``owner`` has its own ``name``: defined by its class or set on the instance."""
+    """Whether ``owner`` has its own ``name``: defined by its class or set on the instance. None takes one away."""
     if name in vars(owner):
-        return True
+        return vars(owner)[name] is not None
     own = getattr(type(owner), name, None)
     return own is not None and own is not getattr(base, name, None)
 

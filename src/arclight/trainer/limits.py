@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from arclight.fabric.errors import MisconfigurationError
+
 if TYPE_CHECKING:
     from arclight.data import ResumableLoader
     from arclight.trainer.trainer import Trainer
@@ -22,33 +24,64 @@ def resolve_max_epochs(max_epochs: int | None, max_steps: int) -> int:
     return 1000 if max_steps == -1 else -1
 
 
-def batch_limit(limit: Count | None, loader: ResumableLoader) -> int | None:
-    """A ``limit_*_batches`` setting as a number of batches of ``loader``; None for all of them.
+_PREFIX = {"validate": "val", "sanity_check": "val"}
 
-    An int is a count, a float a share of the batches. Raises ValueError for a share outside 0 to 1, and for a share
-    of a loader without length.
+
+def setting(trainer: Trainer, stage: str) -> Count:
+    """The ``limit_*_batches`` of a stage."""
+    limit: Count | None = getattr(trainer, f"limit_{_PREFIX.get(stage, stage)}_batches")
+    return 1.0 if limit is None else limit
+
+
+def count(trainer: Trainer, stage: str, loader: ResumableLoader) -> Count:
+    """Batches of `loader` that a stage runs; infinity for all of a loader without length.
+
+    An int is a count, a float a share of the batches. Raises MisconfigurationError for a share of a loader without
+    length, and for one that leaves nothing.
     """
-    if limit is None or (isinstance(limit, float) and limit == 1.0):
-        return None
-    if isinstance(limit, int) and limit >= 0:
-        return limit
+    limit, prefix = setting(trainer, stage), _PREFIX.get(stage, stage)
+    length: Count = len(loader) if loader.sized else math.inf
+    if length == 0:
+        return 0
+    if isinstance(limit, int):
+        return min(length, limit)
     if not 0 <= limit <= 1:
-        raise ValueError(f"a limit on batches is a count (int) or a share in [0, 1] (float), got {limit}")
-    if not loader.sized:
-        raise ValueError(f"a limit of {limit} of the batches needs a loader with a length; give a count instead")
-    return int(len(loader) * limit)
+        raise MisconfigurationError(
+            f"limit_{prefix}_batches is a count (int) or a share in [0, 1] (float), got {limit}"
+        )
+    if length == math.inf:
+        if limit != 1.0:
+            raise MisconfigurationError(
+                f"When using an `IterableDataset`, `Trainer(limit_{prefix}_batches)` must be `1.0` or an int, got {limit}: there "
+                f"is no share of an unknown length. An int specifies `num_{prefix}_batches` to use."
+            )
+        return length
+    batches = int(length * limit)
+    if batches == 0 and limit > 0:
+        raise MisconfigurationError(
+            f"You requested to check {limit} of the `{prefix}_dataloader` but {limit} * {length} < 1. Please increase the "
+            f"`limit_{prefix}_batches` argument. Try at least `limit_{prefix}_batches={1.0 / length}`"
+        )
+    return batches
 
 
-def count_batches(limit: int | None, loader: ResumableLoader) -> Count:
-    """Batches that will run."""
-    known: Count = len(loader) if loader.sized else math.inf
-    return known if limit is None else min(known, limit)
+def evaluated(trainer: Trainer, counts: list[Count]) -> list[Count]:
+    """Batches that an evaluation runs of each loader: fewer where it only checks that validation works."""
+    steps = trainer.num_sanity_val_steps
+    if not trainer.sanity_checking or steps == -1:
+        return counts
+    return [min(steps, number) for number in counts]
+
+
+def validates_in(trainer: Trainer, epoch: int) -> bool:
+    """Whether `epoch` is one that validates, if there is anything to validate with."""
+    every = trainer.check_val_every_n_epoch
+    return every is None or (epoch + 1) % every == 0
 
 
 def validation_due(trainer: Trainer) -> bool:
     """Whether this epoch is one that validates."""
-    every = trainer.check_val_every_n_epoch
-    return bool(trainer.val_loaders) and (every is None or (trainer.progress.epoch + 1) % every == 0)
+    return trainer.enable_validation and validates_in(trainer, trainer.progress.epoch)
 
 
 def next_validation(trainer: Trainer) -> Count:
@@ -60,13 +93,15 @@ def next_validation(trainer: Trainer) -> Count:
         return math.inf  # when the epoch is over
     if isinstance(interval, float):
         if total == math.inf:
-            raise ValueError(
-                f"val_check_interval={interval} needs a training loader with a length; give a number of batches"
+            raise MisconfigurationError(
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time based, `1.0` "
+                f"or an int, got {interval}. An int k specifies checking validation every k training batches."
             )
         interval = max(1, int(total * interval))
     if trainer.check_val_every_n_epoch is not None and interval > total:
-        raise ValueError(
-            f"val_check_interval={interval} is more than the {total} batches of an epoch; set check_val_every_n_epoch=None to count across epochs"
+        raise MisconfigurationError(
+            f"`val_check_interval` ({interval}) must be less than or equal to the number of the training batches ({total}). Set "
+            "`check_val_every_n_epoch=None` to count batches across epochs, or `limit_val_batches=0` to validate never."
         )
     offset = 0 if trainer.check_val_every_n_epoch is not None else trainer.progress.batches - done
     if done and trainer.progress.validated_at != done and (offset + done) % interval == 0:

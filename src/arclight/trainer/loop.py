@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.seeding import set_rng_state
 from arclight.trainer import reporting
+from arclight.trainer.dataloading import load
 from arclight.trainer.evaluation import PROGRESS_INTERVAL, validate_during_fit
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.module import Module
@@ -89,6 +90,7 @@ def may_stop(trainer: Trainer) -> bool:
 def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     """The rest of the epoch that ``trainer.progress`` points into; whether it was completed."""
     progress = trainer.progress
+    load(trainer, "train")  # again, where it is time to
     if progress.batch == 0:
         _take_up_rng(trainer)
     trainer.call("on_train_epoch_start")
@@ -97,7 +99,12 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         validate_during_fit(trainer, module)
     complete = progress.batch >= trainer.num_training_batches
     if not complete:
-        complete = train_batches(trainer, module, plan)
+        try:
+            complete = train_batches(trainer, module, plan)
+        except StopIteration:
+            if trainer.batch_iterator is None or not trainer.batch_iterator.done:
+                raise
+            complete = True  # the step asked its iterator for more than there was
     reporting.check_finite(trainer)
     if complete and trainer.validates_when_epoch_is_over():
         validate_during_fit(trainer, module)

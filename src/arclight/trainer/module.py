@@ -111,6 +111,21 @@ class Module(HyperparametersMixin, nn.Module):
     def on_validation_model_train(self) -> None:
         """Called after validation, when every submodule is back in the mode that it was in."""
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Free the gradients before a validation during training, unless an accumulation window needs them."""
+        self.zero_grad()
+
+    def on_test_model_eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Called after testing, when every submodule is back in the mode that it was in."""
+
+    def on_predict_model_eval(self) -> None:
+        """Put the model into evaluation mode."""
+        self.eval()
+
     def on_test_start(self) -> None: ...
 
     def on_test_end(self) -> None: ...

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ from safetensors.torch import save as save_bytes
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
 from arclight.trainer import reporting, state
 from arclight.trainer.callback import Callback
-from arclight.trainer.dataloading import prepare_loaders, source_of, wrap_all
+from arclight.trainer.dataloading import StageData, attach, load, restore_position, told_apart
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.defaults import checkpoints_last
-from arclight.trainer.evaluation import run_evaluation
+from arclight.trainer.evaluation import predictions, run_evaluation
 from arclight.trainer.hooks import overridden
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.loggers.beginning import log_beginning, run_hyperparams
@@ -73,13 +74,18 @@ def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any])
 
 
 def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run, and tell callbacks, data and loggers when it fails."""
+    with _telling(trainer):
+        return function(trainer, *arguments)
+
+
+@contextmanager
+def _telling(trainer: Trainer) -> Iterator[None]:
+    """Run something, and tell callbacks, data and loggers when it fails."""
     trainer.strategy.setup_environment()
     try:
         with deterministic_kernels() if trainer.settings.deterministic else nullcontext():
-            result = function(trainer, *arguments)
+            yield
         trainer.metrics.to_host()
-        return result
     except BaseException as error:
         if trainer._module is not None:
             trainer.call_all("on_exception", error)
@@ -98,7 +104,7 @@ def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) ->
 # -- set-up --------------------------------------------------------------------------------------------------------
 
 
-def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str) -> Module:
+def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str, **loaders: Any) -> Module:
     """Bind module and data to the trainer and let everyone set up. The order is Lightning's."""
     module = model if model is not None else trainer.lightning_module
     if not isinstance(module, Module):
@@ -128,6 +134,7 @@ def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str)
         data.setup(name)
     module.setup(name)
     module.configure_model()
+    attach(trainer, module, name, **loaders)
     return module
 
 
@@ -152,30 +159,22 @@ def _finish(trainer: Trainer, module: Module, stage: str) -> None:
     module.teardown(stage)
 
 
-def _told_apart(loaders: Any, datamodule: Any) -> tuple[Any, Any]:
-    """Loaders and data module; a data module may be given in the place of loaders."""
-    if not isinstance(loaders, DataModule):
-        return loaders, datamodule
-    if datamodule is not None:
-        raise ValueError("two data modules were given: one as dataloaders, one as datamodule; give one")
-    return None, loaders
-
-
 # -- entry points --------------------------------------------------------------------------------------------------
 
 
 def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, ckpt_path: str | Path | None) -> None:
     """Set up, resume if asked, check, train, finish."""
-    train, datamodule = _told_apart(train, datamodule)
+    train, datamodule = told_apart("fit", train, val, datamodule)
     if datamodule is None and train is not None:
         trainer.datamodule = None  # that of an earlier fit has no part in this one
     if not trainer.progress.batch:  # nothing of a run before is part of this one's metrics
         trainer.training_values, trainer.metrics = LoggedValues("train"), Metrics()
     trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
-    trainer.train_loader, trainer.val_loaders, trainer.given_loaders = None, [], (train, val)
+    trainer.data, trainer.num_training_batches, trainer.loader_state = {}, math.inf, {}
+    trainer.batch_iterator, trainer.rng_before_validation = None, None
     trainer.logged = trainer.training_values
     trainer.data_seed = trainer.strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1))
-    module = _attach(trainer, model, datamodule, "train")
+    module = _attach(trainer, model, datamodule, "train", train=train, validate=val)
     tree = None
     if (path := checkpoint_path(trainer, ckpt_path)) is not None:
         tree = state.load(trainer, path)
@@ -193,11 +192,9 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0
     loggers = loggers if trainer.is_global_zero else []
     log_beginning(loggers, module, run_hyperparams(module, trainer.datamodule))
-    prepare_loaders(trainer)
     if tree is not None:
         state.restore(trainer, tree)
-        if trainer.train_loader is not None:
-            trainer.train_loader.load_state_dict(trainer.loader_state)
+        restore_position(trainer)
         for logger in loggers:
             logger.resume(trainer.progress.global_step)
     if finished(trainer):
@@ -206,7 +203,11 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
             f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
         )
     _sanity_check(trainer, module)
-    run_fit(trainer, module)
+    load(trainer, "train")
+    if trainer.num_training_batches:
+        run_fit(trainer, module)
+    else:
+        trainer.notice("`Trainer.fit` stopped: No training batches.")
     trainer.call("on_fit_end")
     for logger in loggers:
         logger.finalize("success")
@@ -215,14 +216,14 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
 
 def _sanity_check(trainer: Trainer, module: Module) -> None:
     """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
-    if not trainer.num_sanity_val_steps or not trainer.val_loaders or trainer.progress.batches:
+    if not trainer.num_sanity_val_steps or not trainer.enable_validation or trainer.progress.batches:
         return
     trainer.stage = "sanity_check"
     trainer.call("on_sanity_check_start")
     training_values, metrics, trainer.metrics = trainer.logged, trainer.metrics, trainer.metrics.copy()
     try:
         with isolate_rng():  # whether one looks first must not change what is drawn later
-            run_evaluation(trainer, module, trainer.val_loaders)
+            run_evaluation(trainer, module, load(trainer, "validate"))
     finally:
         trainer.logged, trainer.metrics, trainer.stage = training_values, metrics, "train"
     trainer.call("on_sanity_check_end")
@@ -232,15 +233,10 @@ def evaluate(
     trainer: Trainer, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
 ) -> list[dict[str, float]]:
     """Validate or test."""
-    loaders, datamodule = _told_apart(loaders, datamodule)
-    module = _attach(trainer, model, datamodule, stage)
+    loaders, datamodule = told_apart(stage, loaders, None, datamodule)
+    module = _attach(trainer, model, datamodule, stage, **{stage: loaders})
     _load_for_evaluation(trainer, module, ckpt_path)
-    name = {"validate": "val_dataloader", "test": "test_dataloader"}[stage]
-    source = source_of(trainer, module, loaders, trainer.datamodule, name)
-    if source is None:
-        raise ValueError(f"{stage} needs data: pass dataloaders or a datamodule, or give the module a {name}()")
-    trainer.eval_loaders = wrap_all(trainer, source)
-    results = run_evaluation(trainer, module, trainer.eval_loaders)
+    results = run_evaluation(trainer, module, load(trainer, stage))
     _finish(trainer, module, stage)
     return results
 
@@ -254,20 +250,39 @@ def predict(
     keep: bool | None,
 ) -> Any:
     """Collect ``predict_step``'s outputs."""
-    loaders, datamodule = _told_apart(loaders, datamodule)
-    module = _attach(trainer, model, datamodule, "predict")
-    _load_for_evaluation(trainer, module, ckpt_path)
-    source = source_of(trainer, module, loaders, trainer.datamodule, "predict_dataloader")
-    if source is None:
-        raise ValueError(
-            "predict needs data: pass dataloaders or a datamodule, or give the module a predict_dataloader()"
-        )
-    trainer.eval_loaders = wrap_all(trainer, source)
-    trainer.predictions = None if keep is False else [[] for _ in trainer.eval_loaders]
-    run_evaluation(trainer, module, trainer.eval_loaders)
-    predictions, trainer.predictions = trainer.predictions, None
+    module, data = _begin_prediction(trainer, model, loaders, datamodule, ckpt_path)
+    if not data.total:
+        _finish(trainer, module, "predict")
+        return None
+    for _ in predictions(trainer, module, data, keep is not False):
+        pass
+    outputs = trainer.predict_loop.predictions if keep is not False else None
     _finish(trainer, module, "predict")
-    return predictions[0] if predictions is not None and len(predictions) == 1 else predictions
+    return outputs
+
+
+def predict_iter(
+    trainer: Trainer, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+) -> Iterator[Any]:
+    """Give ``predict_step``'s outputs as they come, keeping none."""
+    with _telling(trainer):
+        module, data = _begin_prediction(trainer, model, loaders, datamodule, ckpt_path)
+        if data.total:
+            try:
+                yield from predictions(trainer, module, data, keep=False)
+            except GeneratorExit:  # the caller has seen enough
+                _finish(trainer, module, "predict")
+                return
+        _finish(trainer, module, "predict")
+
+
+def _begin_prediction(
+    trainer: Trainer, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+) -> tuple[Module, StageData]:
+    loaders, datamodule = told_apart("predict", loaders, None, datamodule)
+    module = _attach(trainer, model, datamodule, "predict", predict=loaders)
+    _load_for_evaluation(trainer, module, ckpt_path)
+    return module, load(trainer, "predict")
 
 
 def _load_for_evaluation(trainer: Trainer, module: Module, ckpt_path: str | Path | None) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
-from arclight.trainer import reporting
+from arclight.trainer import dataloading, reporting
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
@@ -43,7 +43,6 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     for callback in trainer.callbacks:
         tree.update(callback.averages() if hasattr(callback, "averages") else {})
     if not weights_only:
-        loader = trainer.train_loader
         tree |= {
             "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
             "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -52,13 +51,11 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
             "datamodule": trainer.datamodule.state_dict() if isinstance(trainer.datamodule, DataModule) else {},
             "logged": reporting.logged_state(trainer),
             "metrics": dict(trainer.callback_metrics),
-            "rng": trainer.strategy.all_gather_object(rng_state()),
+            "rng": trainer.strategy.all_gather_object(trainer.rng_before_validation or rng_state()),
             "window": trainer.strategy.all_gather_object(trainer.window.state_dict(trainer.optimizers)),
             "data": {
                 "seed": trainer.data_seed,
-                "loader": loader.state_dict(trainer.progress.batch, epoch=trainer.progress.epoch)
-                if loader is not None
-                else {},
+                "loader": dataloading.position(trainer),
             },
         }
     trainer.call_all("on_save_checkpoint", tree)

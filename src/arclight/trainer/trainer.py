@@ -7,25 +7,28 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from arclight.data import ResumableLoader
 from arclight.fabric.accelerators import resolve_accelerator
 from arclight.fabric.environments import detect_environment
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
 from arclight.fabric.strategies import resolve_strategy
-from arclight.trainer import dataloading, defaults, limits, session, state
+from arclight.trainer import defaults, limits, session, state
+from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.callback import Callback
+from arclight.trainer.data_view import DataView
+from arclight.trainer.dataloading import StageData
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import LRSchedulerConfig
+from arclight.trainer.prediction import Predictions
 from arclight.trainer.progress import Progress
 from arclight.trainer.reporting import LoggedMetrics
 from arclight.trainer.run import RunFolder
@@ -35,7 +38,7 @@ from arclight.trainer.window import Window
 _LOG = logging.getLogger("arclight")
 
 
-class Trainer(LoggedMetrics):
+class Trainer(DataView, LoggedMetrics):
     """Runs a :class:`Module`. Keyword arguments are the fields of :class:`TrainerSettings`, and beside them
 
     * ``logger``: True for a CSV file in the run folder, a Logger, a list of them, or False;
@@ -50,7 +53,8 @@ class Trainer(LoggedMetrics):
         enable_model_summary: bool | None = None, default_root_dir: str | Path | None = None, run_name: str | None = None,
         run_folder: RunFolder | None = None, fast_dev_run: int | bool = False, min_epochs: int | None = None, min_steps: int | None = None,
         limit_test_batches: int | float | None = None, limit_predict_batches: int | float | None = None, strategy: Any = "auto",
-        accelerator: Any = "auto", devices: Any = "auto", precision: Any = None, **settings: Any,
+        accelerator: Any = "auto", devices: Any = "auto", precision: Any = None, overfit_batches: int | float = 0.0,
+        use_distributed_sampler: bool = True, reload_dataloaders_every_n_epochs: int = 0, **settings: Any,
     ) -> None:  # fmt: skip
         self.settings = defaults.make_settings(settings, fast_dev_run)
         self.fast_dev_run = fast_dev_run
@@ -63,10 +67,16 @@ class Trainer(LoggedMetrics):
         self._adopt(self.settings)
         self.max_epochs = limits.resolve_max_epochs(self.settings.max_epochs, self.settings.max_steps)
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
-        self.limits = {
-            "validate": self.settings.limit_val_batches,
-            "test": int(fast_dev_run) or limit_test_batches, "predict": int(fast_dev_run) or limit_predict_batches,
-        }  # fmt: skip
+        self.overfit_batches, self.use_distributed_sampler = overfit_batches, use_distributed_sampler
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
+        self.limit_train_batches, self.limit_val_batches = (
+            self.settings.limit_train_batches,
+            self.settings.limit_val_batches,
+        )
+        if overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = overfit_batches
+        self.limit_test_batches = int(fast_dev_run) or limit_test_batches
+        self.limit_predict_batches = int(fast_dev_run) or limit_predict_batches
         self.default_root_dir, self.run_name, self._run_folder = Path(default_root_dir or "runs"), run_name, run_folder
         self.callbacks = defaults.default_callbacks(self, callbacks, enable_checkpointing, enable_model_summary)
         self._logger_choice = False if fast_dev_run else logger
@@ -109,14 +119,13 @@ class Trainer(LoggedMetrics):
         self.last_loss: torch.Tensor | None = None
         self.pending_rng: dict[str, Any] | None = None
         self.loader_state: dict[str, Any] = {}
-        self.train_loader: ResumableLoader | None = None
-        self.val_loaders: list[ResumableLoader] = []
-        self.eval_loaders: list[ResumableLoader] = []
+        self.data: dict[str, StageData] = {}
         self.num_training_batches: int | float = math.inf
-        self.given_loaders: tuple[Any, Any] = (None, None)
+        self.batch_iterator: BatchIterator | None = None
+        self.rng_before_validation: dict[str, Any] | None = None
         self.data_seed, self.eval_batch = 0, 0
         self.step_module: torch.nn.Module | None = None
-        self.predictions: list[list[Any]] | None = None
+        self.predict_loop = Predictions()
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
@@ -175,6 +184,17 @@ class Trainer(LoggedMetrics):
         """``predict_step`` of every batch: a list, or a list for each of several loaders; None with ``return_predictions=False``."""
         return session.launch(self, session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)
 
+    def predict_iter(
+        self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, ckpt_path: str | Path | None = None
+    ) -> Iterator[Any]:  # fmt: skip
+        """``predict_step`` of one batch after another, as they are taken; nothing is kept.
+
+        Raises MisconfigurationError for strategies that start processes of their own.
+        """
+        if not self.strategy.launcher().runs_in_this_process:
+            raise MisconfigurationError("predict_iter gives outputs of this process; use a strategy that runs in it")
+        return session.predict_iter(self, model, dataloaders, datamodule, ckpt_path)
+
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint folder; every rank must call this."""
         state.save(self, filepath, weights_only)
@@ -217,48 +237,6 @@ class Trainer(LoggedMetrics):
         """Run a hook of every callback, whatever their order of judging."""
         for hook in callback_hooks(self, self.lightning_module, self.callbacks, name):
             hook(*arguments)
-
-    # -- data ------------------------------------------------------------------------------------------------------
-
-    def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Batches ``start`` onwards of an epoch."""
-        if self.train_loader is None:
-            raise RuntimeError("no training data: fit has not begun")
-        batches = self.train_loader.batches(epoch, start)
-        return (
-            batches
-            if self.num_training_batches == math.inf
-            else islice(batches, int(self.num_training_batches) - start)
-        )
-
-    def eval_limit(self, stage: str, loader: ResumableLoader) -> int | None:
-        """Batches of ``loader`` that an evaluation runs; None for all."""
-        if stage != "sanity_check":
-            return limits.batch_limit(self.limits[stage], loader)
-        limit, steps = self.eval_limit("validate", loader), self.num_sanity_val_steps
-        return limit if steps == -1 else steps if limit is None else min(limit, steps)
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        return [limits.count_batches(self.eval_limit("validate", loader), loader) for loader in self.val_loaders]
-
-    @property
-    def num_eval_batches(self) -> list[int | float]:
-        """Batches of each loader in the evaluation under way."""
-        loaders = self.eval_loaders or self.val_loaders
-        return [limits.count_batches(self.eval_limit(self.stage, loader), loader) for loader in loaders]
-
-    def next_validation(self) -> int | float:
-        """Number of batches of this epoch after which validation is due next; infinity where none is."""
-        return limits.next_validation(self)
-
-    def validates_when_epoch_is_over(self) -> bool:
-        """Whether the epoch's validation is still due after its last batch."""
-        return limits.validates_after_last_batch(self)
-
-    def collect_prediction(self, output: Any, loader: int) -> None:
-        if self.predictions is not None:
-            self.predictions[loader].append(output)
 
     # -- what callbacks and modules ask ----------------------------------------------------------------------------
 
@@ -306,12 +284,6 @@ class Trainer(LoggedMetrics):
     @property
     def checkpoint_callback(self) -> Any:
         return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
-        dataloading.prepare_loaders(self)
-        return limits.estimated_steps(self)
 
     @property
     def current_epoch(self) -> int:

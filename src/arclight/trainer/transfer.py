@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.precision import Precision
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer.datamodule import DataModule
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
+from arclight.trainer.signatures import note_iterator, takes_iterator
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -16,22 +19,24 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 def batch_transfer(trainer: Trainer, module: Module, dataloader_idx: int = 0) -> Callable[[Any], Any] | None:
-    """Precision cast, then the three transfer hooks of the module or, where the module has none, of the data module."""
-    precision, device, data = trainer.precision_plugin, trainer.strategy.device, trainer.datamodule
+    """Precision cast, then the three transfer hooks, each the data module's own or else the module's.
+
+    None where there is nothing to do, and for training steps that take their batches from an iterator.
+    """
+    if trainer.training and takes_iterator(module.training_step):
+        note_iterator("training_step")
+        return None
+    precision, device = trainer.precision_plugin, trainer.strategy.device
     casts = type(precision).convert_input is not Precision.convert_input
-    owners = [
-        data if data is not None and not overridden(module, name, Module) and hasattr(data, name) else module
-        for name in _HOOKS
-    ]
-    hooked = any(
-        owner is not module or overridden(module, name, Module) for owner, name in zip(owners, _HOOKS, strict=True)
-    )
-    if not hooked:
+    owners = [_owner(trainer, module, name) for name in _HOOKS]
+    if all(owner is None for owner in owners):
         move = trainer.strategy.move
         if device.type == "cpu":
             return precision.convert_input if casts else None
         return (lambda batch: move(precision.convert_input(batch))) if casts else move
-    before, transfer, after = (getattr(owner, name) for owner, name in zip(owners, _HOOKS, strict=True))
+    before, transfer, after = (
+        getattr(owner if owner is not None else module, name) for owner, name in zip(owners, _HOOKS, strict=True)
+    )
 
     def run(batch: Any) -> Any:
         if casts:
@@ -39,3 +44,16 @@ def batch_transfer(trainer: Trainer, module: Module, dataloader_idx: int = 0) ->
         return after(transfer(before(batch, dataloader_idx), device, dataloader_idx), dataloader_idx)
 
     return run
+
+
+def _owner(trainer: Trainer, module: Module, name: str) -> Module | DataModule | None:
+    """Whose version of a hook holds; None where nobody has one."""
+    data = trainer.datamodule
+    of_data = data is not None and overridden(data, name, DataModule)
+    of_module = overridden(module, name, Module)
+    if of_data and of_module:
+        rank_zero_warn(
+            f"You have overridden `{name}` in both `LightningModule` and `LightningDataModule`. It will use the implementation "
+            "from `LightningDataModule` instance."
+        )
+    return data if of_data else module if of_module else None

@@ -215,6 +215,8 @@ _FABRIC: _Rows = (
 )
 
 _UTILITIES: _Rows = (
+    ("fabric.utilities.warnings pytorch.utilities.warnings", "arclight.fabric.errors", "PossibleUserWarning"),
+    ("pytorch.utilities pytorch.utilities.combined_loader", "arclight.data", "CombinedLoader"),
     (
         "fabric.utilities.exceptions pytorch.utilities.exceptions",
         "arclight.fabric.errors",

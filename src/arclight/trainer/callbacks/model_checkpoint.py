@@ -293,7 +293,7 @@ class ModelCheckpoint(Checkpoint):
         self._adopt_folder(trainer)
         values = self._values(trainer)
         if rank and self._ranks and self.monitor not in values:
-            if self._validated or not trainer.num_val_batches:
+            if self._validated or not trainer.enable_validation:
                 raise MissingMetricError("ModelCheckpoint", str(self.monitor), trainer.callback_metrics)
             rank, self._deferred = False, True  # validation, which may log it, has not run yet
         elif rank:

@@ -39,7 +39,7 @@ def check_mode(mode: str) -> None:
 
 def validates_once_per_epoch(trainer: Trainer) -> bool:
     """Whether every training epoch ends with exactly one validation run, or there is none at all."""
-    if not trainer.num_val_batches:
+    if not trainer.enable_validation:
         return True
     interval = trainer.val_check_interval
     return trainer.check_val_every_n_epoch == 1 and (

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from arclight.fabric.batches import map_tensors
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callback import Callback
 
@@ -46,8 +43,6 @@ class BasePredictionWriter(Callback):
         if write_interval not in choices:
             raise MisconfigurationError(f"`write_interval` should be one of {choices}, got {write_interval!r}")
         self.interval = WriteInterval(write_interval)
-        self._seen: list[list[Any]] = []
-        self._outputs: list[list[Any]] = []
 
     def write_on_batch_end(
         self,
@@ -78,24 +73,14 @@ class BasePredictionWriter(Callback):
                 f"{type(self).__name__} cannot write for a predict_step that takes `dataloader_iter`: it knows no batches"
             )
 
-    def on_predict_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
-        for loader in trainer.eval_loaders:
-            loader.track_indices()
-        self._seen, self._outputs = [[] for _ in trainer.eval_loaders], [[] for _ in trainer.eval_loaders]
-
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        known = trainer.eval_loaders[dataloader_idx].indices
-        indices = known.popleft() if known is not None else None
-        if self.interval.on_epoch:
-            self._seen[dataloader_idx].append(indices)
-            self._outputs[dataloader_idx].append(map_tensors(outputs, torch.Tensor.cpu))
         if self.interval.on_batch:
+            indices = trainer.predict_loop.current_batch_indices
             self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self.interval.on_epoch:
-            outputs = self._outputs[0] if len(self._outputs) == 1 else self._outputs
-            self.write_on_epoch_end(trainer, pl_module, outputs, self._seen)
-        self._seen, self._outputs = [], []
+            kept = trainer.predict_loop
+            self.write_on_epoch_end(trainer, pl_module, kept.predictions, kept.epoch_batch_indices)

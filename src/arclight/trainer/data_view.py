@@ -1,0 +1,131 @@
+"""What callbacks and modules may ask a trainer about its data, and what the loops take from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
+
+from arclight.data.combined import Count
+from arclight.trainer import dataloading, limits
+from arclight.trainer.batch_iterator import BatchIterator
+from arclight.trainer.dataloading import StageData
+from arclight.trainer.prediction import Predictions
+from arclight.trainer.signatures import takes_iterator
+
+if TYPE_CHECKING:
+    from arclight.data import ResumableCombination, ResumableLoader
+    from arclight.trainer.trainer import Trainer
+
+
+class DataView:
+    """The data of a trainer's stages."""
+
+    data: dict[str, StageData]
+    predict_loop: Predictions
+    num_training_batches: Count
+    batch_iterator: BatchIterator | None
+    loader_state: dict[str, Any]
+
+    # -- the user's loaders, as they were given --------------------------------------------------------------------
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training data of the newest fit; None before they were asked for."""
+        return self._structure("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self._structure("validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        return self._structure("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self._structure("predict")
+
+    def _structure(self, stage: str) -> Any:
+        return self.data[stage].structure if stage in self.data else None
+
+    # -- how many batches ------------------------------------------------------------------------------------------
+
+    @property
+    def num_val_batches(self) -> list[Count]:
+        """Batches of each validation loader, within the limits; empty before they were asked for."""
+        return self._counts("validate")
+
+    @property
+    def num_sanity_val_batches(self) -> list[Count]:
+        """Batches of each validation loader that the check before training runs."""
+        steps = cast("Trainer", self).num_sanity_val_steps
+        return [count if steps == -1 else min(steps, count) for count in self._counts("validate")]
+
+    @property
+    def num_test_batches(self) -> list[Count]:
+        return self._counts("test")
+
+    @property
+    def num_predict_batches(self) -> list[Count]:
+        return self._counts("predict")
+
+    @property
+    def num_eval_batches(self) -> list[Count]:
+        """Batches of each loader in the evaluation under way."""
+        trainer = cast("Trainer", self)
+        stage = {"sanity_check": "validate", "train": "validate"}.get(trainer.stage, trainer.stage)
+        return limits.evaluated(trainer, self.data[stage].limits) if stage in self.data else []
+
+    def _counts(self, stage: str) -> list[Count]:
+        return self.data[stage].counts if stage in self.data else []
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit validates: there are data and a step for it, and no limit forbids it."""
+        return dataloading.validates(cast("Trainer", self))
+
+    @property
+    def estimated_stepping_batches(self) -> Count:
+        """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
+        trainer = cast("Trainer", self)
+        if "train" in self.data:
+            dataloading.load(trainer, "train")
+        return limits.estimated_steps(trainer)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """Arguments for a ``DistributedSampler`` of one's own."""
+        trainer = cast("Trainer", self)
+        return {"num_replicas": trainer.world_size, "rank": trainer.global_rank}
+
+    # -- what the loops take ---------------------------------------------------------------------------------------
+
+    @property
+    def train_loader(self) -> ResumableLoader | ResumableCombination | None:
+        """The training data, by epoch and position."""
+        loaders = self.data["train"].loaders if "train" in self.data else ()
+        return loaders[0] if loaders else None
+
+    def train_batches(self, epoch: int, start: int) -> Iterator[Any]:
+        """Batches ``start`` onwards of an epoch; for a step that takes the iterator, that iterator in every turn."""
+        loader, total = self.train_loader, self.num_training_batches
+        if loader is None:
+            raise RuntimeError("no training data: fit has not begun")
+        step = cast("Trainer", self).lightning_module.training_step
+        if takes_iterator(step):
+            start = self.loader_state.pop("fetched", start)
+            triples = ((batch, index, 0) for index, batch in enumerate(loader.batches(epoch, start), start))
+            self.batch_iterator = BatchIterator(triples, total, start)
+            return self.batch_iterator.turns()
+        batches = loader.batches(epoch, start)
+        return batches if total == math.inf else islice(batches, int(total) - start)
+
+    def next_validation(self) -> Count:
+        """Number of batches of this epoch after which validation is due next; infinity where none is."""
+        return limits.next_validation(cast("Trainer", self))
+
+    def validates_when_epoch_is_over(self) -> bool:
+        """Whether the epoch's validation is still due after its last batch."""
+        return limits.validates_after_last_batch(cast("Trainer", self))
