@@ -23,11 +23,11 @@ from arclight.trainer.fabric_checkpoint import StateIO
 from arclight.trainer.fabric_checks import check_filter, check_loaders, check_module, check_optimizers, warn_of_devices
 from arclight.trainer.fabric_environment import from_command_line, sort_plugins, started_by_command_line
 from arclight.trainer.fabric_modules import (
+    BackwardState,
     FabricDataLoader,
     FabricModule,
     FabricOptimizer,
     compiled_again,
-    fabric_backward,
     is_wrapped,
     uncompiled,
     unwrap,
@@ -191,8 +191,11 @@ class Fabric(FabricProcesses):
 
     def backward(self, tensor: torch.Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
         """``tensor.backward(...)``, scaled where the precision needs it."""
-        with fabric_backward():
+        BackwardState.by_fabric = True
+        try:
             self._strategy.backward(tensor, None if model is None else unwrap(model), *args, **kwargs)
+        finally:
+            BackwardState.by_fabric = False
 
     def clip_gradients(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | None = None, max_norm: float | None = None,

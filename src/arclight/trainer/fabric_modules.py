@@ -6,7 +6,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -20,7 +19,12 @@ from arclight.fabric.precision import Precision
 from arclight.fabric.strategies import Strategy
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-_backward = [False]  # whether fabric.backward is under way
+
+
+class BackwardState:
+    """Whether a backward pass is one that Fabric runs."""
+
+    by_fabric = False
 
 
 class FabricModule(nn.Module):
@@ -55,6 +59,12 @@ class FabricModule(nn.Module):
         """The device of the module's first parameter, the strategy's where there is none."""
         first = next(self._original_module.parameters(), None)
         return self._strategy.root_device if first is None else first.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the module's first floating parameter, torch's default where there is none."""
+        floating = (p.dtype for p in self._original_module.parameters() if p.is_floating_point())
+        return next(floating, torch.get_default_dtype())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._precision
@@ -178,6 +188,7 @@ class FabricOptimizer:
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, callbacks: list[Any] | None = None) -> None:
         self._optimizer, self._strategy = optimizer, strategy
+        self.zero_grad = optimizer.zero_grad  # not by way of this class, which would search for each attribute
         self._after_step = [c.on_after_optimizer_step for c in callbacks or [] if hasattr(c, "on_after_optimizer_step")]
         kind = optimizer.__class__
         self.__class__ = type(f"Fabric{kind.__name__}", (type(self), kind), {})
@@ -299,16 +310,6 @@ def compiled_again(module: nn.Module, how: Any) -> nn.Module:
     return OptimizedModule(module, how)
 
 
-@contextmanager
-def fabric_backward() -> Iterator[None]:
-    """A backward pass that Fabric runs."""
-    _backward[0] = True
-    try:
-        yield
-    finally:
-        _backward[0] = False
-
-
 def _needs_fabric_backward(strategy: Strategy) -> bool:
     """Whether ``loss.backward()`` alone would give wrong gradients: a scale or the strategy's own part would be missing."""
     precision = strategy.precision
@@ -325,7 +326,7 @@ def _guard(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_backward(gradient: torch.Tensor) -> None:
-    if not _backward[0]:
+    if not BackwardState.by_fabric:
         raise RuntimeError(
             "this strategy and precision requires you to call `fabric.backward(loss)` in the place of `loss.backward()`"
         )

@@ -164,7 +164,17 @@ _FABRIC: _Rows = (
         "ModelParallelStrategy",
     ),
     ("fabric.strategies.parallel pytorch.strategies.parallel", f"{_STRATEGIES}.parallel", "ParallelStrategy"),
-    ("fabric.strategies.ddp pytorch.strategies.ddp", _STRATEGIES, "DDPStrategy"),
+    ("fabric.strategies.ddp pytorch.strategies.ddp", f"{_STRATEGIES}.ddp", "DDPStrategy"),
+    (
+        "fabric.strategies pytorch.strategies fabric.strategies.fsdp pytorch.strategies.fsdp",
+        f"{_STRATEGIES}.fsdp",
+        "FSDPStrategy",
+    ),
+    (
+        "fabric.strategies pytorch.strategies fabric.strategies.model_parallel pytorch.strategies.model_parallel",
+        f"{_STRATEGIES}.model_parallel",
+        "ModelParallelStrategy",
+    ),
     ("fabric.strategies.single_device pytorch.strategies.single_device", _STRATEGIES, "SingleDeviceStrategy"),
     ("fabric.strategies.strategy pytorch.strategies.strategy", _STRATEGIES, "Strategy"),
     (
