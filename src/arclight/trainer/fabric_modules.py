@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from arclight.data import ResumableLoader
 from arclight.fabric.batches import map_tensors, move_batch
-from arclight.fabric.precision import Precision
+from arclight.fabric.precision import MixedPrecision, Precision
 from arclight.fabric.strategies import Strategy
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -316,7 +316,9 @@ def _needs_fabric_backward(strategy: Strategy) -> bool:
     if precision.scaler is not None or getattr(type(strategy), "backward", None) is not Strategy.backward:
         return True
     steps = ("pre_backward", "backward", "post_backward")
-    return any(getattr(type(precision), name, None) is not getattr(Precision, name, None) for name in steps)
+    return not isinstance(precision, MixedPrecision) and any(
+        getattr(type(precision), name, None) is not getattr(Precision, name) for name in steps
+    )
 
 
 def _guard(tensor: torch.Tensor) -> torch.Tensor:
