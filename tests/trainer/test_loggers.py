@@ -166,10 +166,9 @@ def test_loggers_are_told_the_hyperparameters_that_are_to_be_logged(
             self.save_hyperparameters("width", logger=logged)
 
     class Data(al.DataModule):
-        _log_hyperparams = True
-
-        def __init__(self, **hparams: Any) -> None:
-            self.hparams_initial = hparams
+        def __init__(self, logged: bool = True, **hparams: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(hparams, logger=logged)
 
         def train_dataloader(self) -> Any:
             return make_rows(1)
@@ -186,9 +185,7 @@ def test_loggers_are_told_the_hyperparameters_that_are_to_be_logged(
     for clash in ({"width": 4}, {"width": 3.0}, {"width": torch.tensor(3)}):
         with pytest.raises(RuntimeError, match=r"Error while merging hparams.*'width'"):
             told(WithHyperparameters(), Data(**clash))
-    plain = Data()
-    plain._log_hyperparams = False
-    assert told(scripted(), plain) == ["Scripted"], "nothing to log: log_hyperparams is not called"
+    assert told(scripted(), Data(logged=False, rows=1)) == ["Scripted"], "nothing to log: log_hyperparams is not called"
 
 
 def test_a_file_in_the_way_is_moved_aside_and_taken_back_by_a_resumed_run(tmp_path: Path) -> None:
