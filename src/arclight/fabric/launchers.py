@@ -135,11 +135,12 @@ class MultiProcessingLauncher(Launcher):
 
         if "LOCAL_RANK" in os.environ:
             return function(*arguments)
-        queue = mp.get_context(self.start_method).SimpleQueue()
+        context = mp.get_context(self.start_method)
+        queue, taken = context.SimpleQueue(), context.Event()
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
         processes = mp.start_processes(
             _entry,
-            args=(shared, function, arguments, queue),
+            args=(shared, function, arguments, queue, taken),
             nprocs=self.num_processes,
             join=False,
             start_method=self.start_method,
@@ -148,17 +149,24 @@ class MultiProcessingLauncher(Launcher):
         while not processes.join(timeout=0.2):  # raises with the child's traceback when one fails
             if not queue.empty():
                 result = queue.get()
-        return queue.get() if not queue.empty() else result
+                taken.set()
+        return result
 
 
 def _entry(
-    local_rank: int, shared: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], queue: Any
+    local_rank: int,
+    shared: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    queue: Any,
+    taken: Any,
 ) -> None:
     os.environ.update(shared, LOCAL_RANK=str(local_rank))
     try:
         result = function(*arguments)
         if local_rank == 0:
             queue.put(result)
+            taken.wait(_GRACE)  # tensors in it lie in memory that goes with this process
     except Exception:
         if failed_first() is not None:  # the parent shows what ends first: let that be the one which failed first
             time.sleep(_GRACE)

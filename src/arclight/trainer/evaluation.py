@@ -182,7 +182,7 @@ def _outputs(
         yield from _iterator_outputs(trainer, data, counts, calls)
         return
     move, values, hook = batch_transfer(trainer, module, number), trainer.logged, calls.hook
-    suffix, show_at = f"/{number}" if calls.several else "", 0.0
+    show_at = 0.0
     which = (number,) if calls.several else ()
     values.in_batches = True
     for index, batch in enumerate(_batches(trainer, data, counts, number)):
@@ -192,14 +192,14 @@ def _outputs(
         if hook == "predict":
             trainer.predict_loop.next_batch(number)
         if calls.start:
-            trainer.enter(f"on_{hook}_batch_start", suffix)
+            trainer.enter(f"on_{hook}_batch_start")
             for function in calls.start:
                 function(batch, index, *which)
-        trainer.enter(f"{hook}_step", suffix)
+        trainer.enter(f"{hook}_step")
         output = calls.step(batch, *((index, *which) if calls.takes_index else which))
         trainer.eval_batch += 1
         if calls.end:
-            trainer.enter(f"on_{hook}_batch_end", suffix)
+            trainer.enter(f"on_{hook}_batch_end")
             for function in calls.end:
                 function(output, batch, index, *which)
         if values.has_steps:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Hook = Callable[..., Any]
 
+_WITHIN_A_STEP = frozenset(
+    ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+)
+
 
 def overridden(owner: object, name: str, base: type) -> bool:
     """Whether ``owner`` has its own ``name``: defined by its class or set on the instance. None takes one away."""
@@ -21,6 +25,24 @@ def overridden(owner: object, name: str, base: type) -> bool:
         return vars(owner)[name] is not None
     own = getattr(type(owner), name, None)
     return own is not None and own is not getattr(base, name, None)
+
+
+def logging_as(module: Module, name: str, hook: Hook) -> Hook:
+    """``hook`` with what it logs belonging to it, and what comes afterwards to whoever called it.
+
+    For hooks that run inside a step: loops say by themselves in which of theirs they are.
+    """
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        trainer = module.trainer
+        values, before, entries = trainer.logged, trainer.logged.hook, module.__dict__["_entries"]
+        trainer.enter(name)
+        try:
+            return hook(*arguments, **options)
+        finally:
+            values.hook, module.__dict__["_entries"] = before, entries
+
+    return run
 
 
 def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callback], name: str) -> tuple[Hook, ...]:
@@ -39,4 +61,5 @@ def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
 
 def resolve(trainer: Trainer, module: Module, name: str) -> tuple[Hook, ...]:
     """Everything that runs at hook ``name``: callbacks in order, then the module."""
-    return callback_hooks(trainer, module, trainer.callbacks, name) + module_hooks(module, name)
+    hooks = callback_hooks(trainer, module, trainer.callbacks, name) + module_hooks(module, name)
+    return tuple(logging_as(module, name, hook) for hook in hooks) if name in _WITHIN_A_STEP else hooks

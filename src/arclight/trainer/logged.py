@@ -125,7 +125,7 @@ class Entry:
             if settings.reduce != "mean":
                 self.weights.append(1)
             else:
-                self.weights.append(self.batch.known_size or self.batch.size() if batch_size is None else batch_size)
+                self.weights.append(self.batch.known_size or self.batch.weight() if batch_size is None else batch_size)
             if len(self.pending) == FLUSH:
                 self._fold()
 
@@ -255,16 +255,20 @@ class Batch:
         self.value, self.known_size = value, None
 
     def size(self) -> int:
-        """Samples in the batch; 1 between batches. Warns, once, where tensors differ in their first dimension.
+        """Samples in the batch; 1 between batches, and for a batch without any tensor."""
+        if self.known_size is None:
+            self.known_size = 1 if self.value is None else batch_size_of(self.value)
+        return self.known_size
+
+    def weight(self) -> int:
+        """The size, for a mean. Warns, once, where tensors differ in their first dimension.
 
         Raises MisconfigurationError for a batch without any tensor.
         """
-        if self.known_size is None:
-            self.known_size = 1 if self.value is None else batch_size_of(self.value)
-            if not self.checked and self.value is not None:
-                self.checked = True
-                self._check()
-        return self.known_size
+        if not self.checked and self.value is not None:
+            self._check()
+            self.checked = True
+        return self.size()
 
     def _check(self) -> None:
         sizes = list(dict.fromkeys(batch_sizes(self.value)))
@@ -297,10 +301,11 @@ class LoggedValues:
         """Whether batches are running: step values are what there is to see, else the epoch's."""
 
     def table(self, hook: str) -> dict[str, Entry]:
-        """The entries of ``hook``, by the name given to ``log``."""
-        if hook not in self.tables:
-            self.tables[hook] = {}
-        return self.tables[hook]
+        """The entries of ``hook`` (and of the loader under way), by the name given to ``log``."""
+        key = hook if self.loader is None else f"{hook}/{self.loader}"
+        if key not in self.tables:
+            self.tables[key] = {}
+        return self.tables[key]
 
     def entries(self) -> Iterator[Entry]:
         for table in self.tables.values():

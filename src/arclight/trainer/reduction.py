@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.logged import Entry
 from arclight.trainer.metrics import numbers
 
@@ -113,6 +114,16 @@ def _check(everyone: list[dict[str, Any]], what: str) -> None:
                 f"process {number} exchanges {rank['what']} values while others exchange {what} values: values logged with "
                 f"sync_dist=True, on_step=True must be logged on every process ({_names(everyone)})"
             )
+    unseen = {
+        key[1]: number
+        for number, rank in enumerate(everyone)
+        for key in rank.get("values", {})
+        if key not in everyone[0]["values"]
+    }
+    for name, number in unseen.items():
+        rank_zero_warn(
+            f"{name!r} is logged on process {number} but not on process 0, whose values are the ones that are shown; log it on all"
+        )
     for part in ("values", "steps"):
         seen: dict[Key, tuple[int, str]] = {}
         for number, rank in enumerate(everyone):

@@ -23,7 +23,7 @@ from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.callback import Callback
 from arclight.trainer.data_view import DataView
 from arclight.trainer.dataloading import StageData
-from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
+from arclight.trainer.hooks import Hook, callback_hooks, logging_as, module_hooks, resolve
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
@@ -210,11 +210,12 @@ class Trainer(DataView, LoggedMetrics):
         """Everything that runs at hook ``name``."""
         return resolve(self, self.lightning_module, name)
 
-    def enter(self, hook: str, suffix: str = "") -> None:
+    def enter(self, hook: str) -> None:
         """From here on ``log`` belongs to ``hook``."""
-        self.logged.hook = hook
+        values = self.logged
+        values.hook = hook
         if self._module is not None:
-            self._module.__dict__["_entries"] = self.logged.table(hook + suffix)
+            self._module.__dict__["_entries"] = values.table(hook)
 
     def call(self, name: str, *arguments: Any, monitors: bool = True) -> None:
         """Run hook ``name``: callbacks, then the module, then (unless ``monitors`` is False) the callbacks that run last."""
@@ -235,8 +236,9 @@ class Trainer(DataView, LoggedMetrics):
 
     def call_all(self, name: str, *arguments: Any) -> None:
         """Run a hook of every callback, whatever their order of judging."""
-        for hook in callback_hooks(self, self.lightning_module, self.callbacks, name):
-            hook(*arguments)
+        module = self.lightning_module
+        for hook in callback_hooks(self, module, self.callbacks, name):
+            logging_as(module, name, hook)(*arguments)
 
     # -- what callbacks and modules ask ----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.precision import Precision
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.datamodule import DataModule
-from arclight.trainer.hooks import overridden
+from arclight.trainer.hooks import logging_as, overridden
 from arclight.trainer.module import Module
 from arclight.trainer.signatures import note_iterator, takes_iterator
 
@@ -35,7 +35,8 @@ def batch_transfer(trainer: Trainer, module: Module, dataloader_idx: int = 0) ->
             return precision.convert_input if casts else None
         return (lambda batch: move(precision.convert_input(batch))) if casts else move
     before, transfer, after = (
-        getattr(owner if owner is not None else module, name) for owner, name in zip(owners, _HOOKS, strict=True)
+        logging_as(module, name, getattr(owner, name)) if owner is not None else getattr(module, name)
+        for owner, name in zip(owners, _HOOKS, strict=True)
     )
 
     def run(batch: Any) -> Any:
