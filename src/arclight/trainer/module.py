@@ -11,6 +11,7 @@ from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer.exporting import ExportMixin
 from arclight.trainer.hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-class Module(HyperparametersMixin, nn.Module):
+class Module(HyperparametersMixin, ExportMixin, nn.Module):
     """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.

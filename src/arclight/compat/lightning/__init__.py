@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from arclight.compat.lightning.modules import install
 
 if TYPE_CHECKING:
-    from arclight import __version__ as __version__
     from arclight.compat.lightning.trainer import Trainer as Trainer
+    from arclight.compat.lightning.version import __version__ as __version__
     from arclight.fabric import seed_everything as seed_everything
     from arclight.trainer import Callback as Callback
     from arclight.trainer import DataModule as LightningDataModule

@@ -36,7 +36,7 @@ _CORE: _Rows = (
         "arclight.fabric.seeding",
         "seed_everything",
     ),
-    (".", "arclight", "__version__"),
+    (". pytorch fabric", f"{_OWN}.version", "__version__"),
     ("fabric fabric.wrappers", "arclight.trainer.fabric_modules", "is_wrapped"),
 )
 
