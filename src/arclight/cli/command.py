@@ -19,6 +19,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "train": ("arclight.cli.train:train", "train as a recipe says, or resume where a run stopped"),
         "validate": ("arclight.cli.evaluate:validate", "measure a checkpoint on the validation data"),
         "test": ("arclight.cli.evaluate:test", "measure a checkpoint on the test data"),
+        "run": ("arclight.cli.run:run", "start a script that uses Fabric in several processes"),
     },
     "Ship": {
         "export": ("arclight.cli.export:export", "write a trained detector as a float32 program"),
