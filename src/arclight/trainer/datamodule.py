@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from arclight.data.combined import flatten, length_of
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.data_hooks import DataHooks
 from arclight.trainer.hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
+_STAGES = {
+    "train_dataloader": "Train dataloader",
+    "val_dataloader": "Validation dataloader",
+    "test_dataloader": "Test dataloader",
+    "predict_dataloader": "Predict dataloader",
+}
 
-class DataModule(HyperparametersMixin):
+
+class DataModule(DataHooks, HyperparametersMixin):
     """Subclass this and write the loaders that you need.
 
     A loader is any iterable of batches; plain ``DataLoader`` objects resume exactly (see ``arclight.data``).
@@ -20,35 +36,77 @@ class DataModule(HyperparametersMixin):
     CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
 
+    name: str | None = None
     trainer: Trainer | None = None
-    prepare_data_per_node: bool = True
 
-    def prepare_data(self) -> None:
-        """Get data ready on disk; runs in one process per node."""
-
-    def setup(self, stage: str) -> None:
-        """Open data sets; runs in every process. ``stage`` is fit, validate, test or predict."""
-
-    def teardown(self, stage: str) -> None: ...
-
-    def train_dataloader(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no train_dataloader()")
-
-    def val_dataloader(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no val_dataloader()")
-
-    def test_dataloader(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no test_dataloader()")
-
-    def predict_dataloader(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} has no predict_dataloader()")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
 
     def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the data module."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
 
-    def on_exception(self, exception: BaseException) -> None: ...
+    def on_exception(self, exception: BaseException) -> None:
+        """When anything raised, before it reaches the caller."""
+
+    @classmethod
+    def from_datasets(
+        cls, train_dataset: Any = None, val_dataset: Any = None, test_dataset: Any = None, predict_dataset: Any = None,
+        batch_size: int = 1, num_workers: int = 0, **datamodule_kwargs: Any,
+    ) -> Self:  # fmt: skip
+        """A data module over data sets (or lists or dicts of them): a loader for each, shuffled for training.
+
+        ``batch_size`` and ``num_workers`` reach the constructor as well where it takes them, like ``datamodule_kwargs``.
+        """
+        parameters = inspect.signature(cls.__init__).parameters
+        anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        shared = {"batch_size": batch_size, "num_workers": num_workers}
+        made = cls(**datamodule_kwargs, **{k: v for k, v in shared.items() if anything or k in parameters})
+        sources = (train_dataset, val_dataset, test_dataset, predict_dataset)
+        for name, source in zip(_STAGES, sources, strict=True):
+            if source is not None:
+                setattr(made, name, partial(_loaders, source, name == "train_dataloader", **shared))
+        return made
+
+    def __str__(self) -> str:
+        """The sizes of the data sets that are set up."""
+        return os.linesep.join(f"{{{title}: {_sizes(getattr(self, name, None))}}}" for name, title in _STAGES.items())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "trainer": None}
+
+
+def _loaders(source: Any, shuffle: bool, batch_size: int, num_workers: int) -> Any:
+    """A loader for each data set in `source`."""
+
+    def loader(dataset: Any) -> DataLoader[Any]:
+        shuffled = shuffle and not isinstance(dataset, IterableDataset)
+        return DataLoader(dataset, shuffle=shuffled, batch_size=batch_size, num_workers=num_workers, pin_memory=True)
+
+    if isinstance(source, Dataset) or not isinstance(source, (Mapping, list, tuple)):
+        return loader(source)
+    datasets, rebuild = flatten(source)
+    return rebuild([loader(dataset) for dataset in datasets])
+
+
+def _sizes(hook: Callable[[], Any] | None) -> str:
+    """Sizes of the data sets of a hook's loaders; "None" for those that are not there (yet)."""
+    if hook is None:
+        return "None"
+    try:
+        loaders = hook()
+    except (MisconfigurationError, AttributeError, NotImplementedError):  # no such hook, or not set up yet
+        return "None"
+    if isinstance(loaders, DataLoader):
+        return f"size={_size(loaders)}"
+    if not isinstance(loaders, Iterable):
+        return "None"
+    return " ; ".join(f"{number}. size={_size(loader)}" for number, loader in enumerate(loaders, 1))
+
+
+def _size(loader: Any) -> str:
+    size = length_of(getattr(loader, "dataset", loader))
+    return "NA" if size == float("inf") else str(size)

@@ -11,6 +11,7 @@ from torch import nn
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer.data_hooks import DataHooks
 from arclight.trainer.exporting import ExportMixin
 from arclight.trainer.hparams import HyperparametersMixin
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-class Module(HyperparametersMixin, ExportMixin, nn.Module):
+class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
     """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
@@ -69,12 +70,6 @@ class Module(HyperparametersMixin, ExportMixin, nn.Module):
         """Create layers on their device, just before they are needed."""
 
     # -- hooks -----------------------------------------------------------------------------------------------------
-
-    def prepare_data(self) -> None: ...
-
-    def setup(self, stage: str) -> None: ...
-
-    def teardown(self, stage: str) -> None: ...
 
     def on_fit_start(self) -> None: ...
 
@@ -158,17 +153,6 @@ class Module(HyperparametersMixin, ExportMixin, nn.Module):
     def on_after_backward(self) -> None: ...
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        from arclight.fabric.batches import move_batch
-
-        return move_batch(batch, device)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 
