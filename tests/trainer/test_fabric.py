@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
+from arclight import checkpoint
+from arclight.trainer.fabric_modules import is_wrapped
 
 
 def loop(fabric: al.Fabric, model: nn.Module, loader: Any, epochs: int = 1) -> nn.Module:
@@ -23,6 +26,10 @@ def loop(fabric: al.Fabric, model: nn.Module, loader: Any, epochs: int = 1) -> n
             fabric.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
     return model
+
+
+def with_sgd(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def data() -> TensorDataset:
@@ -103,3 +110,236 @@ def _seen(fabric: al.Fabric) -> list[int]:
     loader = fabric.setup_dataloaders(DataLoader(torch.arange(8), 2, shuffle=True))
     own = torch.cat(list(loader))
     return [int(i) for i in fabric.all_gather(own).flatten()]
+
+
+# -- what Fabric gives back ----------------------------------------------------------------------------------------
+
+
+class Stepping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.answer = nn.Linear(2, 1), 41
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).mean()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).mean()
+
+    def describe(self) -> str:
+        return "a line"
+
+
+def test_a_wrapped_module_is_the_users_module_to_look_at() -> None:
+    fabric, bare = al.Fabric(devices=1, accelerator="cpu"), Stepping()
+    model = fabric.setup(bare)
+    assert model.module is bare
+    assert model.answer == 41
+    model.answer = 42
+    model.fresh = nn.Linear(1, 1)
+    assert bare.answer == 42
+    assert bare.fresh is model.fresh
+    del model.answer
+    assert not hasattr(bare, "answer")
+    assert dict(model.named_parameters()).keys() == dict(bare.named_parameters()).keys()
+    assert model.state_dict().keys() == bare.state_dict().keys()
+    model.eval()
+    assert not bare.training
+    assert model.describe() == "a line"
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert is_wrapped(model)
+    assert not is_wrapped(bare)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = model.no_such
+
+
+def test_a_wrapped_optimizer_is_one_of_its_class() -> None:
+    fabric, bare = al.Fabric(devices=1, accelerator="cpu"), nn.Linear(2, 1)
+    adam = torch.optim.Adam(bare.parameters(), lr=0.5)
+    _, optimizer = fabric.setup(bare, adam)
+    assert isinstance(optimizer, torch.optim.Adam)
+    assert optimizer.param_groups is adam.param_groups
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = bare(torch.ones(1, 2)).square().sum()
+        fabric.backward(loss)
+        seen.append(float(loss.detach()))
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == seen[0]
+    schedule.step()
+    assert adam.param_groups[0]["lr"] == pytest.approx(0.05)
+    other = torch.optim.Adam(nn.Linear(2, 1).parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert len(other.state) == 2
+
+
+def _bypass(fabric: al.Fabric) -> list[float]:
+    torch.manual_seed(0)
+    model, optimizer = fabric.setup(*with_sgd(Stepping()))
+    x = torch.full((1, 2), 1.0 + fabric.global_rank)
+    with pytest.raises(RuntimeError, match=r"calling the method `Stepping.loss\(\)` from outside the model"):
+        model.loss(x)
+    assert model.describe() == "a line"
+    model.mark_forward_method("loss")
+    for step in (model.loss, model.training_step):
+        optimizer.zero_grad()
+        fabric.backward(step(x))
+        gradient = model.layer.weight.grad.clone()
+        assert torch.equal(fabric.all_gather(gradient)[0], fabric.all_gather(gradient)[1])
+    with fabric.rank_zero_first():
+        order = float(fabric.global_rank)
+    doubled = torch.tensor(order + 1)
+    fabric.all_reduce(doubled, reduce_op="sum")
+    assert fabric.all_gather({"rank": fabric.global_rank})["rank"].tolist() == [0, 1]
+    return [*gradient.flatten().tolist(), float(doubled)]
+
+
+def test_methods_pass_through_the_wrapper_or_are_refused() -> None:
+    assert al.Fabric(devices=2, accelerator="cpu", strategy="ddp_fork").launch(_bypass) == [1.5, 1.5, 3.0]
+
+
+def test_a_compiled_module_is_compiled_again() -> None:
+    fabric = al.Fabric(devices=1, accelerator="cpu")
+    compiled = torch.compile(nn.Linear(2, 1), backend="aot_eager")
+    model = fabric.setup(compiled)
+    assert model.module is compiled._orig_mod
+    assert type(model._forward_module) is type(compiled)
+    assert torch.equal(model(torch.ones(1, 2)), model.module(torch.ones(1, 2)))
+    assert is_wrapped(torch.compile(model, backend="eager"))
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.rows: list[tuple[dict[str, Any], int | None]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None) -> None:
+        self.rows.append((metrics, step))
+
+
+def _logs(fabric: al.Fabric) -> list[Any]:
+    fabric.log("loss", torch.tensor(float(fabric.global_rank)), step=3)
+    return [*fabric.all_gather(len(fabric.logger.rows)).tolist(), fabric.logger.rows]
+
+
+def test_only_rank_zero_logs() -> None:
+    fabric = al.Fabric(devices=2, accelerator="cpu", strategy="ddp_fork", loggers=Sink())
+    assert fabric.launch(_logs) == [1, 0, [({"loss": 0.0}, 3)]]
+    with pytest.raises(ValueError, match="cannot be converted to a scalar"):
+        al.Fabric(devices=1, accelerator="cpu", loggers=Sink()).log("x", torch.ones(2))
+
+
+def test_the_scale_of_16_bit_gradients_is_saved(tmp_path: Path) -> None:
+    fabric = al.Fabric(devices=1, accelerator="cpu", precision="16-mixed")
+    model, optimizer = fabric.setup(*with_sgd(nn.Linear(2, 1)))
+    with pytest.raises(RuntimeError, match=r"requires you to call `fabric.backward\(loss\)`"):
+        model(torch.ones(1, 2)).sum().backward()
+    fabric.backward(model(torch.full((1, 2), float("inf"))).sum())
+    before = fabric.strategy.precision.scaler.get_scale()
+    optimizer.step()
+    scale = fabric.strategy.precision.scaler.get_scale()
+    assert scale == before / 2
+    fabric.save(tmp_path / "state", {"model": model})
+    again = al.Fabric(devices=1, accelerator="cpu", precision="16-mixed")
+    assert again.load(tmp_path / "state", {"model": again.setup(nn.Linear(2, 1))}) == {}
+    assert again.strategy.precision.scaler.get_scale() == scale
+
+
+def test_part_of_a_state_is_kept_by_a_filter(tmp_path: Path) -> None:
+    fabric, model = al.Fabric(devices=1, accelerator="cpu"), nn.Linear(2, 1)
+    fabric.save(tmp_path / "state", {"model": model, "n": 1}, filter={"model": lambda name, _: name == "bias"})
+    assert fabric.load(tmp_path / "state")["model"].keys() == {"bias"}
+    with pytest.raises(KeyError, match="contains no key 'other'"):
+        fabric.load(tmp_path / "state", {"other": model})
+    with pytest.raises(ValueError, match=r"keys {'m'} are not present in the state keys"):
+        fabric.save(tmp_path / "state", {"model": model}, filter={"m": lambda *_: True})
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save(model, tmp_path / "object.pt")
+    other = fabric.setup(nn.Linear(2, 1))
+    fabric.load_raw(tmp_path / "weights.pt", other)
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(checkpoint.CheckpointError, match="only unpickling could restore"):
+        fabric.load(tmp_path / "object.pt", weights_only=False)
+
+
+class Counting(al.Fabric):
+    def run(self, start: int) -> int:
+        return int(self.all_reduce(start + self.global_rank, reduce_op="sum"))
+
+
+def test_a_subclass_runs_in_every_process() -> None:
+    assert Counting(devices=2, accelerator="cpu", strategy="ddp_fork").run(10) == 21
+    assert Counting(devices=1, accelerator="cpu").run(10) == 10
+
+
+def test_objects_set_up_twice_and_launches_without_sense_are_named() -> None:
+    fabric = al.Fabric(devices=1, accelerator="cpu")
+    model, optimizer = fabric.setup(*with_sgd(nn.Linear(2, 1)))
+    for call in (lambda: fabric.setup(model), lambda: fabric.setup_module(model)):
+        with pytest.raises(ValueError, match="A model should be passed only once"):
+            call()
+    with pytest.raises(ValueError, match="An optimizer should be passed only once"):
+        fabric.setup_optimizers(optimizer)
+    with pytest.raises(ValueError, match="requires at least one optimizer"):
+        fabric.setup_optimizers()
+    with pytest.raises(TypeError, match="Only PyTorch DataLoader are currently supported"):
+        fabric.setup_dataloaders([1, 2])
+    with pytest.raises(TypeError, match="needs to be a callable"):
+        fabric.launch(None)
+    with pytest.raises(TypeError, match="needs to take at least one argument"):
+        fabric.launch(lambda: None)
+    with pytest.raises(TypeError, match=r"`fabric.launch\(\)` needs to be called with a function"):
+        al.Fabric(devices=2, accelerator="cpu", strategy="ddp_spawn").launch()
+    with pytest.raises(TypeError, match="You need to set up the model first"):
+        fabric.no_backward_sync(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="Found invalid type for plugin"):
+        al.Fabric(devices=1, accelerator="cpu", plugins=3)
+
+
+def test_callbacks_get_what_they_take() -> None:
+    class Late:
+        seen: list[Any] = []
+
+        def on_epoch(self, epoch: int) -> None:
+            self.seen.append(epoch)
+
+        def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+            self.seen.append(type(optimizer).__name__)
+
+    fabric = al.Fabric(devices=1, accelerator="cpu", callbacks=Late())
+    fabric.call("on_epoch", epoch=1, loss=2.0)
+    _, optimizer = fabric.setup(*with_sgd(nn.Linear(2, 1)))
+    optimizer.step()
+    assert Late.seen == [1, "SGD"]
+
+
+def test_a_step_costs_few_calls() -> None:
+    def steps(fabric: al.Fabric | None, count: int) -> int:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if fabric is not None:
+            model, optimizer = fabric.setup(model, optimizer)
+        x, calls = torch.ones(2, 4), 0
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(note)
+        for _ in range(count):
+            loss = model(x).sum()
+            loss.backward() if fabric is None else fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        sys.setprofile(None)
+        return calls
+
+    fabric = al.Fabric(devices=1, accelerator="cpu")
+    raw, ours = (steps(f, 30) - steps(f, 10) for f in (None, fabric))
+    assert ours - raw <= 20 * 14
