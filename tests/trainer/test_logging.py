@@ -593,3 +593,17 @@ class MetricOnOne(Ranks):
 def test_processes_that_log_differently_are_told_so(module: type[al.Module], message: str) -> None:
     with pytest.raises(Exception, match=message):
         fit_two(module(), count=1)
+
+
+def test_a_sum_over_an_epoch_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    class Sums(Lines):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("samples", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
+            return self.net(batch).square().mean()
+
+    fit_two(Sums(), count=4, callbacks=SaveAt(tmp_path / "saved", 1))
+    runner = trainer()
+    runner.fit(Sums(), rows(4), ckpt_path=tmp_path / "saved")
+    assert float(runner.callback_metrics["samples"]) == 4 + 2, (
+        "two batches of each of two, then the third and fourth of one"
+    )

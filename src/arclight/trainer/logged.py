@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.fabric.batches import batch_size_of, batch_sizes
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer import log_rules
+from arclight.trainer.current_batch import Batch
 from arclight.trainer.log_rules import LogSettings
 from arclight.trainer.metric_state import metric_state, restore_metric
 
@@ -224,6 +224,20 @@ class Entry:
         if self.settings.metric_attribute is not None:
             self.metric = restore_metric(module, self.settings.metric_attribute, state["metric"])
 
+    def absorb(self, other: Entry) -> None:
+        """Add what another process has logged under this name."""
+        self.folded, (total, weight) = self.count + other.count, self._folded()
+        more, more_weight = other._folded()
+        self.total = (
+            combine(self.settings.reduce, total, more)
+            if total is not None and more is not None
+            else total
+            if more is None
+            else more
+        )
+        self.weight, self.pending, self.weights = weight + more_weight, [], []
+        self.last = self.last if other.last is None else other.last
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -239,50 +253,6 @@ def _twice(name: str, hook: str) -> MisconfigurationError:
     return MisconfigurationError(
         f"You called `self.log({name}, ...)` twice in `{hook}` with different arguments; give the two different names"
     )
-
-
-class Batch:
-    """The batch under way, whose size is counted only if a logged value needs it."""
-
-    __slots__ = ("checked", "known_size", "value")
-
-    def __init__(self) -> None:
-        self.value: Any = None
-        self.known_size: int | None = None
-        self.checked = False
-
-    def set(self, value: Any) -> None:
-        self.value, self.known_size = value, None
-
-    def size(self) -> int:
-        """Samples in the batch; 1 between batches, and for a batch without any tensor."""
-        if self.known_size is None:
-            self.known_size = 1 if self.value is None else batch_size_of(self.value)
-        return self.known_size
-
-    def weight(self) -> int:
-        """The size, for a mean. Warns, once, where tensors differ in their first dimension.
-
-        Raises MisconfigurationError for a batch without any tensor.
-        """
-        if not self.checked and self.value is not None:
-            self._check()
-            self.checked = True
-        return self.size()
-
-    def _check(self) -> None:
-        sizes = list(dict.fromkeys(batch_sizes(self.value)))
-        if not sizes:
-            raise MisconfigurationError(
-                f"We could not infer the batch_size of a batch of type {type(self.value).__name__}, which mean values are weighted "
-                "by: give it, as in `self.log(..., batch_size=batch_size)`"
-            )
-        if len(sizes) > 1:
-            rank_zero_warn(
-                f"Trying to infer the `batch_size` from an ambiguous collection: its tensors have first dimensions {sizes[:4]}, "
-                f"and {sizes[0]} is taken. To be sure, use `self.log(..., batch_size=batch_size)`",
-                stacklevel=6,
-            )
 
 
 class LoggedValues:
@@ -374,6 +344,14 @@ class LoggedValues:
                 entry.metric.reset()
             entry.clear()
         self.in_batches = False
+
+    def absorb(self, other: LoggedValues) -> None:
+        """Add what another process has logged."""
+        for hook, table in other.tables.items():
+            for name, entry in table.items():
+                known = self.table(hook).setdefault(name, entry)
+                if known is not entry:
+                    known.absorb(entry)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.metrics import Metrics, numbers, wide
 from arclight.trainer.reduction import reduce_epoch, reduce_steps
@@ -172,14 +173,25 @@ def logged_state(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def load_logged_state(trainer: Trainer, ranks: list[dict[str, Any]]) -> None:
-    """Take up each rank's part; a run with another number of processes begins the epoch's values anew, and says so."""
+    """Take up each rank's part; where there are more or fewer ranks now, rank 0 takes all of them.
+
+    What a metric gathered cannot be put together, so with other ranks it begins its epoch anew, and a warning says so.
+    """
+    module = trainer.lightning_module
     if len(ranks) == trainer.world_size:
-        trainer.training_values.load_state_dict(ranks[trainer.global_rank], trainer.lightning_module)
-    elif any(ranks):
-        trainer.notice(
-            f"the checkpoint has values logged by {len(ranks)} processes, this run has {trainer.world_size}: what was logged before "
-            "in this epoch is not in its values"
+        trainer.training_values.load_state_dict(ranks[trainer.global_rank], module)
+        return
+    metrics = {name for rank in ranks for table in rank.values() for name, saved in table.items() if "metric" in saved}
+    if metrics:
+        rank_zero_warn(
+            f"{', '.join(sorted(metrics))}: metrics of {len(ranks)} processes cannot go on in {trainer.world_size}; they begin "
+            "this epoch anew"
         )
+    for rank in ranks if trainer.is_global_zero else ():
+        part = LoggedValues("train")
+        plain = {hook: {n: saved for n, saved in table.items() if n not in metrics} for hook, table in rank.items()}
+        part.load_state_dict(plain, module)
+        trainer.training_values.absorb(part)
 
 
 class LoggedMetrics:
