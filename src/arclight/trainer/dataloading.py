@@ -238,7 +238,7 @@ def _misfit(source: Any) -> str | None:
         return "nothing to read"
     if not hasattr(source, "__iter__") and not callable(source) and not dataclasses.is_dataclass(source):
         return f"{type(source).__name__} cannot be iterated"
-    if not isinstance(source, (list, tuple, dict)):
+    if not isinstance(source, (list, tuple, dict)) or holds_loaders(source):
         return None
     types = {type(part): part for part in (source.values() if isinstance(source, dict) else source)}
     kinds = {_kind(part) for part in types.values()}  # one of each type: lists of batches can be long
