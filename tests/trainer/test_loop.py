@@ -207,7 +207,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_says_where() -> None:
         ({"max_epoch": 3}, "Trainer has no argument 'max_epoch'; did you mean 'max_epochs'?"),
         ({"precision": "fp12"}, "precision='fp12' is not known"),
         ({"accelerator": "abacus"}, "invalid accelerator name: .accelerator='abacus'"),
-        ({"strategy": "dpp"}, "strategy='dpp' is not known"),
+        ({"strategy": "dpp"}, "invalid strategy name: .strategy='dpp'"),
         ({"limit_train_batches": 1.5}, r"a share in \[0, 1\]"),
     ],
 )

@@ -358,12 +358,11 @@ def test_frozen_layers_keep_their_mode() -> None:
 
 def test_chosen_devices_are_used() -> None:
     from arclight.fabric.accelerators import CUDAAccelerator
-    from arclight.fabric.environments import LightningEnvironment
-    from arclight.fabric.strategies import resolve_strategy
+    from arclight.fabric.selection import select
 
     with mock.patch("arclight.fabric.accelerators.cuda.num_cuda_devices", return_value=2):
-        assert resolve_strategy("auto", CUDAAccelerator(), [1], 1, LightningEnvironment()).device.index == 1
-        assert resolve_strategy("auto", CUDAAccelerator(), 1, 1, LightningEnvironment()).device.index == 0
+        assert select(accelerator=CUDAAccelerator(), devices=[1]).device.index == 1
+        assert select(accelerator=CUDAAccelerator(), devices=1).device.index == 0
 
 
 class Data(al.DataModule):

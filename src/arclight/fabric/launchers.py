@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from arclight.fabric.environments import ClusterEnvironment, find_free_network_port
+from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.watching import end_watch, failed_first
 
 
@@ -20,9 +21,14 @@ class Launcher:
     """Runs a function in this process; nothing to start."""
 
     runs_in_this_process = True
+    """Whether the function's effects are seen here: it runs in this process, not only in others."""
 
-    def launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return function(*arguments)
+    is_interactive_compatible = True
+    """Whether it works in a notebook and at a prompt."""
+
+    def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """``function(*arguments, **options)`` in every process of this node; the result of the first."""
+        return function(*arguments, **options)
 
 
 class RankFailedError(RuntimeError):
@@ -32,22 +38,27 @@ class RankFailedError(RuntimeError):
 class SubprocessLauncher(Launcher):
     """Starts the same command once more for every other local rank, then runs the function here as rank 0.
 
-    Each child runs the script from its start and reaches this call with ``LOCAL_RANK`` set. One process that fails
-    ends all of them, also after the function has returned: nothing is left running.
+    Each child runs the script from its start and reaches this call with ``LOCAL_RANK`` set. Processes that were started
+    from outside are all there already. One process that fails ends all of them, also after the function has returned:
+    nothing is left running.
     """
 
-    def __init__(self, num_processes: int, environment: ClusterEnvironment) -> None:
-        self.num_processes, self.environment = num_processes, environment
+    is_interactive_compatible = False
+
+    def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+        self.environment, self.num_processes, self.num_nodes = environment, num_processes, num_nodes
         self.children: list[subprocess.Popen[bytes]] = []
 
-    def launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if "LOCAL_RANK" in os.environ and not self.children:
-            return function(*arguments)  # this is one of the children
-        if not self.children:
+    def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.environment.validate_settings(self.num_processes, self.num_nodes)
+        if not self.environment.creates_processes_externally and not self.children:
             self._start_children()
+        share_threads(self.num_processes)
         try:
-            return function(*arguments)
+            return function(*arguments, **options)
         except BaseException as error:
+            if not self.children:
+                raise
             first = failed_first() if isinstance(error, Exception) else None
             self._stop_children()
             if first is not None and first > 0:
@@ -55,9 +66,17 @@ class SubprocessLauncher(Launcher):
             raise
 
     def _start_children(self) -> None:
+        if self.environment.local_rank() != 0:
+            raise RuntimeError(
+                f"this process attempted to launch new distributed processes with `local_rank > 0` ({self.environment.local_rank()}): either "
+                f"LOCAL_RANK was changed by hand, or {type(self.environment).__name__}.creates_processes_externally should be True"
+            )
+        share_threads(self.num_processes)
         os.environ["MASTER_ADDR"] = self.environment.main_address
         os.environ["MASTER_PORT"] = str(self.environment.main_port)
+        os.environ["NODE_RANK"] = str(self.environment.node_rank())
         os.environ["LOCAL_RANK"] = "0"
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         for rank in range(1, self.num_processes):
             self.children.append(subprocess.Popen(_this_command(), env={**os.environ, "LOCAL_RANK": str(rank)}))
         threading.Thread(target=self._watch, name="arclight-children", daemon=True).start()
@@ -120,31 +139,47 @@ def _this_command() -> list[str]:
 
 
 class MultiProcessingLauncher(Launcher):
-    """Runs the function in new processes (``spawn`` or ``fork``) and brings rank 0's result back.
+    """Runs the function in new processes (``spawn``, ``fork`` or ``forkserver``) and brings rank 0's result back.
 
-    Arguments and the result travel by pickle between processes of this one run, as torch.multiprocessing does.
+    Arguments and the result travel by pickle between processes of this one run, as torch.multiprocessing does. New
+    interpreters begin with this one's random generators and switches of torch. Raises ValueError for a method that this
+    platform lacks.
     """
 
     runs_in_this_process = False
 
-    def __init__(self, num_processes: int, start_method: str = "spawn") -> None:
-        self.num_processes, self.start_method = num_processes, start_method
+    def __init__(self, environment: ClusterEnvironment, num_processes: int, start_method: str = "spawn") -> None:
+        import torch.multiprocessing as mp
 
-    def launch(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if start_method not in mp.get_all_start_methods():
+            raise ValueError(
+                f"The start method {start_method!r} is not available on this platform; there are {', '.join(mp.get_all_start_methods())}"
+            )
+        self.environment, self.num_processes, self.start_method = environment, num_processes, start_method
+
+    @property
+    def is_interactive_compatible(self) -> bool:  # type: ignore[override]
+        return self.start_method == "fork"  # the others import the main module, which a notebook has not
+
+    def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         import torch.multiprocessing as mp
 
         if "LOCAL_RANK" in os.environ:
-            return function(*arguments)
+            return function(*arguments, **options)
+        self._check()
         context = mp.get_context(self.start_method)
         queue, taken = context.SimpleQueue(), context.Event()
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_network_port())}
+        shared = {"MASTER_ADDR": self.environment.main_address, "MASTER_PORT": str(self.environment.main_port)}
+        state = None if self.start_method == "fork" else _interpreter_state()
+        job = _Job(self.num_processes, shared, state, function, arguments, options)
         processes = mp.start_processes(
             _entry,
-            args=(shared, function, arguments, queue, taken),
+            args=(job, queue, taken),
             nprocs=self.num_processes,
             join=False,
             start_method=self.start_method,
         )
+        del os.environ["MASTER_PORT"]  # the next launch meets elsewhere: this port may be in use for a while
         result = None
         while not processes.join(timeout=0.2):  # raises with the child's traceback when one fails
             if not queue.empty():
@@ -152,18 +187,66 @@ class MultiProcessingLauncher(Launcher):
                 taken.set()
         return result
 
+    def _check(self) -> None:
+        import torch
+        import torch.multiprocessing as mp
 
-def _entry(
-    local_rank: int,
-    shared: dict[str, str],
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    queue: Any,
-    taken: Any,
-) -> None:
-    os.environ.update(shared, LOCAL_RANK=str(local_rank))
+        if self.start_method != "spawn" and (torch.cuda._is_in_bad_fork() or torch.cuda.is_initialized()):
+            raise RuntimeError(
+                f"Cannot re-initialize CUDA in forked subprocess: CUDA is already initialized in this process. With "
+                f"start_method={self.start_method!r} nothing may touch a CUDA device before (not even a tensor's .cuda()); "
+                "restart the program or notebook, or use strategy='ddp_spawn'"
+            )
+        if self.start_method != "fork" and getattr(mp.current_process(), "_inheriting", False):
+            raise RuntimeError(
+                f"start_method={self.start_method!r} imports your script in each new process, so it requires that your script guards "
+                'the main part: put what it does in a function and call that under `if __name__ == "__main__":`'
+            )
+
+
+def _interpreter_state() -> dict[str, Any]:
+    """Random generators and switches of torch that a new interpreter does not have."""
+    import torch
+
+    from arclight.fabric.seeding import rng_state
+
+    return {
+        "rng": rng_state(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+    }
+
+
+def _restore_interpreter(state: dict[str, Any]) -> None:
+    import torch
+
+    from arclight.fabric.seeding import set_rng_state
+
+    set_rng_state(state["rng"])
+    torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["warn_only"])
+    torch.backends.cudnn.benchmark = state["benchmark"]
+
+
+@dataclass
+class _Job:
+    """What the new processes do, and how they begin."""
+
+    num_processes: int
+    shared: dict[str, str]
+    state: dict[str, Any] | None
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
+    os.environ.update(job.shared, LOCAL_RANK=str(local_rank))
+    share_threads(job.num_processes)
+    if job.state is not None:
+        _restore_interpreter(job.state)
     try:
-        result = function(*arguments)
+        result = job.function(*job.arguments, **job.options)
         if local_rank == 0:
             queue.put(result)
             taken.wait(_GRACE)  # tensors in it lie in memory that goes with this process
@@ -193,3 +276,14 @@ def leave_group() -> None:
     end_watch()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def share_threads(num_processes: int) -> None:
+    """Divide the cores of this host among its processes, unless OMP_NUM_THREADS already says how many each may use."""
+    if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = max(1, cores // num_processes)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # processes started from here, loaders' workers too

@@ -13,15 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.data import ResumableLoader
-from arclight.fabric.accelerators import resolve_accelerator
 from arclight.fabric.batches import move_batch
-from arclight.fabric.environments import detect_environment
-from arclight.fabric.precision import resolve_precision
 from arclight.fabric.rank_zero import rank_zero_deprecation, rank_zero_warn
-from arclight.fabric.strategies import SingleDeviceStrategy, Strategy, resolve_strategy
+from arclight.fabric.selection import select
+from arclight.fabric.strategies import SingleDeviceStrategy, Strategy
 from arclight.trainer.fabric_checkpoint import StateIO
 from arclight.trainer.fabric_checks import check_filter, check_loaders, check_module, check_optimizers, warn_of_devices
-from arclight.trainer.fabric_environment import from_command_line, sort_plugins, started_by_command_line
+from arclight.trainer.fabric_environment import from_command_line, started_by_command_line
 from arclight.trainer.fabric_modules import (
     BackwardState,
     FabricDataLoader,
@@ -60,17 +58,9 @@ class Fabric(FabricProcesses):
         precision: Any = None, plugins: Any = None, callbacks: Any = None, loggers: Any = None,
     ) -> None:  # fmt: skip
         given = from_command_line(accelerator, strategy, devices, num_nodes, precision)
-        plugin = sort_plugins(plugins)
-        if plugin.precision is not None and given.precision is not None:
-            raise ValueError(f"precision={given.precision!r} and a plugin {plugin.precision!r} were given; give one")
-        self._accelerator = resolve_accelerator(given.accelerator)
-        self._precision = resolve_precision(plugin.precision or given.precision, self._accelerator.name())
-        environment = plugin.environment or detect_environment()
-        self._strategy: Strategy = resolve_strategy(
-            given.strategy, self._accelerator, given.devices, given.num_nodes, environment
-        )
-        self._strategy.precision = self._precision
-        self._strategy.checkpoint_io = plugin.checkpoint_io or self._strategy.checkpoint_io or StateIO()
+        self._strategy: Strategy = select(**vars(given), plugins=plugins, owner="Fabric")
+        self._accelerator, self._precision = self._strategy.accelerator, self._strategy.precision
+        self._strategy.checkpoint_io = self._strategy.checkpoint_io or StateIO()
         self._callbacks = (
             list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] * (callbacks is not None)
         )

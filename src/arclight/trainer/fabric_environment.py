@@ -1,13 +1,10 @@
-"""Where Fabric's choices come from: arguments, the command line that started the script, plugins."""
+"""Where Fabric's choices come from: arguments, or the command line that started the script."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
 from typing import Any
-
-from arclight.fabric.environments import ClusterEnvironment
-from arclight.fabric.precision import Precision
 
 
 @dataclass
@@ -19,15 +16,6 @@ class Choices:
     devices: Any
     num_nodes: Any
     precision: Any
-
-
-@dataclass
-class Plugins:
-    """A user's plugins by what they are."""
-
-    precision: Precision | None = None
-    environment: ClusterEnvironment | None = None
-    checkpoint_io: Any = None
 
 
 _DEFAULTS = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1, "precision": None}
@@ -70,25 +58,3 @@ def _devices(text: str) -> Any:
     if "," in text:
         return [int(part) for part in text.split(",") if part.strip()]
     return int(text) if text.lstrip("-").isdigit() else text
-
-
-def sort_plugins(plugins: Any) -> Plugins:
-    """Each plugin to its place. Raises TypeError for what is none, ValueError for two of a kind."""
-    found = Plugins()
-    for plugin in plugins if isinstance(plugins, (list, tuple)) else [] if plugins is None else [plugins]:
-        if isinstance(plugin, (Precision, str)):
-            name = "precision"
-        elif isinstance(plugin, ClusterEnvironment):
-            name = "environment"
-        elif hasattr(plugin, "save_checkpoint") and hasattr(plugin, "load_checkpoint"):
-            name = "checkpoint_io"
-        else:
-            raise TypeError(
-                f"Found invalid type for plugin {plugin!r}. Expected one of: Precision, ClusterEnvironment, CheckpointIO"
-            )
-        if getattr(found, name) is not None:
-            raise ValueError(
-                f"Received multiple values for {name} flags in `plugins`. Expected one value of each kind at most"
-            )
-        setattr(found, name, plugin)
-    return found

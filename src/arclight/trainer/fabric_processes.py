@@ -52,7 +52,7 @@ class FabricProcesses:
                 "allowed: leave it out, or start the script by itself"
             )
         if function is _nothing:
-            if not self._strategy.launcher().runs_in_this_process:
+            if not self._strategy.launcher.runs_in_this_process:
                 raise TypeError(
                     f"with spawned processes ({type(self._strategy).__name__}), `fabric.launch()` needs to be called with a "
                     "function that holds what they shall run"
@@ -71,7 +71,7 @@ class FabricProcesses:
     def _start(self, entry: Callable[..., Any], *arguments: Any) -> Any:
         if self._launched:
             return entry(self, *arguments)
-        launcher = self._strategy.launcher()
+        launcher = self._strategy.launcher
         result = launcher.launch(entry, self, *arguments)
         self._launched = bool(launcher.runs_in_this_process)
         return result

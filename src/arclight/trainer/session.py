@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def launch(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(trainer, *arguments)`` in every process of the strategy; the result of rank 0."""
-    launcher = trainer.strategy.launcher()
+    launcher = trainer.strategy.launcher
     if launcher.runs_in_this_process:
         return launcher.launch(_guarded, trainer, function, *arguments)
     module = next((a for a in arguments if isinstance(a, Module)), trainer._module)

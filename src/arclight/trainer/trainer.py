@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from arclight.fabric.accelerators import resolve_accelerator
-from arclight.fabric.environments import detect_environment
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
-from arclight.fabric.strategies import resolve_strategy
+from arclight.fabric.selection import select
 from arclight.trainer import defaults, limits, session, state
 from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.callback import Callback
@@ -58,12 +56,12 @@ class Trainer(DataView, LoggedMetrics):
     ) -> None:  # fmt: skip
         self.settings = defaults.make_settings(settings, fast_dev_run)
         self.fast_dev_run = fast_dev_run
-        self.accelerator = resolve_accelerator(accelerator)
-        self.strategy = resolve_strategy(
-            strategy, self.accelerator, devices, self.settings.num_nodes, detect_environment()
-        )
+        self.strategy = select(
+            accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=self.settings.num_nodes, precision=precision
+        )  # fmt: skip
+        self.accelerator = self.strategy.accelerator
         self._precision_choice = precision
-        self.precision_plugin = resolve_precision(precision, self.accelerator.name())
+        self.precision_plugin = self.strategy.precision
         self._adopt(self.settings)
         self.max_epochs = limits.resolve_max_epochs(self.settings.max_epochs, self.settings.max_steps)
         self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
@@ -191,7 +189,7 @@ class Trainer(DataView, LoggedMetrics):
 
         Raises MisconfigurationError for strategies that start processes of their own.
         """
-        if not self.strategy.launcher().runs_in_this_process:
+        if not self.strategy.launcher.runs_in_this_process:
             raise MisconfigurationError("predict_iter gives outputs of this process; use a strategy that runs in it")
         return session.predict_iter(self, model, dataloaders, datamodule, ckpt_path)
 
@@ -202,7 +200,7 @@ class Trainer(DataView, LoggedMetrics):
     def adopt_precision(self, name: str | None) -> None:
         """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""
         if name is not None and self._precision_choice == "auto":
-            self.precision_plugin = resolve_precision(name, self.accelerator.name())
+            self.precision_plugin = self.strategy.precision = resolve_precision(name, self.strategy.root_device.type)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 

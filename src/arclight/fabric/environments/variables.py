@@ -50,6 +50,14 @@ class LightningEnvironment(ClusterEnvironment):
     def node_rank(self) -> int:
         return int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")))
 
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        started = os.environ.get("WORLD_SIZE")
+        if self.creates_processes_externally and started is not None and int(started) != num_devices * num_nodes:
+            raise ValueError(
+                f"this program runs in {started} processes, and devices={num_devices} with num_nodes={num_nodes} asks for "
+                f"{num_devices * num_nodes}: keep to one number of processes in a program"
+            )
+
     def teardown(self) -> None:
         os.environ.pop("WORLD_SIZE", None)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import move_batch
-from arclight.fabric.environments import ClusterEnvironment, LightningEnvironment
+from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.launchers import Launcher
 from arclight.fabric.precision import Precision
 from arclight.fabric.stopping import StopSignal
@@ -23,43 +23,90 @@ class Strategy:
 
     A loop asks a strategy for a step function (:meth:`wrap_step`) once, and calls that; a strategy
     that must own the whole step, such as a pipeline schedule, returns its own.
+    What is None here a Trainer or Fabric fills in (:meth:`attach`). ``precision_plugin`` is another word for ``precision``.
     """
 
     name = "single"
-    accelerator: Accelerator
-    device: torch.device
     evaluates_in_inference_mode = True
     """False where a forward makes tensors that later training steps use again."""
 
-    def __init__(self) -> None:
-        self.precision = Precision()
-        self.checkpoint_io: Any = None
-        self.num_devices = self.num_nodes = 1
-        self.environment: ClusterEnvironment = LightningEnvironment()
+    def __init__(
+        self, accelerator: Accelerator | None = None, checkpoint_io: Any = None, precision: Precision | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:  # fmt: skip
+        self.accelerator: Accelerator = accelerator  # type: ignore[assignment]  # None until attach()
+        self.checkpoint_io = checkpoint_io
+        self._precision = precision if precision is not None else precision_plugin
+        self.parallel_devices: list[torch.device] | None = None
+        self.cluster_environment: ClusterEnvironment | None = None
+        self.num_nodes = 1
         self.stop = StopSignal()
 
-    def connect(
-        self,
-        accelerator: Accelerator,
-        num_devices: int,
-        num_nodes: int,
-        environment: ClusterEnvironment,
-        device_ids: list[int] | None = None,
-    ) -> None:
-        """Take what the user asked for (``device_ids``: which of this node's devices); nothing is touched yet."""
-        self.accelerator, self.environment = accelerator, environment
-        self.num_devices, self.num_nodes = num_devices, num_nodes
-        self.parallel_devices = accelerator.get_parallel_devices(accelerator.parse_devices(device_ids or num_devices))
-        self.device_ids = device_ids or list(range(num_devices))
-        self.device = self.parallel_devices[0]
+    def attach(
+        self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
+    ) -> None:  # fmt: skip
+        """Take what the user asked for where this strategy was not told itself; nothing is touched yet."""
+        self.accelerator = accelerator
+        self.parallel_devices = self.parallel_devices or parallel_devices
+        self.cluster_environment = self.cluster_environment or environment
+        self.num_nodes = num_nodes
 
+    @property
+    def precision(self) -> Precision:
+        return self._precision if self._precision is not None else Precision()
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = precision
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self.precision
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision: Precision | None) -> None:
+        self._precision = precision
+
+    @property
     def launcher(self) -> Launcher:
+        """What starts the other processes, once for a program."""
         return Launcher()
 
     def setup_environment(self) -> None:
         """Join the other processes and claim this process's device."""
-        self.device = self.parallel_devices[self.local_rank]
-        self.accelerator.setup_device(self.device)
+        self.accelerator.setup_device(self.root_device)
+
+    def teardown(self) -> None:
+        """Give back what is no longer needed when a run has ended."""
+        self.precision.teardown()
+        for part in (self.accelerator, self.checkpoint_io, self.cluster_environment):
+            if part is not None and hasattr(part, "teardown"):
+                part.teardown()
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must say which device is this process's: give it a root_device"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.root_device
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or [None])
+
+    num_devices = num_processes
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Numbers of this node's devices."""
+        devices = self.parallel_devices or [self.root_device]
+        return [i if getattr(device, "index", None) is None else device.index for i, device in enumerate(devices)]
 
     @property
     def world_size(self) -> int:
@@ -75,7 +122,7 @@ class Strategy:
 
     @property
     def node_rank(self) -> int:
-        return self.environment.node_rank()
+        return self.cluster_environment.node_rank() if self.cluster_environment is not None else 0
 
     @property
     def is_global_zero(self) -> bool:
@@ -90,11 +137,6 @@ class Strategy:
     def should_stop(self, position: int) -> bool:
         """Whether all ranks stop before whatever follows ``position``; every rank asks at the same positions, in order."""
         return self.stop.due(position)
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        return self.device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -292,6 +334,10 @@ class Strategy:
         """``tensor`` combined over the ranks (of ``group``) by mean, sum, max or min (a new tensor)."""
         return tensor
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """:meth:`all_reduce` for a tensor; anything else comes back as it is."""
+        return self.all_reduce(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
+
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Every rank's ``tensor``, stacked along a new first dimension; with one process the tensor as it is.
 
@@ -305,7 +351,18 @@ class Strategy:
 
 
 class SingleDeviceStrategy(Strategy):
-    """Everything in this process."""
+    """Everything in this process, on ``device``."""
+
+    def __init__(
+        self, device: torch.device | str = "cpu", accelerator: Accelerator | None = None, checkpoint_io: Any = None,
+        precision: Precision | None = None, precision_plugin: Precision | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(accelerator, checkpoint_io, precision, precision_plugin)
+        self._root_device = torch.device(device)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._root_device
 
 
 def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:

@@ -7,40 +7,102 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from arclight.fabric.strategies.parallel import ParallelStrategy
+from arclight.fabric.accelerators import Accelerator
+from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.layer_sync import LayerSync
+from arclight.fabric.precision import Precision
+from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT, ParallelStrategy
 
 
 class DDPStrategy(ParallelStrategy):
     """torch's DistributedDataParallel; gradients are averaged over ranks.
 
-    Keyword arguments beyond those of :class:`ParallelStrategy` go to DistributedDataParallel.
+    ``ddp_comm_hook`` with ``ddp_comm_state`` changes how gradients are exchanged (``ddp_comm_wrapper`` wraps the hook); with a
+    ``PostLocalSGDState`` parameters are averaged every ``model_averaging_period`` steps. Keyword arguments beyond those of
+    :class:`ParallelStrategy` go to DistributedDataParallel: ``find_unused_parameters``, ``static_graph``, ``gradient_as_bucket_view``...
     """
 
     name = "ddp"
 
     def __init__(
         self,
-        *,
-        start_method: str = "popen",
-        timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: Any = None,
+        precision: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
         process_group_backend: str | None = None,
+        timeout: datetime.timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        precision_plugin: Precision | None = None,
         **ddp: Any,
     ) -> None:
-        super().__init__(start_method=start_method, timeout=timeout, process_group_backend=process_group_backend)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method,
+        )  # fmt: skip
+        self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+        self.model_averaging_period = model_averaging_period
         self.ddp = ddp
+        self.layer_sync: LayerSync | None = None
+        """What makes layers see the whole global batch (:class:`TorchSyncBatchNorm`), if anything does."""
 
     # -- model -------------------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
-        device_ids = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module=module, device_ids=device_ids, **self.ddp)
+        """``module`` in DistributedDataParallel, with the options, hooks and synchronised layers of this strategy."""
+        if self.layer_sync is not None:
+            module = self.layer_sync.apply(module)
+        device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
+        wrapped = DistributedDataParallel(module=module, device_ids=device_ids, **self.ddp)
+        if self.ddp_comm_hook is not None:
+            hook = self.ddp_comm_hook
+            wrapped.register_comm_hook(
+                state=self.ddp_comm_state, hook=self.ddp_comm_wrapper(hook) if self.ddp_comm_wrapper else hook
+            )
+        return wrapped
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         return self.wrap(module) if any(p.requires_grad for p in module.parameters()) else module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+        if isinstance(self.ddp_comm_state, PostLocalSGDState):
+            self._average_parameters_after(optimizer, self.ddp_comm_state.start_localSGD_iter)
+        return optimizer
+
+    def _average_parameters_after(self, optimizer: Optimizer, first: int) -> None:
+        """After each of its steps count one, and average the parameters whenever the period is over."""
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
+        if self.model_averaging_period is None:
+            raise ValueError(
+                "ddp_comm_state is a PostLocalSGDState, but model averaging period is not provided: pass "
+                "DDPStrategy(model_averaging_period=...), in steps"
+            )
+        if isinstance(optimizer, (ZeroRedundancyOptimizer, PostLocalSGDOptimizer)):
+            raise ValueError(
+                f"model averaging cannot work with a distributed optimizer of type {type(optimizer).__name__}: give the optimizer that it wraps"
+            )
+        averager = PeriodicModelAverager(period=self.model_averaging_period, warmup_steps=first)
+
+        def average(optimizer: Optimizer, *_: Any) -> None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+            averager.average_parameters(iter(list(parameters)))
+
+        optimizer.register_step_post_hook(average)
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         return super().get_module_state_dict(module.module if isinstance(module, DistributedDataParallel) else module)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 Policy = Any
@@ -52,13 +53,17 @@ class FSDPStrategy(ShardedStrategy):
     name = "fsdp"
 
     def __init__(
-        self, *, cpu_offload: Any = None, mixed_precision: Any = None, auto_wrap_policy: Policy = None,
+        self, accelerator: Any = None, parallel_devices: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None,
+        precision: Any = None, *, precision_plugin: Any = None, cpu_offload: Any = None, mixed_precision: Any = None, auto_wrap_policy: Policy = None,
         activation_checkpointing: Any = None, activation_checkpointing_policy: Policy = None,
         sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "full", device_mesh: Any = None,
-        start_method: str = "popen", timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+        start_method: str = "popen", timeout: datetime.timedelta | None = DEFAULT_TIMEOUT,
         process_group_backend: str | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        super().__init__(start_method=start_method, timeout=timeout, process_group_backend=process_group_backend)
+        super().__init__(
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, precision_plugin=precision_plugin,
+            start_method=start_method, timeout=timeout, process_group_backend=process_group_backend,
+        )  # fmt: skip
         from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
         if state_dict_type not in ("full", "sharded"):

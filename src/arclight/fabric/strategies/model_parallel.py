@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 
@@ -31,10 +32,12 @@ class ModelParallelStrategy(ShardedStrategy):
     def __init__(
         self, parallelize_fn: Callable[[Any, Any], nn.Module] | None = None, data_parallel_size: int | str = "auto",
         tensor_parallel_size: int | str = "auto", save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None, timeout: datetime.timedelta = datetime.timedelta(minutes=10), *,
-        start_method: str = "popen",
+        process_group_backend: str | None = None, timeout: datetime.timedelta | None = DEFAULT_TIMEOUT, *,
+        start_method: str = "popen", **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(start_method=start_method, timeout=timeout, process_group_backend=process_group_backend)
+        super().__init__(
+            start_method=start_method, timeout=timeout, process_group_backend=process_group_backend, **options
+        )
         self.parallelize_fn = parallelize_fn
         self.data_parallel_size, self.tensor_parallel_size = data_parallel_size, tensor_parallel_size
         self.saves_shares = save_distributed_checkpoint

@@ -13,10 +13,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from arclight.fabric.environments import LightningEnvironment
-from arclight.fabric.launchers import Launcher, MultiProcessingLauncher, SubprocessLauncher, leave_group
+from arclight.fabric.accelerators import Accelerator
+from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.launchers import (
+    Launcher,
+    MultiProcessingLauncher,
+    SubprocessLauncher,
+    leave_group,
+    share_threads,
+)
+from arclight.fabric.precision import Precision
 from arclight.fabric.strategies.base import Strategy
 from arclight.fabric.watching import start_watch
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
+"""How long a collective waits for the slowest process."""
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -24,68 +35,104 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.Redu
 class ParallelStrategy(Strategy):
     """Processes in one group.
 
-    ``start_method`` is how local processes start: ``popen`` runs this command again, ``spawn`` and ``fork``
-    run the one function. Every collective waits at most ``timeout``.
+    ``start_method`` is how local processes start: ``popen`` runs this command again; ``spawn``, ``fork`` and ``forkserver``
+    run the one function. Every collective waits at most ``timeout``; a process that others wait for is named on standard
+    error when half of it has passed. ``process_group_backend`` is gloo for processors and nccl for CUDA devices by default.
     """
 
     def __init__(
         self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: Any = None,
+        precision: Precision | None = None,
         *,
-        start_method: str = "popen",
-        timeout: datetime.timedelta = datetime.timedelta(minutes=10),
+        precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
+        timeout: datetime.timedelta | None = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
     ) -> None:
-        super().__init__()
+        super().__init__(accelerator, checkpoint_io, precision, precision_plugin)
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method={start_method!r} is not known; choose popen, spawn, fork or forkserver")
+        self.parallel_devices, self.cluster_environment = parallel_devices, cluster_environment
         self.start_method, self.timeout, self.process_group_backend = start_method, timeout, process_group_backend
-        self._children: SubprocessLauncher | None = None
+        self._launcher: Launcher | None = None
         self._turns = 0
 
+    def attach(
+        self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
+    ) -> None:  # fmt: skip
+        super().attach(accelerator, parallel_devices, num_nodes, environment)
+        self._tell_ranks()
+
+    @property
+    def root_device(self) -> torch.device:
+        return (self.parallel_devices or [torch.device("cpu")])[self.local_rank if self.parallel_devices else 0]
+
+    @property
     def launcher(self) -> Launcher:
-        if self._children is not None:  # one set of children serves every fit and test of this program
-            return self._children
-        if self.environment.creates_processes_externally:
-            return Launcher()
-        if self.start_method == "popen":
-            self._children = SubprocessLauncher(self.num_devices, self.environment)
-            return self._children
-        return MultiProcessingLauncher(self.num_devices, self.start_method)
+        if self._launcher is None:  # one set of processes serves every fit and test of this program
+            assert self.cluster_environment is not None  # attach() has been called
+            if self.start_method == "popen" or self.cluster_environment.creates_processes_externally:
+                self._launcher = SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            else:
+                self._launcher = MultiProcessingLauncher(
+                    self.cluster_environment, self.num_processes, self.start_method
+                )
+        return self._launcher
 
     def setup_environment(self) -> None:
-        if isinstance(self.environment, LightningEnvironment):
-            self.environment.set_world_size(self.num_devices * self.num_nodes)
-            self.environment.set_global_rank(self.node_rank * self.num_devices + self.local_rank)
+        self._tell_ranks()
         super().setup_environment()
-        share_threads(self.num_devices)
+        share_threads(self.num_processes)
         if not dist.is_initialized():
-            dist.init_process_group(
-                self.process_group_backend or default_backend(self.device),
-                init_method=f"tcp://{self.environment.main_address}:{self.environment.main_port}",
-                world_size=self.world_size,
-                rank=self.global_rank,
-                timeout=self.timeout,
-            )
-            atexit.register(leave_group)
-            store = dist.distributed_c10d._get_default_store()
-            start_watch(store, self.global_rank, self.world_size, self.timeout.total_seconds(), self.stop)
+            self._join()
+
+    def _tell_ranks(self) -> None:
+        """Where the program works out who is who, tell its environment; a cluster's own environment knows better."""
+        environment = self.cluster_environment
+        assert environment is not None
+        environment.set_global_rank(self.node_rank * self.num_processes + environment.local_rank())
+        environment.set_world_size(self.num_nodes * self.num_processes)
+
+    def _join(self) -> None:
+        assert self.cluster_environment is not None
+        os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+        os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+        timeout = self.timeout or DEFAULT_TIMEOUT
+        dist.init_process_group(
+            self.process_group_backend or default_backend(self.root_device),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            device_id=self.root_device if self.root_device.type == "cuda" else None,
+        )
+        atexit.register(leave_group)
+        store = dist.distributed_c10d._get_default_store()
+        start_watch(store, self.global_rank, self.world_size, timeout.total_seconds(), self.stop)
 
     @property
     def world_size(self) -> int:
-        return self.environment.world_size()
+        return self.cluster_environment.world_size() if self.cluster_environment is not None else 1
 
     @property
     def global_rank(self) -> int:
-        return self.environment.global_rank()
+        return self.cluster_environment.global_rank() if self.cluster_environment is not None else 0
 
     @property
     def local_rank(self) -> int:
-        return self.environment.local_rank()
+        return self.cluster_environment.local_rank() if self.cluster_environment is not None else 0
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
+    # Before the processes have been started this one is alone: it then has nobody to wait for or to hear from.
+
     def barrier(self, name: str | None = None) -> None:
-        dist.barrier()
+        if dist.is_initialized():
+            cuda = self.root_device.type == "cuda"
+            dist.barrier(device_ids=[self.root_device.index] if cuda else None)
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
@@ -103,6 +150,8 @@ class ParallelStrategy(Strategy):
                 store.set(done, "1")
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return value
         box = [value]
         dist.broadcast_object_list(box, src, device=self.device if self.device.type == "cuda" else None)
         return box[0]
@@ -141,11 +190,3 @@ class ParallelStrategy(Strategy):
 def default_backend(device: torch.device) -> str:
     """The kind of process group in which tensors on such a device are exchanged."""
     return str(dist.Backend.default_device_backend_map.get(device.type, "gloo"))
-
-
-def share_threads(num_processes: int) -> None:
-    """Divide the cores of this host among its processes, unless OMP_NUM_THREADS already says how many each may use."""
-    if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
-        torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # processes started from here, loaders' workers too

@@ -1,0 +1,51 @@
+"""Layers that see the whole global batch, and not only the share of their own process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+
+class LayerSync(ABC):
+    """Turns layers into ones that exchange values between processes, and back."""
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> nn.Module:
+        """``model`` with synchronised layers; parameters are kept."""
+
+    @abstractmethod
+    def revert(self, model: nn.Module) -> nn.Module:
+        """The inverse."""
+
+
+class TorchSyncBatchNorm(LayerSync):
+    """Batch normalisation over the global batch, torch's SyncBatchNorm. It needs devices other than processors."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return converted
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, nn.SyncBatchNorm):
+            return _plain(model)
+        for name, layer in model.named_children():
+            setattr(model, name, self.revert(layer))
+        return model
+
+
+class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation of inputs of any number of dimensions: a SyncBatchNorm no longer knows how many it was made for."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch normalisation needs at least 2 dimensions (batch, channels), got {input.dim()}")
+
+
+def _plain(layer: nn.SyncBatchNorm) -> nn.Module:
+    plain = _BatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    plain.weight, plain.bias, plain.training = layer.weight, layer.bias, layer.training
+    plain.running_mean, plain.running_var = layer.running_mean, layer.running_var
+    plain.num_batches_tracked = layer.num_batches_tracked
+    return plain
