@@ -63,7 +63,7 @@ def select(
     chosen = given if given is not None else _automatic(local, num_nodes)
     _check(chosen, kind, strategy, owner)
     chosen.attach(kind, local, num_nodes, environment)
-    if chosen._precision is None:
+    if not chosen.has_own_precision:
         chosen.precision = _precision(plugin.precision or precision, kind)
     chosen.checkpoint_io = chosen.checkpoint_io or plugin.checkpoint_io
     if isinstance(chosen, DDPStrategy):
@@ -124,7 +124,7 @@ def _from_strategy(strategy: Strategy | None, accelerator: Any, precision: Any, 
         return accelerator, precision
     held = {
         "accelerator": (strategy.accelerator, None if accelerator == "auto" else accelerator, "accelerator flag"),
-        "precision": (strategy._precision, plugin.precision, "plugins"),
+        "precision": (strategy.precision if strategy.has_own_precision else None, plugin.precision, "plugins"),
         "checkpoint_io": (strategy.checkpoint_io, plugin.checkpoint_io, "plugins"),
         "cluster_environment": (strategy.cluster_environment, plugin.environment, "plugins"),
     }

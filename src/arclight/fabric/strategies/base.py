@@ -36,7 +36,10 @@ class Strategy:
     ) -> None:  # fmt: skip
         self.accelerator: Accelerator = accelerator  # type: ignore[assignment]  # None until attach()
         self.checkpoint_io = checkpoint_io
-        self._precision = precision if precision is not None else precision_plugin
+        own = precision if precision is not None else precision_plugin
+        self.precision = own if own is not None else Precision()
+        self.has_own_precision = own is not None
+        """Whether it was told its precision; otherwise a Trainer or Fabric says which."""
         self.parallel_devices: list[torch.device] | None = None
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
@@ -52,20 +55,12 @@ class Strategy:
         self.num_nodes = num_nodes
 
     @property
-    def precision(self) -> Precision:
-        return self._precision if self._precision is not None else Precision()
-
-    @precision.setter
-    def precision(self, precision: Precision | None) -> None:
-        self._precision = precision
-
-    @property
     def precision_plugin(self) -> Precision:
         return self.precision
 
     @precision_plugin.setter
-    def precision_plugin(self, precision: Precision | None) -> None:
-        self._precision = precision
+    def precision_plugin(self, precision: Precision) -> None:
+        self.precision = precision
 
     @property
     def launcher(self) -> Launcher:
@@ -176,9 +171,12 @@ class Strategy:
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward from ``tensor``, as the precision does it."""
-        self.precision.pre_backward(tensor, module)
-        self.precision.backward(tensor, module, *args, **kwargs)
-        self.precision.post_backward(tensor, module)
+        precision, kind = self.precision, type(self.precision)
+        if kind.pre_backward is not Precision.pre_backward:  # a call that does nothing costs more than the question
+            precision.pre_backward(tensor, module)
+        precision.backward(tensor, module, *args, **kwargs)
+        if kind.post_backward is not Precision.post_backward:
+            precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """``optimizer.step(**kwargs)``, as the precision does it: a step whose 16-bit gradients overflowed is left out."""
