@@ -41,14 +41,12 @@ def count(trainer: Trainer, stage: str, loader: ResumableLoader) -> Count:
     """
     limit, prefix = setting(trainer, stage), _PREFIX.get(stage, stage)
     length: Count = len(loader) if loader.sized else math.inf
-    if length == 0:
-        return 0
-    if isinstance(limit, int):
-        return min(length, limit)
-    if not 0 <= limit <= 1:
+    if limit < 0 or (isinstance(limit, float) and limit > 1):
         raise MisconfigurationError(
-            f"limit_{prefix}_batches is a count (int) or a share in [0, 1] (float), got {limit}"
+            f"a limit on batches is a count (int) or a share in [0, 1] (float); limit_{prefix}_batches is {limit}"
         )
+    if isinstance(limit, int) or length == 0:
+        return min(length, limit)
     if length == math.inf:
         if limit != 1.0:
             raise MisconfigurationError(

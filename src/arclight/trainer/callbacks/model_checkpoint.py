@@ -256,7 +256,7 @@ class ModelCheckpoint(Checkpoint):
             return
         if self.save_last and (trainer.global_step != self._published.judged or not self.last_model_path):
             self._save(trainer, rank=False)
-        if self.save_top_k != 0 and not self._validated and trainer.global_step and trainer.num_val_batches:
+        if self.save_top_k != 0 and not self._validated and trainer.global_step and trainer.enable_validation:
             by_epoch = self.every_n_epochs > 0 and not self._saves_on_train_epoch_end(trainer)
             warn_of_no_validation(trainer, self.monitor, self._values(trainer), by_epoch)
 
