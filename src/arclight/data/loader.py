@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from arclight.data.fetching import Fetch, Fetcher, WorkerInit, identity
-from arclight.data.sampling import EpochSampler
+from arclight.data.sampling import EpochSampler, shared_out
 from arclight.data.seeding import derive_seed, isolated_rng
 
 _END = object()
@@ -25,6 +25,7 @@ _DRAWS_NOTHING: tuple[type, ...] = (
     repeat,
 )  # iterators that run nobody's code
 _SNAPSHOTS = 4  # states kept of the newest batches, so that a consumer may look a few batches ahead
+_TOLD = ("dataset", "sampler", "batch_sampler")  # beside the loader itself, of a new epoch
 _SHARDING_NAMES = {"rank", "get_rank", "world_size", "get_world_size", "num_replicas", "num_shards", "shard"}
 
 
@@ -75,13 +76,16 @@ class ResumableLoader:
         self._pending: dict[str, Any] | None = None
         self.indices: deque[Any] | None = None
         """Samples of the batches read and not yet asked for, once `track_indices` was called."""
+        rank, world_size = (rank, world_size) if shard else (0, 1)
         if self._map_style:
             self._fetcher = Fetcher(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
-            rank, world_size = (rank, world_size) if shard else (0, 1)
             self._sampler = EpochSampler(
                 loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete
             )
-        elif world_size > 1 and shard:
+        elif isinstance(loader, DataLoader) and world_size > 1 and not isinstance(loader.dataset, IterableDataset):
+            own = EpochSampler(loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete)
+            self.loader = shared_out(loader, own)
+        elif world_size > 1:
             self._warn_unless_sharded()
 
     @property
@@ -127,7 +131,7 @@ class ResumableLoader:
         where = _Pass(epoch, epoch if seed_epoch is None else seed_epoch, cycle, self.seed)
         if self._map_style:
             return self._map_batches(where, start)
-        _set_epoch(epoch, self.loader, getattr(self.loader, "dataset", None))
+        _set_epoch(epoch, *(getattr(self.loader, name, None) for name in _TOLD), self.loader)
         if self._stateful is not None or (self._is_torch and self.loader.num_workers == 0):
             return self._drawn_batches(where, start)
         if self._is_torch:

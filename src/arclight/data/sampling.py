@@ -97,6 +97,29 @@ class EpochSampler:
         return items + -items % self.world_size if self.train else items
 
 
+class RankShare:
+    """One rank's share of a loader's samples, for a loader that reads its samplers in a way of its own."""
+
+    def __init__(self, sampler: EpochSampler) -> None:
+        self.sampler, self.epoch = sampler, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.sampler.batches(self.epoch)
+
+
+def shared_out(loader: DataLoader[Any], sampler: EpochSampler) -> DataLoader[Any]:
+    """A copy of `loader` that reads only the share that `sampler` has of its samples."""
+    twin, share = copy.copy(loader), RankShare(sampler)
+    _replace(twin, **{"sampler" if loader.batch_sampler is None else "batch_sampler": share})
+    return twin
+
+
 def resampled(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     """A copy of `loader` (of its own class, with all its attributes) that takes its samples from `sampler`."""
     twin = copy.copy(loader)
@@ -111,9 +134,13 @@ def resampled(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
             )
         batches = copy.copy(batches)
         batches.sampler = sampler
-    for name, value in (("sampler", sampler), ("batch_sampler", batches), ("_iterator", None)):
-        object.__setattr__(twin, name, value)  # a DataLoader refuses plain assignment
+    _replace(twin, sampler=sampler, batch_sampler=batches)
     return twin
+
+
+def _replace(loader: DataLoader[Any], **samplers: Any) -> None:
+    for name, value in {**samplers, "_iterator": None}.items():
+        object.__setattr__(loader, name, value)  # a DataLoader refuses plain assignment
 
 
 def _keeping_all(batches: Any) -> Any:
