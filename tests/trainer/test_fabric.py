@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.trainer.fabric_modules import is_wrapped
+from arclight.trainer.loggers import Logger
 
 
 def loop(fabric: al.Fabric, model: nn.Module, loader: Any, epochs: int = 1) -> nn.Module:
@@ -343,3 +345,42 @@ def test_a_step_costs_few_calls() -> None:
     fabric = al.Fabric(devices=1, accelerator="cpu")
     raw, ours = (steps(f, 30) - steps(f, 10) for f in (None, fabric))
     assert ours - raw <= 20 * 14
+
+
+# -- a Module's own link -------------------------------------------------------------------------------------------
+
+
+class Kept(Logger):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.append(dict(metrics))
+
+
+def test_a_module_in_a_loop_of_ones_own_logs_to_the_fabrics_loggers() -> None:
+    logger = Kept()
+    fabric, module = al.Fabric(accelerator="cpu", loggers=logger), al.Module()
+    module.line = torch.nn.Linear(2, 1)
+    assert module.fabric is None
+    fabric.setup(module)
+    module.log("x", torch.tensor(2.0))
+    module.log_dict({"y": 1, "z": 0.5})
+    module.log("hidden", 1.0, logger=False)
+    assert logger.rows == [{"x": 2.0}, {"y": 1, "z": 0.5}]
+    assert module.loggers == [logger]
+    with pytest.raises(ValueError, match="`list` values cannot be logged"):
+        module.log("wrong", [1.0])
+    with pytest.raises(ValueError, match="nested dictionaries cannot be logged"):
+        module.log_dict({"wrong": {"a": 1.0}})
+    assert module.trainer.global_rank == 0
+    with pytest.raises(AttributeError, match=r"tried to access `self.trainer.current_epoch`, which no Fabric has"):
+        _ = module.trainer.current_epoch
+
+
+def test_modules_inside_share_their_owners_fabric() -> None:
+    fabric, owner, inside = al.Fabric(accelerator="cpu"), al.Module(), al.Module()
+    owner.inside = inside
+    owner.fabric = fabric
+    assert inside.fabric is owner.fabric
+    assert inside.fabric.device == fabric.device

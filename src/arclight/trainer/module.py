@@ -13,6 +13,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.data_hooks import DataHooks
 from arclight.trainer.exporting import ExportMixin
+from arclight.trainer.fabric_link import FabricLink, TrainerOfFabric
 from arclight.trainer.hparams import HyperparametersMixin
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
+class Module(DataHooks, HyperparametersMixin, ExportMixin, FabricLink, nn.Module):
     """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
@@ -267,7 +268,7 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
         """
         entries = self._entries
         if entries is None:
-            self._log_outside(name)
+            self._log_outside(name, value, logger)
             return
         given = (
             prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, sync_dist, sync_dist_group, add_dataloader_idx, metric_attribute,
@@ -286,6 +287,9 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
         """:meth:`log` for each item of a mapping, or for each metric of a collection of torchmetrics."""
         from arclight.trainer.log_rules import metric_items
 
+        if self._fabric is not None:
+            self._log_through_fabric(dictionary, logger)
+            return
         items = metric_items(dictionary) if hasattr(dictionary, "compute") else dictionary.items()
         for name, value in items:
             self.log(
@@ -293,8 +297,11 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
                 batch_size, None, rank_zero_only,
             )  # fmt: skip
 
-    def _log_outside(self, name: str) -> None:
-        """``log`` where there is nowhere to keep a value: only a step that somebody calls by hand may do that."""
+    def _log_outside(self, name: str, value: Any, logger: bool | None) -> None:
+        """``log`` outside of a trainer's run: to a Fabric's loggers, or nowhere for a step that somebody calls by hand."""
+        if self._fabric is not None:
+            self._log_through_fabric({name: value}, logger)
+            return
         if self._trainer is not None:
             raise MisconfigurationError(
                 f"You are trying to `self.log({name!r}, ...)` but it is not managed by the `Trainer` control flow: log in the hooks "
@@ -319,6 +326,8 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
     @property
     def trainer(self) -> Trainer:
         if self._trainer is None:
+            if self._fabric is not None:
+                return TrainerOfFabric(self._fabric)  # type: ignore[return-value]
             raise RuntimeError(
                 f"{type(self).__name__} is not attached to a Trainer; pass it to trainer.fit (or validate, test, predict) first"
             )
@@ -326,7 +335,10 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
-        self.__dict__["_trainer"] = trainer
+        """Of the modules inside as well."""
+        for part in self.modules():
+            if isinstance(part, Module):
+                part.__dict__["_trainer"] = trainer
 
     @property
     def current_epoch(self) -> int:
@@ -338,19 +350,23 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, nn.Module):
 
     @property
     def global_rank(self) -> int:
-        return self._trainer.global_rank if self._trainer is not None else 0
+        owner = self._trainer or self._fabric
+        return owner.global_rank if owner is not None else 0
 
     @property
     def local_rank(self) -> int:
-        return self._trainer.local_rank if self._trainer is not None else 0
+        owner = self._trainer or self._fabric
+        return owner.local_rank if owner is not None else 0
 
     @property
     def logger(self) -> Any:
-        return self._trainer.logger if self._trainer is not None else None
+        owner = self._trainer or self._fabric
+        return owner.logger if owner is not None else None
 
     @property
     def loggers(self) -> list[Any]:
-        return self._trainer.loggers if self._trainer is not None else []
+        owner = self._trainer or self._fabric
+        return list(owner.loggers) if owner is not None else []
 
     @property
     def device(self) -> torch.device:
