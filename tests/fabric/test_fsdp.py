@@ -175,6 +175,26 @@ def _materialized(fabric: al.Fabric) -> tuple[dict[str, Any], bool]:
     return whole(fabric, model), True
 
 
+def _looked_at(fabric: al.Fabric) -> tuple[dict[str, Any], float]:
+    """Weights gathered for an evaluation must not be used after an update."""
+    torch.manual_seed(1)
+    model, optimizer = fabric.setup(*(lambda net: (net, torch.optim.SGD(net.parameters(), lr=0.5)))(Net()))
+    for batch in batches(3):
+        fabric.backward(model(batch).square().mean())
+        with torch.no_grad():
+            model(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(fabric, model), float(model(batches()[0]).detach().sum())
+
+
+def test_a_look_between_backward_and_update_changes_nothing() -> None:
+    wanted = _looked_at(al.Fabric(accelerator="cpu", devices=1))
+    found = fabric_for().launch(_looked_at)
+    assert_close(found[0], wanted[0])
+    assert found[1] == pytest.approx(wanted[1], rel=1e-5)
+
+
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from arclight.fabric.batches import map_tensors
+from arclight.fabric.spread import own_parts
 
 
 def gathered(tree: Any, keep: bool) -> Any:
@@ -47,8 +48,16 @@ def share_of(full: torch.Tensor, like: torch.Tensor, device: torch.device | None
     mesh, placements = like.device_mesh, like.placements
     shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
     part = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))] if shape else full
-    local = part.detach().to(device or like.device, copy=True).contiguous()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return from_own_part(part.detach().to(device or like.device, copy=True).contiguous(), like)
+
+
+def from_own_part(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """The spread tensor of which this process holds ``part``, beside ``like``."""
+    made: torch.Tensor = DTensor.from_local(
+        part.to(like.device) if not like.is_meta else part, like.device_mesh, like.placements, run_check=False,
+        shape=like.shape, stride=like.stride(),
+    )  # fmt: skip
+    return made
 
 
 def load_whole_weights(module: nn.Module) -> None:
@@ -123,22 +132,17 @@ def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: fl
             f"the norm of the gradients is {float(total)}, so they cannot be clipped; with error_if_nonfinite=False they are "
             "multiplied by what comes out"
         )
-    torch._foreach_mul_(local_parts(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    torch._foreach_mul_(own_parts(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
 @torch.no_grad()
 def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
     """Limit every element of the gradients."""
-    parts = local_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
+    parts = own_parts([parameter.grad for parameter in parameters if parameter.grad is not None])
     if parts:
         torch._foreach_clamp_min_(parts, -limit)
         torch._foreach_clamp_max_(parts, limit)
-
-
-def local_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The memory of this process's shares."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -205,11 +205,12 @@ def _take(trainer: Trainer, data: StageData, combined: CombinedLoader | None, gi
 def _wrap(trainer: Trainer, loader: Any, stage: str) -> ResumableLoader:
     if isinstance(loader, ResumableLoader):
         return loader
+    share = trainer.strategy.distributed_sampler_kwargs
     return ResumableLoader(
         loader,
         seed=trainer.data_seed,
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
+        rank=share["rank"],
+        world_size=share["num_replicas"],
         train=stage == "train",
         complete=stage == "predict",
         shard=trainer.use_distributed_sampler,

@@ -47,7 +47,8 @@ def validate_during_fit(trainer: Trainer, module: Module) -> None:
 
 def without_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
     """What evaluation runs in; ``torch.inference_mode(False)`` inside it brings gradients back."""
-    return torch.inference_mode() if trainer.inference_mode else torch.no_grad()
+    inference = trainer.inference_mode and trainer.strategy.evaluates_in_inference_mode
+    return torch.inference_mode() if inference else torch.no_grad()
 
 
 @contextmanager
@@ -149,7 +150,7 @@ class Calls(NamedTuple):
         step = getattr(module, f"{hook}_step")
         return cls(
             hook=hook,
-            step=trainer.precision_plugin.wrap(step),
+            step=trainer.precision_plugin.wrap(trainer.strategy.wrap_evaluation_step(module, step)),
             takes_index=takes(step, "batch_idx", least=2),
             takes_iterator=takes_iterator(step),
             several=loaders > 1,

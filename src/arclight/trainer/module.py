@@ -197,7 +197,7 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, FabricLink, nn.Module
         if gradient_clip_val is not None:
             if isinstance(optimizer, ScaledOptimizer):  # of a manual step; an automatic one has unscaled by now
                 optimizer.scaler.unscale_(optimizer.optimizer)
-            clip(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+            clip(self.trainer.strategy, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or the list of them; with 16-bit gradients their ``step`` takes the scale out."""
@@ -376,6 +376,11 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, FabricLink, nn.Module
     @property
     def dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def device_mesh(self) -> Any:
+        """The processes as ``configure_model`` may spread the module over them; None where the strategy has no mesh."""
+        return getattr(self._trainer.strategy, "device_mesh", None) if self._trainer is not None else None
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from arclight.fabric.strategies import Strategy
 from arclight.trainer.hooks import Hook, module_hooks, overridden, resolve
 from arclight.trainer.module import Module
 
@@ -80,16 +81,16 @@ def _scheduler(value: Any, monitor: str | None = None) -> LRSchedulerConfig:
     return LRSchedulerConfig(**{"monitor": monitor, **value})
 
 
-def parameters_of(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def clip(optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
+def clip(strategy: Strategy, optimizer: Optimizer, value: float, algorithm: str = "norm") -> None:
     """Clip gradients by their global 2-norm (``norm``) or by element (``value``)."""
     if algorithm == "value":
-        torch.nn.utils.clip_grad_value_(parameters_of(optimizer), value)
+        strategy.clip_value(parameters_of(optimizer), value)
     elif algorithm == "norm":
-        torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), value)
+        strategy.clip_norm(parameters_of(optimizer), value)
     else:
         raise ValueError(f"gradient_clip_algorithm={algorithm!r} is not known; choose norm or value")
 
@@ -183,7 +184,7 @@ def _parts(trainer: Trainer, module: Module, optimizer: Optimizer) -> _Parts:
     if overridden(module, "configure_gradient_clipping", Module):
         before.append(lambda: module.configure_gradient_clipping(optimizer, value, algorithm))
     elif value is not None:
-        before.append(lambda: clip(optimizer, value, algorithm))
+        before.append(lambda: clip(trainer.strategy, optimizer, value, algorithm))
     if scaler is not None and before:
         before.insert(0, lambda: scaler.unscale_(optimizer))
     after: list[Callable[[], Any]] = [partial(h, optimizer) for h in resolve(trainer, module, "on_before_zero_grad")]
@@ -296,7 +297,7 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
             window.first_size, window.total = 1 if several else max(1, size), 0
         window.count += 1
         last = window.count == length or index + 1 == trainer.num_training_batches
-        with nullcontext() if last else trainer.strategy.no_backward_sync(trainer.step_module or module):
+        with nullcontext() if last else trainer.strategy.accumulating(trainer.step_module or module):
             output = forward(batch, index)
             loss = loss_of(output)
             if loss is not None:

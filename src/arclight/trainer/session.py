@@ -45,9 +45,10 @@ def launch(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> A
 
 def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:
     result = _guarded(trainer, function, *arguments)
+    weights = trainer.strategy.portable(trainer.lightning_module.state_dict())
     if not trainer.is_global_zero:
         return None
-    weights = {name: tensor.cpu().clone() for name, tensor in trainer.lightning_module.state_dict().items()}
+    weights = {name: tensor.cpu().clone() for name, tensor in weights.items()}
     return {
         "result": result,
         "weights": save_bytes(weights),
@@ -149,7 +150,8 @@ def _add_callbacks(trainer: Trainer, module: Module) -> None:
 
 def _place(trainer: Trainer, module: Module) -> None:
     """Parameters to their type and device."""
-    trainer.precision_plugin.convert_module(module).to(trainer.strategy.device)
+    trainer.strategy.precision = trainer.precision_plugin
+    trainer.strategy.place(trainer.precision_plugin.convert_module(module), module.automatic_optimization)
 
 
 def _finish(trainer: Trainer, module: Module, stage: str) -> None:
@@ -187,6 +189,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     optimizers = module.configure_optimizers()
     trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(optimizers)
     for optimizer in trainer.optimizers:
+        trainer.strategy.setup_optimizer(optimizer)
         optimizer.zero_grad()  # what a run that was broken off, or anyone else, left there
     trainer.call("on_fit_start")
     loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0

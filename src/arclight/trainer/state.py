@@ -25,6 +25,7 @@ from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
 from arclight.trainer.datamodule import DataModule
+from arclight.trainer.fabric_checkpoint import StateIO
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
 
@@ -68,8 +69,7 @@ def save(trainer: Trainer, path: str | Path, weights_only: bool = False) -> None
     """Write a checkpoint; returns on every rank when it is complete."""
     reporting.check_finite(trainer)
     tree = dump(trainer, weights_only)
-    if trainer.is_global_zero:
-        checkpoints.save(path, tree)
+    trainer.strategy.write_checkpoint(StateIO(), tree, path)
     trainer.strategy.barrier("checkpoint saved")
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from arclight.fabric.spread import is_spread, own_part
+
 
 @dataclass
 class Window:
@@ -25,7 +27,7 @@ class Window:
         """The part of this rank, with its gradients; empty between two windows."""
         if self.count == 0:
             return {}
-        gradients = [p.grad for p in _parameters(optimizers)]
+        gradients = [None if p.grad is None else own_part(p.grad) for p in _parameters(optimizers)]
         return {"count": self.count, "first_size": self.first_size, "total": self.total, "gradients": gradients}
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
@@ -34,9 +36,17 @@ class Window:
             return
         self.count, self.first_size, self.total = state["count"], state["first_size"], state["total"]
         for parameter, gradient in zip(_parameters(optimizers), state["gradients"], strict=True):
-            # in the parameter's own memory layout, which fused optimizers rely on
-            parameter.grad = None if gradient is None else torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = None if gradient is None else _beside(parameter, gradient)
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _beside(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` spread as its parameter is, in the parameter's own memory layout, which fused optimizers rely on."""
+    if not is_spread(parameter):
+        return torch.empty_like(parameter).copy_(gradient)
+    from arclight.fabric.sharding import from_own_part
+
+    return from_own_part(gradient, parameter)

@@ -14,6 +14,7 @@ from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import move_batch
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.launchers import Launcher
+from arclight.fabric.no_init import NoInit
 from arclight.fabric.precision import Precision
 from arclight.fabric.stopping import StopSignal
 
@@ -209,6 +210,10 @@ class Strategy:
         """Context in which backward does not reduce gradients (all but the last batch of a window)."""
         return nullcontext()
 
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Context of all but the last batch of a Trainer's accumulation window."""
+        return self.no_backward_sync(module)
+
     # -- model: for the Trainer ------------------------------------------------------------------------------------
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
@@ -304,6 +309,10 @@ class Strategy:
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return optimizer.state_dict()
 
+    def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """What of a ``whole`` tensor this process keeps beside ``like``."""
+        return whole
+
     def portable(self, tree: Any) -> Any:
         """A state tree whose tensors are whole, on rank 0; a collective where tensors are spread over processes."""
         return tree
@@ -381,13 +390,3 @@ def _entered(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[A
             yield
 
     return enter()
-
-
-class NoInit(torch.overrides.TorchFunctionMode):
-    """Leaves out the functions of ``torch.nn.init``: weights stay as allocated, to be loaded right after."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return func(*args, **kwargs)

@@ -180,24 +180,26 @@ class FSDPStrategy(ShardedStrategy):
 
         from arclight.fabric import sharding
 
-        sharding.copy_from_rank_zero(module, self.device)
-        for part in _chosen(module, self.activation_checkpointing_policy):
-            _checkpoint_activations(part)
-        units = _chosen(module, self.auto_wrap_policy)
-        if not whole:
-            units = list(dict.fromkeys((*units, *_running_parts(module))))
-        _refuse_tied_across(module, units)
-        options = self._fully_shard_options()
-        for unit in units:
-            fully_shard(unit, **options)
-        root = _Root(module, shared=whole)
-        if whole:
-            fully_shard(root, **options)
-        elif own := [name for name, _ in module.named_parameters(recurse=False)]:
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own and not whole:
             raise ValueError(
                 f"{type(module).__name__}.{own[0]} is a parameter of the module itself, which strategy='fsdp' cannot gather "
                 "with automatic_optimization=False: put it into a submodule"
             )
+        sharding.copy_from_rank_zero(module, self.device)
+        for part in _chosen(module, self.activation_checkpointing_policy):
+            _checkpoint_activations(part)
+        units = _chosen(module, self.auto_wrap_policy)
+        outermost: list[nn.Module] = [_Root(module, shared=whole)] if whole else _running_parts(module)
+        units = list(dict.fromkeys((*units, *outermost)))
+        _refuse_tied_across(module, units)
+        options = self._fully_shard_options()
+        for unit in units:
+            fully_shard(unit, **options)
+        for unit in outermost:
+            unit.register_forward_hook(_let_go_without_backward)
+        root = outermost[0] if whole else _Root(module, shared=whole)
+        assert isinstance(root, _Root)
         sharding.materialize(module, self.device)
         self.sum_on_gloo(root)
         sharding.load_whole_weights(module)
@@ -301,7 +303,7 @@ def _running_parts(module: nn.Module) -> list[nn.Module]:
 def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
     """Raise ValueError for a parameter that two units have: shared out twice, its copies would part company."""
     owner: dict[nn.Module, nn.Module] = {}
-    for unit in (*units, module):  # inner ones first
+    for unit in units:  # inner ones first
         for part in unit.modules():
             owner.setdefault(part, unit)
     seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
@@ -313,6 +315,17 @@ def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
                 f"{first[1]} and {name} are one parameter in two FSDP units: choose an auto_wrap_policy that leaves both to "
                 "the same unit"
             )
+
+
+def _let_go_without_backward(module: nn.Module, *_: Any) -> None:
+    """After a forward that no backward follows: else the whole weights would stay, and be used after the next update."""
+    if torch.is_grad_enabled():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _checkpoint_activations(module: nn.Module) -> None:

@@ -44,9 +44,18 @@ class ShardedStrategy(ParallelStrategy):
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         return _without_sync(self.root_of(module)) if enabled else nullcontext()
 
+    def accumulating(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Gradients are reduced batch by batch: whole ones would take a model's memory, and a checkpoint would not have them."""
+        return nullcontext()
+
     def root_of(self, module: nn.Module) -> nn.Module:
         """The outermost module around ``module`` that takes part in its forward."""
         return module
+
+    def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        from arclight.fabric import sharding
+
+        return sharding.share_of(whole, like)
 
     def portable(self, tree: Any) -> Any:
         from arclight.fabric.sharding import gathered

@@ -11,6 +11,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.spread import own_parts
 from arclight.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -155,7 +156,9 @@ class WeightAveraging(Callback):
             some = ", ".join(sorted(unknown)[:5])
             raise ValueError(f"the saved average and {type(pl_module).__name__} differ: only one of them has {some}")
         self._averages = {
-            name: self._averages[name].to(self.device if self.device is not None else tensor.device)
+            name: trainer.strategy.share_of(self._averages[name], tensor).to(
+                self.device if self.device is not None else tensor.device
+            )
             for name, tensor in self._named_tensors()
         }
 
@@ -183,9 +186,9 @@ class WeightAveraging(Callback):
             (floats if average.is_floating_point() or average.is_complex() else copies).append((average, tensor))
         if floats:
             tensors = [t if t.dtype == a.dtype and t.device == a.device else t.to(a) for a, t in floats]
-            self._mix([average for average, _ in floats], tensors)
+            self._mix(own_parts(average for average, _ in floats), own_parts(tensors))
         if copies:
-            torch._foreach_copy_([average for average, _ in copies], [tensor for _, tensor in copies])
+            torch._foreach_copy_(own_parts(average for average, _ in copies), own_parts(tensor for _, tensor in copies))
 
     def _mix(self, averages: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         """Change ``averages`` in place by one update with ``tensors``."""
@@ -232,7 +235,7 @@ class WeightAveraging(Callback):
             self._put_in()
             return
         with torch.inference_mode(False), torch.no_grad():
-            torch._foreach_copy_([tensor for _, tensor in self._named_tensors()], self._backup)
+            torch._foreach_copy_(own_parts(tensor for _, tensor in self._named_tensors()), own_parts(self._backup))
         self._backup = None
 
     def _copy_average_to_current(self, pl_module: Module) -> None:
@@ -244,7 +247,7 @@ class WeightAveraging(Callback):
             tensors = [tensor for _, tensor in self._named_tensors()]
             with torch.inference_mode(False), torch.no_grad():
                 self._backup = [tensor.clone() for tensor in tensors]
-                torch._foreach_copy_(tensors, list(self._averages.values()))
+                torch._foreach_copy_(own_parts(tensors), own_parts(self._averages.values()))
 
 
 class EMAWeightAveraging(WeightAveraging):
