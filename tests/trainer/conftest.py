@@ -34,6 +34,8 @@ class Scripted(al.Module):
         x, y = batch
         self.log("val/error", (self.line(x) - y).abs().mean())
 
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
     def on_validation_epoch_end(self) -> None:
         if self.trainer.sanity_checking:
             return
@@ -54,7 +56,8 @@ def rows(count: int) -> DataLoader[Any]:
 def make_trainer(tmp_path: Path) -> Callable[..., al.Trainer]:
     def make(*callbacks: al.Callback, **settings: Any) -> al.Trainer:
         settings = {
-            "enable_progress_bar": False,
+            "enable_progress_bar": any(isinstance(callback, al.RichProgressBar) for callback in callbacks),
+            "enable_model_summary": False,
             "default_root_dir": tmp_path,
             "run_name": "test",
             "accelerator": "cpu",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.checkpoint.conversion import convert, load_weights
+    from arclight.checkpoint.conversion import convert, load_weights, read_pickled
     from arclight.checkpoint.errors import CheckpointError
     from arclight.checkpoint.inspection import Inspection, inspect
     from arclight.checkpoint.retention import find_last, prune, remove
@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = lazy(
         "inspect": "arclight.checkpoint.inspection",
         "load_weights": "arclight.checkpoint.conversion",
         "load": "arclight.checkpoint.store",
+        "read_pickled": "arclight.checkpoint.conversion",
         "prune": "arclight.checkpoint.retention",
         "remove": "arclight.checkpoint.retention",
         "save": "arclight.checkpoint.store",

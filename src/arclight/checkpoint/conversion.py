@@ -60,7 +60,7 @@ def read_foreign(path: Path) -> dict[str, Any]:
         return {"model": _read_safetensors(path)}
     if path.suffix not in _PICKLED:
         raise CheckpointError(f"{path} is none of {', '.join((*_PICKLED, '.safetensors'))}: it cannot be converted")
-    return _with_model(path, _read_pickled(path))
+    return _with_model(path, read_pickled(path))
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -71,14 +71,18 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} is not a sound safetensors file ({error}): fetch or write it again") from error
 
 
-def _read_pickled(path: Path) -> Any:
+def read_pickled(path: Path, map_location: Any = "cpu") -> Any:
+    """What ``torch.save`` put into a file, without running anything from it.
+
+    Raises CheckpointError for a file that is damaged or holds objects that only unpickling could restore.
+    """
     try:
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
+            return torch.load(path, map_location=map_location, weights_only=True)  # written before torch 1.6
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"objects of class {found[1]}" if found else "objects"

@@ -122,11 +122,11 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic_kernels() -> Iterator[None]:
-    """Run a block with kernels that give the same bits every time; torch raises RuntimeError where it has none such."""
+def deterministic_kernels(warn_only: bool = False) -> Iterator[None]:
+    """Run a block with kernels that give the same bits every time; where torch has none such it raises RuntimeError, or warns."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, read when it starts
     before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.benchmark = False
     try:
         yield

@@ -93,12 +93,11 @@ def told_apart(function: str, loaders: Any, others: Any, datamodule: Any) -> tup
             raise MisconfigurationError("two data modules were given: one as dataloaders, one as datamodule; give one")
         loaders, datamodule = None, loaders
     if datamodule is not None and (loaders is not None or others is not None):
-        names = (
-            "`train_dataloader` or `val_dataloaders`" if function == "fit" else "both `dataloaders` and a data module"
-        )
-        raise MisconfigurationError(
-            f"You cannot pass {names} to `trainer.{function}(datamodule=...)`: give one of them"
-        )
+        if function == "fit":
+            what = "`train_dataloader` or `val_dataloaders` to `trainer.fit(datamodule=...)`"
+        else:
+            what = f"both `trainer.{function}(dataloaders=..., datamodule=...)`"
+        raise MisconfigurationError(f"You cannot pass {what}: give one of them")
     return loaders, datamodule
 
 

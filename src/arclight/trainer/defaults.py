@@ -2,79 +2,64 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from typing import TYPE_CHECKING, Any
 
+from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callback import Callback, Checkpoint
-from arclight.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-_LEAST = {
-    "accumulate_grad_batches": 1,
-    "check_val_every_n_epoch": 1,
-    "log_every_n_steps": 0,
-    "max_steps": -1,
-    "num_sanity_val_steps": -1,
-}
-
-
-def make_settings(given: dict[str, Any], fast_dev_run: int | bool) -> TrainerSettings:
-    """Checked settings. Raises TypeError naming the nearest field for an unknown argument."""
-    names = [f.name for f in dataclasses.fields(TrainerSettings)]
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            raise TypeError(f"Trainer has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    settings = TrainerSettings(**given)
-    if fast_dev_run:
-        count = int(fast_dev_run)
-        settings = dataclasses.replace(
-            settings,
-            max_epochs=1,
-            max_steps=count,
-            limit_train_batches=count,
-            limit_val_batches=count,
-            num_sanity_val_steps=0,
-            val_check_interval=None,
-            check_val_every_n_epoch=1,
-        )
-    for name, least in _LEAST.items():
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-    if settings.val_check_interval is not None and settings.val_check_interval <= 0:
-        raise ValueError(f"val_check_interval must be above 0, got {settings.val_check_interval}")
-    return settings
-
-
-def default_callbacks(
-    trainer: Trainer, given: Callback | list[Callback] | None, checkpointing: bool | None, summary: bool | None
-) -> list[Callback]:
+def default_callbacks(trainer: Trainer, given: Callback | list[Callback] | None) -> list[Callback]:
     """The user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
-    from arclight.trainer.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar
+    from arclight.trainer.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar, Timer
 
+    chosen, settings = trainer.given, trainer.settings
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
-    if checkpointing is False and any(isinstance(c, Checkpoint) for c in callbacks):
-        raise ValueError("enable_checkpointing=False, yet a checkpoint callback was given; leave out one of them")
+    _check_callbacks(callbacks, chosen)
+    if settings.max_time is not None:
+        if any(isinstance(c, Timer) for c in callbacks):
+            trainer.say("Ignoring `Trainer(max_time=...)`, callbacks list already contains a Timer.")
+        else:
+            callbacks.append(Timer(duration=settings.max_time, interval="step"))
     if (
-        checkpointing is not False
+        chosen["enable_checkpointing"] is not False
         and not trainer.fast_dev_run
-        and not any(isinstance(c, ModelCheckpoint) for c in callbacks)
+        and not any(isinstance(c, Checkpoint) for c in callbacks)
     ):
         callbacks.append(ModelCheckpoint())
-    if trainer.settings.enable_progress_bar and not any(isinstance(c, RichProgressBar) for c in callbacks):
+    bar = settings.enable_progress_bar
+    if bar and not any(is_progress_bar(c) for c in callbacks):
         callbacks.append(RichProgressBar())
-    if (
-        summary is not False
-        and trainer.settings.enable_progress_bar
-        and not any(isinstance(c, ModelSummary) for c in callbacks)
-    ):
+    summary = bar if chosen["enable_model_summary"] is None else chosen["enable_model_summary"]
+    if summary and not any(isinstance(c, ModelSummary) for c in callbacks):
         callbacks.append(ModelSummary())
     return checkpoints_last(callbacks)
+
+
+def _check_callbacks(callbacks: list[Callback], chosen: dict[str, Any]) -> None:
+    if chosen["enable_checkpointing"] is False and any(isinstance(c, Checkpoint) for c in callbacks):
+        raise MisconfigurationError(
+            "Trainer was configured with `enable_checkpointing=False` but found `ModelCheckpoint` in callbacks list: leave out one of them"
+        )
+    bars = [c for c in callbacks if is_progress_bar(c)]
+    if len(bars) > 1:
+        raise MisconfigurationError(
+            "You added multiple progress bar callbacks to the Trainer, but currently only one progress bar is supported: "
+            + ", ".join(type(c).__name__ for c in bars)
+        )
+    if bars and chosen["enable_progress_bar"] is False:
+        raise MisconfigurationError(
+            f"Trainer was configured with `enable_progress_bar=False` but found `{type(bars[0]).__name__}` in callbacks list: "
+            "leave out one of them"
+        )
+
+
+def is_progress_bar(callback: Callback) -> bool:
+    from arclight.trainer.callbacks import RichProgressBar
+
+    return isinstance(callback, RichProgressBar)
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:

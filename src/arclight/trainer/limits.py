@@ -15,15 +15,6 @@ Count = int | float
 """A number of batches; infinity for a loader that does not know its length."""
 
 
-def resolve_max_epochs(max_epochs: int | None, max_steps: int) -> int:
-    """Epochs to run, -1 for no limit. Without any limit Lightning's default of 1000 epochs holds."""
-    if max_epochs is not None:
-        if max_epochs < -1:
-            raise ValueError(f"max_epochs must be -1 (no limit) or more, got {max_epochs}")
-        return max_epochs
-    return 1000 if max_steps == -1 else -1
-
-
 _PREFIX = {"validate": "val", "sanity_check": "val"}
 
 
@@ -104,7 +95,7 @@ def next_validation(trainer: Trainer) -> Count:
     offset = 0 if trainer.check_val_every_n_epoch is not None else trainer.progress.batches - done
     if done and trainer.progress.validated_at != done and (offset + done) % interval == 0:
         return done  # resumed from a checkpoint between this batch and its validation
-    return (offset + done) // interval * interval + interval - offset
+    return int((offset + done) // interval * interval + interval - offset)
 
 
 def validates_after_last_batch(trainer: Trainer) -> bool:

@@ -6,8 +6,9 @@ calls what exists and asks about nothing else.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ from arclight.trainer.dataloading import load
 from arclight.trainer.evaluation import PROGRESS_INTERVAL, validate_during_fit
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.module import Module
-from arclight.trainer.optimization import Step, build_step, epoch_scheduler_steps
+from arclight.trainer.optimization import Step, build_forward, build_step
+from arclight.trainer.schedulers import scheduler_steps
+from arclight.trainer.signals import end_by_signal
 from arclight.trainer.transfer import batch_transfer
 
 if TYPE_CHECKING:
@@ -26,8 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitPlan:
-    """All that one fit calls, resolved once."""
+    """All that one fit calls, resolved once (and again where an epoch's beginning changed what it is made of)."""
 
+    made_of: tuple[Any, ...]
+    forward: Step
     step: Step
     move: Callable[[Any], Any] | None
     batch_start: tuple[Hook, ...]
@@ -36,35 +41,60 @@ class FitPlan:
     """``on_train_batch_end`` of the callbacks that run last: after the step's row is written, so that a checkpoint has it behind it."""
     on_progress: tuple[Hook, ...]
     epoch_schedulers: list[Callable[[], Any]]
+    plateau_schedulers: list[Callable[[], Any]]
 
     @classmethod
-    def build(cls, trainer: Trainer, module: Module) -> FitPlan:
+    def build(cls, trainer: Trainer, module: Module, forward: Step | None = None) -> FitPlan:
+        usual = [c for c in trainer.callbacks if not c.runs_last]
+        last = [c for c in trainer.callbacks if c.runs_last]
+        forward = build_forward(trainer, module) if forward is None else forward
+        trainer.close_window = None
         return cls(
-            step=build_step(trainer, module),
+            made_of=_ingredients(trainer, module),
+            forward=forward,
+            step=build_step(trainer, module, forward),
             move=batch_transfer(trainer, module),
             batch_start=resolve(trainer, module, "on_train_batch_start"),
-            batch_end=callback_hooks(
-                trainer, module, [c for c in trainer.callbacks if not c.runs_last], "on_train_batch_end"
-            )
+            batch_end=callback_hooks(trainer, module, usual, "on_train_batch_end")
             + module_hooks(module, "on_train_batch_end"),
-            batch_save=callback_hooks(
-                trainer, module, [c for c in trainer.callbacks if c.runs_last], "on_train_batch_end"
-            ),
+            batch_save=callback_hooks(trainer, module, last, "on_train_batch_end"),
             on_progress=callback_hooks(trainer, module, trainer.callbacks, "on_progress"),
-            epoch_schedulers=epoch_scheduler_steps(trainer, module),
+            epoch_schedulers=scheduler_steps(trainer, module, "epoch", plateau=False),
+            plateau_schedulers=scheduler_steps(trainer, module, "epoch", plateau=True),
         )
+
+    def current(self, trainer: Trainer, module: Module) -> FitPlan:
+        """The same plan, or a new one if callbacks or hooks changed the settings it was made of."""
+        same = self.made_of == _ingredients(trainer, module)
+        return self if same else FitPlan.build(trainer, module, self.forward)
+
+
+def _ingredients(trainer: Trainer, module: Module) -> tuple[Any, ...]:
+    return (
+        trainer.accumulate_grad_batches,
+        trainer.gradient_clip_val,
+        trainer.gradient_clip_algorithm,
+        module.automatic_optimization,
+        *map(id, trainer.optimizers),
+        *(id(config.scheduler) for config in trainer.lr_scheduler_configs),
+        *map(id, trainer.callbacks),
+    )
 
 
 def run_fit(trainer: Trainer, module: Module) -> None:
     """Train from where ``trainer.progress`` stands until a limit or a stop request."""
     plan = FitPlan.build(trainer, module)
+    trainer.strategy.stop.begin()
     trainer.call("on_train_start")
     if evaluating := sum(not part.training for part in module.modules()):
-        trainer.notice(
-            f"{evaluating} modules are in evaluation mode and stay so: call .train() on those not meant to be frozen"
+        trainer.warn(
+            f"Found {evaluating} module(s) in eval mode at the start of training: they stay so; call .train() on those "
+            "not meant to be frozen"
         )
     while not finished(trainer):
-        if not train_epoch(trainer, module, plan):
+        complete = train_epoch(trainer, module, plan)
+        agree_on_stop(trainer)
+        if not complete:
             break
         trainer.progress.next_epoch()
         trainer.logged.clear()
@@ -81,10 +111,39 @@ def finished(trainer: Trainer) -> bool:
     return trainer.should_stop and may_stop(trainer)
 
 
+def agree_on_stop(trainer: Trainer) -> None:
+    """At a moment that all ranks reach: if one of them was told to stop, all are. A collective where there are several."""
+    if trainer.world_size > 1:
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+
+
+def stops_here(trainer: Trainer) -> bool:
+    """Whether to leave the batches of an epoch behind the one just done, which all ranks do at the same one.
+
+    A rank alone in being told to stop says so to the others beside the loop; they all stop at the next batch that none has begun.
+    """
+    stop = trainer.strategy.stop
+    if trainer.should_stop:
+        trainer.strategy.request_stop("SIGTERM" if trainer.received_sigterm else "should_stop")
+    if not stop.asked or not stop.due(trainer.progress.batches):
+        return False
+    if trainer.received_sigterm or "SIGTERM" in stop.reason:
+        end_by_signal(trainer)
+    trainer.should_stop = True
+    return may_stop(trainer)
+
+
 def may_stop(trainer: Trainer) -> bool:
     """Whether the minimum of epochs and steps is behind us."""
-    progress = trainer.progress
-    return progress.epoch >= trainer.min_epochs and progress.global_step >= trainer.min_steps
+    progress, epochs, steps = trainer.progress, trainer.min_epochs, trainer.min_steps
+    enough = (not epochs or progress.epoch >= epochs) and (not steps or progress.global_step >= steps)
+    if not enough and not trainer.told_of_minimum:
+        trainer.told_of_minimum = True
+        trainer.say(
+            f"Trainer was signaled to stop but the required `min_epochs={epochs}` or `min_steps={steps}` has not been met: "
+            "training goes on until it is"
+        )
+    return enough
 
 
 def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
@@ -95,6 +154,7 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         _take_up_rng(trainer)
     trainer.call("on_train_epoch_start")
     _take_up_rng(trainer)
+    plan = plan.current(trainer, module)
     if progress.batch == trainer.next_validation():  # left to do by the run that saved
         validate_during_fit(trainer, module)
     complete = progress.batch >= trainer.num_training_batches
@@ -106,13 +166,12 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
                 raise
             complete = True  # the step asked its iterator for more than there was
     reporting.check_finite(trainer)
+    if complete and trainer.window.count and progress.epoch + 1 == trainer.max_epochs and trainer.close_window:
+        trainer.close_window()  # the last batch was not known to be the last
     if complete and trainer.validates_when_epoch_is_over():
         validate_during_fit(trainer, module)
-    if complete:
-        progress.ended = True
-        for scheduler_step in plan.epoch_schedulers:
-            scheduler_step()
-    reporting.end_epoch(trainer)
+    progress.ended = complete
+    reporting.end_epoch(trainer, plan.plateau_schedulers if complete else [])
     return complete
 
 
@@ -126,17 +185,12 @@ def _take_up_rng(trainer: Trainer) -> None:
 def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     """The innermost loop; whether the epoch's batches came to their end."""
     progress, current, enter = trainer.progress, trainer.logged.batch, trainer.enter
-    step, move, batch_start, batch_end, batch_save = (
-        plan.step,
-        plan.move,
-        plan.batch_start,
-        plan.batch_end,
-        plan.batch_save,
-    )
-    total, validate_at, max_steps = trainer.num_training_batches, trainer.next_validation(), trainer.max_steps
-    log_every = trainer.log_every_n_steps
+    step, move, on_progress = plan.step, plan.move, plan.on_progress
+    batch_start, batch_end, batch_save = plan.batch_start, plan.batch_end, plan.batch_save
+    total, validate_at, max_steps = trainer.num_training_batches, trainer.next_validation(), trainer.step_limit
+    log_every = trainer.log_every_n_steps or sys.maxsize  # 0: never
     log_at = progress.global_step // log_every * log_every + log_every
-    on_progress, clock, show_at = plan.on_progress, time.monotonic, 0.0
+    clock, show_at, scheduled, stop = time.monotonic, 0.0, False, trainer.strategy.stop
     enter("training_step")
     trainer.logged.in_batches = True
     for index, batch in enumerate(trainer.train_batches(progress.epoch, progress.batch), progress.batch):
@@ -146,14 +200,20 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         if batch_start:
             enter("on_train_batch_start")
             if -1 in [hook(batch, index) for hook in batch_start]:
-                return True  # a hook asked to skip the rest of this epoch
+                break  # a hook asked to skip the rest of this epoch
             enter("training_step")
         output = step(batch, index)
         progress.batch = index + 1
         progress.batches += 1
+        if progress.batch == total:
+            scheduled = True
+            for scheduler_step in plan.epoch_schedulers:
+                scheduler_step()
         if batch_end:
             trainer.is_last_batch = index + 1 == total
             enter("on_train_batch_end")
+            if not isinstance(output, Mapping):
+                output = {} if output is None else {"loss": output}
             for hook in batch_end:
                 hook(output, batch, index)
             enter("training_step")
@@ -164,12 +224,19 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             hook(output, batch, index)
         if progress.batch == validate_at:
             validate_during_fit(trainer, module)
+            agree_on_stop(trainer)
+            if trainer.should_stop and may_stop(trainer):
+                return progress.batch == total
             validate_at = trainer.next_validation()
             enter("training_step")
         if on_progress and (now := clock()) >= show_at:
             show_at = now + PROGRESS_INTERVAL
             for hook in on_progress:
                 hook()
-        if progress.global_step == max_steps or (trainer.should_stop and may_stop(trainer)):
+        if progress.global_step >= max_steps or ((trainer.should_stop or stop.asked) and stops_here(trainer)):
             return progress.batch == total
+        stop.position = progress.batches
+    if not scheduled:
+        for scheduler_step in plan.epoch_schedulers:
+            scheduler_step()
     return True

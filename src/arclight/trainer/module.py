@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from arclight.trainer.data_hooks import DataHooks
 from arclight.trainer.exporting import ExportMixin
 from arclight.trainer.fabric_link import FabricLink, TrainerOfFabric
 from arclight.trainer.hparams import HyperparametersMixin
+from arclight.trainer.optimizing import Optimizing
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-class Module(DataHooks, HyperparametersMixin, ExportMixin, FabricLink, nn.Module):
+class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLink, nn.Module):
     """Subclass this; write ``training_step`` and ``configure_optimizers``, and any other hook you need.
 
     It stays an ordinary ``nn.Module``: outside a trainer nothing here is in the way.
@@ -158,83 +158,6 @@ class Module(DataHooks, HyperparametersMixin, ExportMixin, FabricLink, nn.Module
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
-
-    # -- optimization ----------------------------------------------------------------------------------------------
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward(*args, **kwargs)
-
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in a ``training_step`` that runs its optimizers itself; scales the loss where precision asks for it."""
-        scaler = self.trainer.precision_plugin.scaler
-        (scaler.scale(loss) if scaler is not None else loss).backward(*args, **kwargs)
-        self.trainer.strategy.average_gradients(self)
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
-    ) -> None:
-        """Run the optimizer. The closure, which every override must pass on or call, runs forward and backward."""
-        optimizer.step(closure=optimizer_closure)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        optimizer.zero_grad()
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        scheduler.step() if metric is None else scheduler.step(metric)
-
-    def configure_gradient_clipping(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip the gradients of ``optimizer``'s parameters by their global ``norm`` or element ``value``."""
-        from arclight.fabric.precision import ScaledOptimizer
-        from arclight.trainer.optimization import clip
-
-        if gradient_clip_val is not None:
-            if isinstance(optimizer, ScaledOptimizer):  # of a manual step; an automatic one has unscaled by now
-                optimizer.scaler.unscale_(optimizer.optimizer)
-            clip(self.trainer.strategy, optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
-
-    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them; with 16-bit gradients their ``step`` takes the scale out."""
-        from arclight.fabric.precision import ScaledOptimizer
-
-        optimizers: list[Any] = self.trainer.optimizers
-        scaler = self.trainer.precision_plugin.scaler
-        if scaler is not None:
-            optimizers = [ScaledOptimizer(optimizer, scaler) for optimizer in optimizers]
-        return optimizers[0] if len(optimizers) == 1 else optimizers
-
-    def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None."""
-        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return None if not schedulers else schedulers[0] if len(schedulers) == 1 else schedulers
-
-    def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Let only ``optimizer``'s parameters require gradients, until :meth:`untoggle_optimizer`."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        others = [
-            p for o in self.trainer.optimizers for group in o.param_groups for p in group["params"] if id(p) not in own
-        ]
-        self.__dict__["_toggled"] = [(p, p.requires_grad) for p in others]
-        for parameter in others:
-            parameter.requires_grad = False
-
-    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
-        for parameter, required in self.__dict__.pop("_toggled", []):
-            parameter.requires_grad = required
-
-    @contextmanager
-    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        self.toggle_optimizer(optimizer)
-        try:
-            yield
-        finally:
-            self.untoggle_optimizer(optimizer)
 
     def freeze(self) -> None:
         """Stop training every parameter and go into evaluation mode."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -98,12 +99,17 @@ def end_batches(trainer: Trainer, values: LoggedValues) -> dict[str, torch.Tenso
     return publish(trainer, values)
 
 
-def end_epoch(trainer: Trainer) -> None:
-    """The hooks at an epoch's end, with what they log; the callbacks that monitor come last and see it all."""
+def end_epoch(trainer: Trainer, schedulers: Sequence[Callable[[], Any]] = ()) -> None:
+    """The hooks at an epoch's end, with what they log, and the schedulers that watch it.
+
+    The callbacks that monitor come last and see it all.
+    """
     values = trainer.logged
     row = end_batches(trainer, values)
     trainer.call("on_train_epoch_end", monitors=False)
     send(trainer, row | publish(trainer, values))
+    for step in schedulers:
+        step()
     trainer.call_monitors("on_train_epoch_end")
     send(trainer, publish(trainer, values))
 

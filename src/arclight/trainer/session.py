@@ -13,10 +13,10 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
-from arclight.trainer import reporting, state
+from arclight.trainer import reporting, signals, state
 from arclight.trainer.callback import Callback
+from arclight.trainer.checking import as_module, check_module, check_validation, require_model
 from arclight.trainer.dataloading import StageData, attach, load, restore_position, told_apart
-from arclight.trainer.datamodule import DataModule
 from arclight.trainer.defaults import checkpoints_last
 from arclight.trainer.evaluation import predictions, run_evaluation
 from arclight.trainer.hooks import overridden
@@ -25,8 +25,10 @@ from arclight.trainer.loggers.beginning import log_beginning, run_hyperparams
 from arclight.trainer.loop import finished, run_fit
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
-from arclight.trainer.optimization import parse_optimizers
+from arclight.trainer.optimizer_config import configured
+from arclight.trainer.resuming import checkpoint_path
 from arclight.trainer.run import RunFolder
+from arclight.trainer.states import TrainerFn, TrainerStatus
 from arclight.trainer.window import Window
 
 if TYPE_CHECKING:
@@ -83,17 +85,17 @@ def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) ->
 def _telling(trainer: Trainer) -> Iterator[None]:
     """Run something, and tell callbacks, data and loggers when it fails."""
     trainer.strategy.setup_environment()
+    trainer.state.status = TrainerStatus.RUNNING
     try:
-        with deterministic_kernels() if trainer.settings.deterministic else nullcontext():
+        with _switches(trainer):
             yield
         trainer.metrics.to_host()
+        trainer.state.status = TrainerStatus.FINISHED
     except BaseException as error:
-        if trainer._module is not None:
-            trainer.call_all("on_exception", error)
-        if isinstance(trainer.datamodule, DataModule):
-            trainer.datamodule.on_exception(error)
-        for logger in trainer._loggers or []:
-            logger.finalize("failed")
+        _tell_of(trainer, error)
+        if isinstance(error, KeyboardInterrupt) and trainer.conventions.exit_on_interrupt:
+            trainer.notice("Detected KeyboardInterrupt: the run was ended in order")
+            raise SystemExit(1) from error
         raise
     finally:
         if trainer._module is not None:
@@ -102,17 +104,48 @@ def _telling(trainer: Trainer) -> Iterator[None]:
         trainer.stage = ""
 
 
+def _tell_of(trainer: Trainer, error: BaseException) -> None:
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    if trainer._module is not None:
+        trainer.call_all("on_exception", error)
+    if hasattr(trainer.datamodule, "on_exception"):
+        trainer.datamodule.on_exception(error)
+    for logger in trainer._loggers or []:
+        logger.finalize("failed")
+
+
+@contextmanager
+def _switches(trainer: Trainer) -> Iterator[None]:
+    """Settings of torch that hold for a run, and its signal handlers."""
+    settings = trainer.settings
+    with (
+        deterministic_kernels(warn_only=settings.deterministic == "warn") if settings.deterministic else nullcontext(),
+        torch.autograd.set_detect_anomaly(True) if settings.detect_anomaly else nullcontext(),
+        _cudnn_benchmark(settings.benchmark),
+        signals.handled(trainer),
+    ):
+        yield
+
+
+@contextmanager
+def _cudnn_benchmark(choice: bool | None) -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    if choice is not None:
+        torch.backends.cudnn.benchmark = choice
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
 # -- set-up --------------------------------------------------------------------------------------------------------
 
 
-def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str, **loaders: Any) -> Module:
+def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders: Any) -> Module:
     """Bind module and data to the trainer and let everyone set up. The order is Lightning's."""
-    module = model if model is not None else trainer.lightning_module
-    if not isinstance(module, Module):
-        raise TypeError(
-            f"need an arclight.Module, got {type(module).__name__}; subclass Module and give it a training_step"
-        )
-    trainer._module, trainer.stage = module, stage
+    name = "fit" if stage == "train" else stage
+    module = as_module(model if model is not None else trainer.lightning_module, name)
+    trainer._module, trainer.stage, trainer.state.fn = module, stage, TrainerFn(name)
     module.trainer = trainer
     if stage != "train":
         rows = trainer.metrics.rows
@@ -122,6 +155,7 @@ def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str,
         datamodule.trainer = trainer
     _add_callbacks(trainer, module)
     reporting.lend_log(trainer, module)
+    check_module(trainer, module, stage)
     trainer.enter("setup")
     data = trainer.datamodule
     for owner in (data, module):
@@ -129,11 +163,10 @@ def _attach(trainer: Trainer, model: Module | None, datamodule: Any, stage: str,
         if rank == 0 and hasattr(owner, "prepare_data"):
             owner.prepare_data()
     trainer.strategy.barrier("data prepared")
-    name = "fit" if stage == "train" else stage
-    trainer.call_all("setup", name)
     if data is not None and hasattr(data, "setup"):
-        data.setup(name)
-    module.setup(name)
+        data.setup(stage=name)
+    trainer.call_all("setup", stage=name)
+    module.setup(stage=name)
     module.configure_model()
     attach(trainer, module, name, **loaders)
     return module
@@ -144,8 +177,17 @@ def _add_callbacks(trainer: Trainer, module: Module) -> None:
     if not overridden(module, "configure_callbacks", Module):
         return
     given = module.configure_callbacks()
-    own = [given] if isinstance(given, Callback) else list(given)
-    trainer.callbacks = checkpoints_last([c for c in trainer.callbacks if type(c) not in {type(o) for o in own}] + own)
+    own = [given] if isinstance(given, Callback) else list(given or [])
+    if not own:
+        return
+    kinds = {type(callback) for callback in own}
+    replaced = [callback for callback in trainer.callbacks if type(callback) in kinds]
+    if replaced:
+        trainer.say(
+            "The following callbacks returned in `LightningModule.configure_callbacks` will override existing callbacks passed to "
+            f"Trainer: {', '.join(sorted(type(callback).__name__ for callback in replaced))}"
+        )
+    trainer.callbacks = checkpoints_last([c for c in trainer.callbacks if type(c) not in kinds] + own)
 
 
 def _place(trainer: Trainer, module: Module) -> None:
@@ -155,10 +197,15 @@ def _place(trainer: Trainer, module: Module) -> None:
 
 
 def _finish(trainer: Trainer, module: Module, stage: str) -> None:
-    trainer.call_all("teardown", stage)
+    trainer.checkpoint_io.teardown()
+    if stage == "fit":
+        trainer.call("on_fit_end")
+    for logger in trainer.loggers if trainer.is_global_zero else []:
+        logger.finalize("success")
+    trainer.call_all("teardown", stage=stage)
     if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
-        trainer.datamodule.teardown(stage)
-    module.teardown(stage)
+        trainer.datamodule.teardown(stage=stage)
+    module.teardown(stage=stage)
 
 
 # -- entry points --------------------------------------------------------------------------------------------------
@@ -177,30 +224,35 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     trainer.logged = trainer.training_values
     trainer.data_seed = trainer.strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1))
     module = _attach(trainer, model, datamodule, "train", train=train, validate=val)
-    tree = None
+    check_validation(trainer, module)
+    saved = None
     if (path := checkpoint_path(trainer, ckpt_path)) is not None:
-        tree = state.load(trainer, path)
-        trainer.data_seed = tree.get("data", {}).get("seed", trainer.data_seed)
-        state.restore_model(trainer, tree)
-        trainer.adopt_precision(tree.get("precision", {}).get("name"))
-    elif ckpt_path is not None:
-        trainer.notice('ckpt_path="last": there is no checkpoint yet; training starts from the beginning')
+        saved = state.load(trainer, path)
+        loops = saved.get("loops", {})
+        trainer.data_seed = loops.get("data", {}).get("seed", trainer.data_seed)
+        state.restore_model(trainer, saved)
+        trainer.adopt_precision(loops.get("precision", {}).get("name"))
     _place(trainer, module)
-    optimizers = module.configure_optimizers()
-    trainer.optimizers, trainer.lr_scheduler_configs = parse_optimizers(optimizers)
+    trainer.optimizers, trainer.lr_scheduler_configs = configured(module, module.configure_optimizers())
     for optimizer in trainer.optimizers:
         trainer.strategy.setup_optimizer(optimizer)
-        optimizer.zero_grad()  # what a run that was broken off, or anyone else, left there
     trainer.call("on_fit_start")
+    module.zero_grad()  # what a run that was broken off, or anyone else, left there
     loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0
     loggers = loggers if trainer.is_global_zero else []
-    log_beginning(loggers, module, run_hyperparams(module, trainer.datamodule))
-    if tree is not None:
-        state.restore(trainer, tree)
+    if trainer.given["enable_autolog_hparams"]:
+        log_beginning(loggers, module, run_hyperparams(module, trainer.datamodule))
+    if saved is not None:
+        state.restore(trainer, saved)
         restore_position(trainer)
         for logger in loggers:
             logger.resume(trainer.progress.global_step)
-    if finished(trainer):
+    _train(trainer, module)
+    _finish(trainer, module, "fit")
+
+
+def _train(trainer: Trainer, module: Module) -> None:
+    if finished(trainer) and not trainer.should_stop and trainer.progress.batches:
         trainer.notice(
             f"nothing is left to train: {trainer.progress.epoch} epochs and {trainer.global_step} steps are done, the limits "
             f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
@@ -211,10 +263,6 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         run_fit(trainer, module)
     else:
         trainer.notice("`Trainer.fit` stopped: No training batches.")
-    trainer.call("on_fit_end")
-    for logger in loggers:
-        logger.finalize("success")
-    _finish(trainer, module, "fit")
 
 
 def _sanity_check(trainer: Trainer, module: Module) -> None:
@@ -236,9 +284,7 @@ def evaluate(
     trainer: Trainer, stage: str, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
 ) -> list[dict[str, float]]:
     """Validate or test."""
-    loaders, datamodule = told_apart(stage, loaders, None, datamodule)
-    module = _attach(trainer, model, datamodule, stage, **{stage: loaders})
-    _load_for_evaluation(trainer, module, ckpt_path)
+    module = _begin_evaluation(trainer, stage, model, loaders, datamodule, ckpt_path)
     results = run_evaluation(trainer, module, load(trainer, stage))
     _finish(trainer, module, stage)
     return results
@@ -282,52 +328,23 @@ def predict_iter(
 def _begin_prediction(
     trainer: Trainer, model: Module | None, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
 ) -> tuple[Module, StageData]:
-    loaders, datamodule = told_apart("predict", loaders, None, datamodule)
-    module = _attach(trainer, model, datamodule, "predict", predict=loaders)
-    _load_for_evaluation(trainer, module, ckpt_path)
+    module = _begin_evaluation(trainer, "predict", model, loaders, datamodule, ckpt_path)
     return module, load(trainer, "predict")
 
 
-def _load_for_evaluation(trainer: Trainer, module: Module, ckpt_path: str | Path | None) -> None:
-    """Weights of a checkpoint, the averaged ones where it has them: those are what a fit evaluated."""
-    path = checkpoint_path(trainer, ckpt_path)
-    if path is None and ckpt_path is not None:
-        raise FileNotFoundError('ckpt_path="last": this run has no checkpoint yet; fit first, or name a checkpoint')
+def _begin_evaluation(
+    trainer: Trainer, stage: str, model: Any, loaders: Any, datamodule: Any, ckpt_path: str | Path | None
+) -> Module:
+    """Set up; the weights of a checkpoint, the averaged ones where it has them: those are what a fit evaluated."""
+    require_model(model, stage, trainer._module)
+    loaders, datamodule = told_apart(stage, loaders, None, datamodule)
+    trainer.state.fn = TrainerFn(stage)
+    fit_before = model is None and trainer._module is not None
+    module = _attach(trainer, model, datamodule, stage, **{stage: loaders})
+    path = checkpoint_path(trainer, ckpt_path, fit_before)
     if path is not None:
-        tree = state.load(trainer, path)
-        state.load_weights(module, {**tree["model"], **tree.get("ema", {})}, strict=module.strict_loading)
+        saved = state.load(trainer, path)
+        weights = {**saved["state_dict"], **saved.get("ema", {})}
+        state.load_weights(module, weights, strict=module.strict_loading)
     _place(trainer, module)
-
-
-def checkpoint_path(trainer: Trainer, choice: str | Path | None) -> Path | None:
-    """The checkpoint that ``ckpt_path`` means; None for a fresh start.
-
-    ``"last"`` continues the newest run of this name in its own folder. Raises FileNotFoundError for what is not there.
-    """
-    if choice is None:
-        return None
-    if choice == "best":
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        if not best:
-            raise FileNotFoundError('ckpt_path="best": no best checkpoint is known; fit with a ModelCheckpoint first')
-        return Path(best)
-    if choice == "last":
-        return _last_checkpoint(trainer)
-    path = Path(choice)
-    if not path.exists():
-        raise FileNotFoundError(f"ckpt_path: {path} does not exist")
-    return path
-
-
-def _last_checkpoint(trainer: Trainer) -> Path | None:
-    from arclight.checkpoint import find_last
-
-    folder = trainer._run_folder or RunFolder.newest(
-        trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower()
-    )
-    found = find_last(folder.checkpoints) if folder is not None else None
-    found = trainer.strategy.broadcast(str(found) if found is not None else None)
-    if found is None or folder is None:
-        return None
-    trainer.run_folder = folder
-    return Path(found)
+    return module

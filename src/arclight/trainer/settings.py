@@ -22,37 +22,65 @@ class TrainerSettings:
     num_nodes: int = 1
     """Number of machines."""
     strategy: str = "auto"
-    """How devices share the work: auto, ddp, ddp_spawn, ddp_fork."""
+    """How devices share the work: auto, ddp, ddp_spawn, ddp_fork, fsdp, model_parallel."""
     precision: Precision = "32-true"
     """Arithmetic of forward and backward; auto measures whether bf16-mixed is faster here than 32-true."""
     max_epochs: int | None = None
-    """Passes over the training data; none with max_steps unset means 1000."""
+    """Passes over the training data; none with max_steps and max_time unset means 1000, -1 no limit."""
+    min_epochs: int | None = None
+    """Passes that a request to stop does not cut short."""
     max_steps: int = -1
     """Optimizer steps; -1 means no limit."""
+    min_steps: int | None = None
+    """Optimizer steps that a request to stop does not cut short."""
+    max_time: str | None = None
+    """Longest time to train, as "DD:HH:MM:SS" or a duration such as "2h"."""
+    fast_dev_run: int | bool = False
+    """Run this many batches of everything and write nothing, to find mistakes."""
     limit_train_batches: int | float | None = None
     """Batches per epoch: a count, or a share in [0, 1]."""
     limit_val_batches: int | float | None = None
     """Batches per validation run: a count, or a share in [0, 1]."""
-    val_check_interval: int | float | None = None
-    """Validate after this many batches (count) or this share of an epoch."""
+    limit_test_batches: int | float | None = None
+    """Batches per test run: a count, or a share in [0, 1]."""
+    limit_predict_batches: int | float | None = None
+    """Batches to predict: a count, or a share in [0, 1]."""
+    overfit_batches: int | float = 0.0
+    """Train and validate on the same few batches: a count, or a share in [0, 1]; 0 for all."""
+    val_check_interval: int | float | str | None = None
+    """Validate after this many batches (count), this share of an epoch, or this time ("DD:HH:MM:SS")."""
     check_val_every_n_epoch: int | None = 1
-    """Validate at the end of every n-th epoch."""
+    """Validate at the end of every n-th epoch; none counts val_check_interval across epochs."""
     num_sanity_val_steps: int = 0
     """Validation batches run before training, to find mistakes early; -1 means all."""
+    reload_dataloaders_every_n_epochs: int = 0
+    """Ask for the loaders anew after this many epochs; 0 never."""
+    use_distributed_sampler: bool = True
+    """Give each process its share of the samples."""
     accumulate_grad_batches: int = 1
     """Batches whose gradients form one optimizer step."""
     gradient_clip_val: float | None = None
     """Largest gradient norm (or value); none means no clipping."""
-    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    """Clip the global norm or each element."""
+    gradient_clip_algorithm: Literal["norm", "value"] | None = None
+    """Clip the global norm (the default) or each element."""
     log_every_n_steps: int = 50
     """Steps between two rows of logged values; 0 writes rows of epochs only."""
     enable_progress_bar: bool = True
     """Show progress in the terminal."""
-    deterministic: bool = False
-    """Use only deterministic kernels."""
+    profiler: str | None = None
+    """Measure where time goes: simple, advanced or pytorch."""
+    detect_anomaly: bool = False
+    """Find the operation whose backward gave NaN; slow."""
+    deterministic: bool | Literal["warn"] = False
+    """Use only deterministic kernels; warn tells of others instead of refusing them."""
+    benchmark: bool | None = None
+    """Let cuDNN time its kernels for each shape."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode rather than no_grad."""
+    sync_batchnorm: bool = False
+    """Batch statistics over all processes."""
+    barebones: bool = False
+    """Turn off everything that costs time beside the loop itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,18 @@
-"""Everything that a resume needs, as one tree: taken from a trainer, and put back.
+"""Everything that a resume needs, as one dictionary: taken from a trainer, and put back.
 
-What is where in a checkpoint (see ``arclight.checkpoint`` for the files):
+Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_checkpoint`` know:
 
-    model               weights under their own names
+    state_dict          weights under their own names
     ema (or another)    averaged weights, same names, where a callback keeps an average
-    progress            how far training has come
-    optimizers, schedulers, callbacks, precision, datamodule
-    logged              the running epoch's sums, so that its metrics come out the same
-    metrics             the newest epoch values, which plateau schedulers and callbacks go by
-    rng, data           every rank's generators; the seed of the sample order and the loader's own state
+    epoch, global_step  for people and tools that read the file; a resume goes by ``loops``
+    optimizer_states, lr_schedulers, callbacks, and the data module's state under its class's name
     hyper_parameters    the module's constructor arguments
+    loops               progress: how far training has come
+                        logged: the running epoch's sums, so that its metrics come out the same
+                        metrics: the newest epoch values, which plateau schedulers and callbacks go by
+                        precision: its name and its state
+                        rng, window: every rank's generators and accumulation window
+                        data: the seed of the sample order and the loaders' own state
 """
 
 from __future__ import annotations
@@ -24,8 +27,7 @@ from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
-from arclight.trainer.datamodule import DataModule
-from arclight.trainer.fabric_checkpoint import StateIO
+from arclight.trainer.checkpoint_io import TorchCheckpointIO, from_tree
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
 
@@ -34,59 +36,79 @@ if TYPE_CHECKING:
 
 
 def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
-    """The state tree of ``trainer``. A collective: every rank must call it."""
-    module = trainer.lightning_module
-    tree: dict[str, Any] = {
-        "model": module.state_dict(),
-        "progress": trainer.progress.state_dict(),
-        "hyper_parameters": encode(dict(module.hparams)),
+    """The state of ``trainer``. A collective: every rank must call it."""
+    module, data = trainer.lightning_module, trainer.datamodule
+    key, version = trainer.conventions.version
+    checkpoint: dict[str, Any] = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        key: version,
+        "state_dict": module.state_dict(),
+        "loops": {"progress": trainer.progress.state_dict()},
     }
     for callback in trainer.callbacks:
-        tree.update(callback.averages() if hasattr(callback, "averages") else {})
+        checkpoint.update(callback.averages() if hasattr(callback, "averages") else {})
     if not weights_only:
-        tree |= {
-            "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-            "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
-            "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
-            "datamodule": trainer.datamodule.state_dict() if isinstance(trainer.datamodule, DataModule) else {},
-            "logged": reporting.logged_state(trainer),
-            "metrics": dict(trainer.callback_metrics),
-            "rng": trainer.strategy.all_gather_object(trainer.rng_before_validation or rng_state()),
-            "window": trainer.strategy.all_gather_object(trainer.window.state_dict(trainer.optimizers)),
-            "data": {
-                "seed": trainer.data_seed,
-                "loader": dataloading.position(trainer),
-            },
-        }
-    trainer.call_all("on_save_checkpoint", tree)
+        checkpoint["callbacks"] = {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())}
+        checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        checkpoint["loops"] |= _loops(trainer)
+    for owner in (module, data):
+        if getattr(owner, "hparams", None):
+            checkpoint["hyper_parameters"] = checkpoint.get("hyper_parameters", {}) | encode(dict(owner.hparams))
+    if hasattr(data, "state_dict") and (state := data.state_dict()):
+        checkpoint[type(data).__qualname__] = state
+    if not weights_only:
+        trainer.call_all("on_save_checkpoint", checkpoint)
     if overridden(module, "on_save_checkpoint", Module):
-        module.on_save_checkpoint(tree)
-    return tree
+        module.on_save_checkpoint(checkpoint)
+    return checkpoint
 
 
-def save(trainer: Trainer, path: str | Path, weights_only: bool = False) -> None:
+def _loops(trainer: Trainer) -> dict[str, Any]:
+    strategy = trainer.strategy
+    return {
+        "logged": reporting.logged_state(trainer),
+        "metrics": dict(trainer.callback_metrics),
+        "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
+        "rng": strategy.all_gather_object(trainer.rng_before_validation or rng_state()),
+        "window": strategy.all_gather_object(trainer.window.state_dict(trainer.optimizers)),
+        "data": {"seed": trainer.data_seed, "loader": dataloading.position(trainer)},
+    }
+
+
+def save(trainer: Trainer, path: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
     """Write a checkpoint; returns on every rank when it is complete."""
     reporting.check_finite(trainer)
-    tree = dump(trainer, weights_only)
-    trainer.strategy.write_checkpoint(StateIO(), tree, path)
+    checkpoint = dump(trainer, weights_only)
+    trainer.strategy.write_checkpoint(trainer.checkpoint_io, checkpoint, path, storage_options)
     trainer.strategy.barrier("checkpoint saved")
 
 
 def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     """Read a checkpoint and let callbacks and module look at it."""
-    tree = checkpoints.load(path)
-    trainer.call_all("on_load_checkpoint", tree)
+    checkpoint = trainer.checkpoint_io.load_checkpoint(path)
+    if not isinstance(checkpoint.get("state_dict"), dict):
+        raise checkpoints.CheckpointError(
+            f"{path} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
+        )
+    trainer.call_all("on_load_checkpoint", checkpoint)
     module = trainer.lightning_module
     if overridden(module, "on_load_checkpoint", Module):
-        module.on_load_checkpoint(tree)
-    return tree
+        module.on_load_checkpoint(checkpoint)
+    return checkpoint
 
 
-def restore_model(trainer: Trainer, tree: dict[str, Any]) -> None:
-    """The trained weights, into the module."""
-    module = trainer.lightning_module
-    load_weights(module, tree["model"], strict=module.strict_loading)
+def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """The trained weights, into the module; the data module's and the callbacks' state, into those."""
+    module, data = trainer.lightning_module, trainer.datamodule
+    load_weights(module, checkpoint["state_dict"], strict=module.strict_loading)
+    if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
+        data.load_state_dict(state)
+    states = checkpoint.get("callbacks", {})
+    for callback in trainer.callbacks:
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
 
 
 def load_weights(module: Module, weights: dict[str, Any], strict: bool = True) -> None:
@@ -97,38 +119,44 @@ def load_weights(module: Module, weights: dict[str, Any], strict: bool = True) -
         raise checkpoints.CheckpointError(f"the weights do not fit {type(module).__name__}: {error}") from error
 
 
-def restore(trainer: Trainer, tree: dict[str, Any]) -> None:
-    """Everything but the weights, so that training goes on as if it had never stopped."""
-    if "optimizers" not in tree:
+def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Optimizers, schedulers, averages and position, so that training goes on as if it had never stopped."""
+    if "optimizer_states" not in checkpoint:
         raise checkpoints.CheckpointError(
-            "this checkpoint holds weights only and cannot resume training; load it with load_from_checkpoint or task.weights"
+            "Trying to restore training state but checkpoint contains only the model. This is probably due to `ModelCheckpoint.save_weights_only` "
+            "being set to `True`: this checkpoint holds weights only; load it with load_from_checkpoint or task.weights"
         )
-    if len(tree["optimizers"]) != len(trainer.optimizers):
+    states = checkpoint["optimizer_states"]
+    if len(states) != len(trainer.optimizers):
         raise checkpoints.CheckpointError(
-            f"the checkpoint has {len(tree['optimizers'])} optimizers, configure_optimizers gave {len(trainer.optimizers)}"
+            f"the checkpoint has {len(states)} optimizers, configure_optimizers gave {len(trainer.optimizers)}"
         )
-    for optimizer, state in zip(trainer.optimizers, tree["optimizers"], strict=True):
+    schedules = checkpoint["lr_schedulers"]
+    if len(schedules) != len(trainer.lr_scheduler_configs):
+        raise checkpoints.CheckpointError(
+            f"the checkpoint has {len(schedules)} learning-rate schedulers, configure_optimizers gave {len(trainer.lr_scheduler_configs)}"
+        )
+    for optimizer, state in zip(trainer.optimizers, states, strict=True):
         restore_optimizer(optimizer, state)
-    for config, state in zip(trainer.lr_scheduler_configs, tree["schedulers"], strict=True):
+    for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
         config.scheduler.load_state_dict(state)
     for callback in trainer.callbacks:
-        if callback.state_key in tree["callbacks"]:
-            callback.load_state_dict(tree["callbacks"][callback.state_key])
         if hasattr(callback, "load_averages"):
-            callback.load_averages(tree)
-    trainer.precision_plugin.load_state_dict(tree["precision"]["state"])
-    if isinstance(trainer.datamodule, DataModule) and tree["datamodule"]:
-        trainer.datamodule.load_state_dict(tree["datamodule"])
-    trainer.progress.load_state_dict(tree["progress"])
+            callback.load_averages(checkpoint)
+    _restore_loops(trainer, checkpoint["loops"])
+
+
+def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
+    trainer.precision_plugin.load_state_dict(loops["precision"]["state"])
+    trainer.progress.load_state_dict(loops["progress"])
     if trainer.progress.batch:  # else those of an epoch that has ended
-        reporting.load_logged_state(trainer, tree["logged"])
-    trainer.metrics.callback = dict(tree.get("metrics", {}))
-    trainer.data_seed = tree["data"]["seed"]
-    trainer.loader_state = tree["data"]["loader"]
-    ranks = tree["rng"]
+        reporting.load_logged_state(trainer, loops["logged"])
+    trainer.metrics.callback = dict(loops.get("metrics", {}))
+    trainer.data_seed, trainer.loader_state = loops["data"]["seed"], loops["data"]["loader"]
+    ranks = loops["rng"]
     if len(ranks) == trainer.world_size:
         trainer.pending_rng = ranks[trainer.global_rank]
-        trainer.window.load_state_dict(tree["window"][trainer.global_rank], trainer.optimizers)
+        trainer.window.load_state_dict(loops["window"][trainer.global_rank], trainer.optimizers)
     else:
         trainer.notice(
             f"the checkpoint was made by {len(ranks)} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run"
@@ -139,11 +167,14 @@ def module_from_checkpoint(
     cls: type, path: str | Path, *, map_location: Any, strict: bool, overrides: dict[str, Any]
 ) -> Module:
     """An instance of ``cls`` from a checkpoint's constructor arguments and weights (averaged ones where it has them)."""
-    wanted = [name for name in ("model", "ema", "hyper_parameters") if name in checkpoints.inspect(path).entries]
-    tree = checkpoints.load(path, only=wanted, map_location=map_location)
-    arguments = decode(tree.get("hyper_parameters", {})) | overrides
+    if Path(path).is_dir():
+        wanted = [name for name in ("model", "ema", "hyper_parameters") if name in checkpoints.inspect(path).entries]
+        checkpoint = from_tree(checkpoints.load(path, only=wanted, map_location=map_location))
+    else:
+        checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location)
+    arguments = decode(checkpoint.get("hyper_parameters", {})) | overrides
     module: Module = cls(**arguments)
-    load_weights(module, {**tree["model"], **tree.get("ema", {})}, strict=strict)
+    load_weights(module, {**checkpoint["state_dict"], **checkpoint.get("ema", {})}, strict=strict)
     return module
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +15,82 @@ from torch.optim import Optimizer
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
 from arclight.fabric.selection import select
-from arclight.trainer import defaults, limits, session, state
+from arclight.trainer import arguments, defaults, session, state
 from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.callback import Callback
+from arclight.trainer.checkpoint_io import CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
+from arclight.trainer.conventions import OURS, Conventions
 from arclight.trainer.data_view import DataView
 from arclight.trainer.dataloading import StageData
 from arclight.trainer.hooks import Hook, callback_hooks, logging_as, module_hooks, resolve
 from arclight.trainer.logged import LoggedValues
+from arclight.trainer.managed_optimizer import ManagedOptimizer
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
-from arclight.trainer.optimization import LRSchedulerConfig
+from arclight.trainer.optimizer_config import LRSchedulerConfig
 from arclight.trainer.prediction import Predictions
 from arclight.trainer.progress import Progress
 from arclight.trainer.reporting import LoggedMetrics
 from arclight.trainer.run import RunFolder
 from arclight.trainer.settings import TrainerSettings
+from arclight.trainer.states import TrainerState
+from arclight.trainer.view import TrainerView
 from arclight.trainer.window import Window
 
-_LOG = logging.getLogger("arclight")
 
+class Trainer(DataView, LoggedMetrics, TrainerView):
+    """Runs a :class:`Module`: everything between its steps.
 
-class Trainer(DataView, LoggedMetrics):
-    """Runs a :class:`Module`. Keyword arguments are the fields of :class:`TrainerSettings`, and beside them
+    The arguments that are fields of :class:`TrainerSettings` are described there. Beside them
 
     * ``logger``: True for a CSV file in the run folder, a Logger, a list of them, or False;
-    * ``callbacks``: a Callback or a list of them; ``enable_checkpointing=False`` leaves out the default ModelCheckpoint;
+    * ``callbacks``: a Callback or a list of them; ``enable_checkpointing=False`` leaves out the default ModelCheckpoint,
+      ``enable_model_summary=False`` the summary;
+    * ``strategy``, ``accelerator``, ``precision``, ``profiler`` take a name or an object; ``plugins`` holds further objects:
+      a Precision, a ClusterEnvironment, a CheckpointIO, a LayerSync;
     * ``default_root_dir``, ``run_name``: files go to ``<default_root_dir>/<run_name>/<n>/`` (default ``runs/<module>/<n>/``).
 
-    Nothing is written before there is something to write.
+    Nothing is written before there is something to write. Raises MisconfigurationError for arguments that do not go together.
     """
 
+    conventions: Conventions = OURS
+
     def __init__(
-        self, *, logger: Any = None, callbacks: Callback | list[Callback] | None = None, enable_checkpointing: bool | None = None,
-        enable_model_summary: bool | None = None, default_root_dir: str | Path | None = None, run_name: str | None = None,
-        run_folder: RunFolder | None = None, fast_dev_run: int | bool = False, min_epochs: int | None = None, min_steps: int | None = None,
-        limit_test_batches: int | float | None = None, limit_predict_batches: int | float | None = None, strategy: Any = "auto",
-        accelerator: Any = "auto", devices: Any = "auto", precision: Any = None, overfit_batches: int | float = 0.0,
-        use_distributed_sampler: bool = True, reload_dataloaders_every_n_epochs: int = 0, **settings: Any,
+        self, *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto", num_nodes: int = 1,
+        precision: Any = None, logger: Any = None, callbacks: Callback | list[Callback] | None = None, fast_dev_run: int | bool = False,
+        max_epochs: int | None = None, min_epochs: int | None = None, max_steps: int = -1, min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None, limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None, limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None, overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None, check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None, log_every_n_steps: int | None = None, enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None, enable_model_summary: bool | None = None, accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None, gradient_clip_algorithm: str | None = None, deterministic: bool | str | None = None,
+        benchmark: bool | None = None, inference_mode: bool = True, use_distributed_sampler: bool = True, profiler: Any = None,
+        detect_anomaly: bool = False, barebones: bool = False, plugins: Any = None, sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0, default_root_dir: str | Path | None = None, enable_autolog_hparams: bool = True,
+        run_name: str | None = None, run_folder: RunFolder | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        self.settings = defaults.make_settings(settings, fast_dev_run)
-        self.fast_dev_run = fast_dev_run
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
+        self.settings = arguments.check(given | unknown, self.conventions)
+        for name in arguments.ATTRIBUTES:
+            setattr(self, name, getattr(self.settings, name))
+        self.given = given
         self.strategy = select(
-            accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=self.settings.num_nodes, precision=precision
+            accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
+            plugins=plugins, sync_batchnorm=sync_batchnorm,
         )  # fmt: skip
         self.accelerator = self.strategy.accelerator
         self._precision_choice = precision
         self.precision_plugin = self.strategy.precision
-        self._adopt(self.settings)
-        self.max_epochs = limits.resolve_max_epochs(self.settings.max_epochs, self.settings.max_steps)
-        self.min_epochs, self.min_steps = min_epochs or 0, min_steps or 0
-        self.overfit_batches, self.use_distributed_sampler = overfit_batches, use_distributed_sampler
-        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
-        self.limit_train_batches, self.limit_val_batches = (
-            self.settings.limit_train_batches,
-            self.settings.limit_val_batches,
-        )
-        if overfit_batches:
-            self.limit_train_batches = self.limit_val_batches = overfit_batches
-        self.limit_test_batches = int(fast_dev_run) or limit_test_batches
-        self.limit_predict_batches = int(fast_dev_run) or limit_predict_batches
-        self.default_root_dir, self.run_name, self._run_folder = Path(default_root_dir or "runs"), run_name, run_folder
-        self.callbacks = defaults.default_callbacks(self, callbacks, enable_checkpointing, enable_model_summary)
+        own_files = FolderCheckpointIO if self.conventions.run_folders else TorchCheckpointIO
+        self.checkpoint_io: CheckpointIO = self.strategy.checkpoint_io or own_files()
+        self.default_root_dir = str(default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd()))
+        self.run_name, self._run_folder = run_name, run_folder
+        self.ckpt_path: str | Path | None = None
+        self.callbacks = defaults.default_callbacks(self, callbacks)
         self._logger_choice = False if fast_dev_run else logger
         self._loggers: list[Any] | None = None
-        self.optimizers: list[Optimizer] = []
-        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.datamodule: Any = None
         self._module: Module | None = None
         self._reset()
@@ -90,28 +100,12 @@ class Trainer(DataView, LoggedMetrics):
         """A trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``: callbacks, logger, run folder."""
         return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}, **objects)
 
-    def _adopt(self, settings: TrainerSettings) -> None:
-        """Settings that the loop reads, as plain attributes that callbacks may change."""
-        self.max_steps, self.log_every_n_steps = (
-            settings.max_steps,
-            settings.log_every_n_steps or sys.maxsize,
-        )  # 0: never
-        self.accumulate_grad_batches = settings.accumulate_grad_batches
-        self.gradient_clip_val, self.gradient_clip_algorithm = (
-            settings.gradient_clip_val,
-            settings.gradient_clip_algorithm,
-        )
-        self.check_val_every_n_epoch, self.val_check_interval = (
-            settings.check_val_every_n_epoch,
-            settings.val_check_interval,
-        )
-        self.inference_mode, self.num_sanity_val_steps = settings.inference_mode, settings.num_sanity_val_steps
-
     def _reset(self) -> None:
         """The state before any run."""
-        self.progress, self.window = Progress(), Window()
-        self.stage = ""
-        self.should_stop = self.is_last_batch = False
+        self.progress, self.window, self.state = Progress(), Window(), TrainerState()
+        self.should_stop = self.is_last_batch = self.received_sigterm = self.told_of_minimum = False
+        self.optimizers = []
+        self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.logged = self.training_values = LoggedValues("train")
         self.metrics = Metrics()
         self.last_loss: torch.Tensor | None = None
@@ -124,6 +118,16 @@ class Trainer(DataView, LoggedMetrics):
         self.data_seed, self.eval_batch = 0, 0
         self.step_module: torch.nn.Module | None = None
         self.predict_loop = Predictions()
+        self.close_window: Callable[[], None] | None = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer] | None) -> None:
+        self._optimizers = list(optimizers or [])
+        self.managed_optimizers = [ManagedOptimizer(optimizer, self) for optimizer in self._optimizers]
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
@@ -193,9 +197,16 @@ class Trainer(DataView, LoggedMetrics):
             raise MisconfigurationError("predict_iter gives outputs of this process; use a strategy that runs in it")
         return session.predict_iter(self, model, dataloaders, datamodule, ckpt_path)
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
-        """Write a checkpoint folder; every rank must call this."""
-        state.save(self, filepath, weights_only)
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint, with ``weights_only`` one that cannot resume; every rank must call this."""
+        if self._module is None:
+            raise AttributeError(
+                "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call "
+                "`Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
+            )
+        state.save(self, filepath, bool(weights_only), storage_options)
 
     def adopt_precision(self, name: str | None) -> None:
         """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""
@@ -232,21 +243,13 @@ class Trainer(DataView, LoggedMetrics):
             for hook in callback_hooks(self, self.lightning_module, last, name):
                 hook()
 
-    def call_all(self, name: str, *arguments: Any) -> None:
+    def call_all(self, name: str, *arguments: Any, **options: Any) -> None:
         """Run a hook of every callback, whatever their order of judging."""
         module = self.lightning_module
         for hook in callback_hooks(self, module, self.callbacks, name):
-            logging_as(module, name, hook)(*arguments)
+            logging_as(module, name, hook)(*arguments, **options)
 
     # -- what callbacks and modules ask ----------------------------------------------------------------------------
-
-    @property
-    def lightning_module(self) -> Module:
-        if self._module is None:
-            raise RuntimeError("this trainer has no module yet; call fit, validate, test or predict with one")
-        return self._module
-
-    model = lightning_module
 
     @property
     def run_folder(self) -> RunFolder:
@@ -274,71 +277,3 @@ class Trainer(DataView, LoggedMetrics):
     @property
     def log_dir(self) -> str:
         return str(self.run_folder.path)
-
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        from arclight.trainer.callback import Checkpoint
-
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def current_epoch(self) -> int:
-        return self.progress.epoch
-
-    @property
-    def global_step(self) -> int:
-        return self.progress.global_step
-
-    @property
-    def training(self) -> bool:
-        return self.stage == "train"
-
-    @property
-    def sanity_checking(self) -> bool:
-        return self.stage == "sanity_check"
-
-    @property
-    def validating(self) -> bool:
-        return self.stage == "validate"
-
-    @property
-    def world_size(self) -> int:
-        return self.strategy.world_size
-
-    @property
-    def global_rank(self) -> int:
-        return self.strategy.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        return self.strategy.local_rank
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.strategy.is_global_zero
-
-    @property
-    def num_devices(self) -> int:
-        return self.strategy.num_devices
-
-    @property
-    def num_nodes(self) -> int:
-        return self.strategy.num_nodes
-
-    @property
-    def precision(self) -> str:
-        return self.precision_plugin.name
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
-        if self.is_global_zero:
-            print(*args, **kwargs)  # noqa: T201
-
-    def notice(self, message: str) -> None:
-        """Tell the user something once, on rank 0."""
-        if self.is_global_zero:
-            _LOG.warning(message)

@@ -18,23 +18,36 @@ class Window:
 
     count: int = 0
     """Batches so far; 0 between two windows."""
+    length: int = 1
+    """Batches that the window was begun for."""
     first_size: int = 0
     """Samples of the window's first batch, the unit that the losses are scaled in."""
     total: float = 0
     """Samples so far on this rank, without those of skipped batches."""
+
+    def begin(self, length: int, size: int) -> None:
+        """Start a window of ``length`` batches, whose losses are scaled in units of ``size`` samples."""
+        self.length, self.first_size, self.total = length, size, 0
 
     def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
         """The part of this rank, with its gradients; empty between two windows."""
         if self.count == 0:
             return {}
         gradients = [None if p.grad is None else own_part(p.grad) for p in _parameters(optimizers)]
-        return {"count": self.count, "first_size": self.first_size, "total": self.total, "gradients": gradients}
+        return {
+            "count": self.count,
+            "length": self.length,
+            "first_size": self.first_size,
+            "total": self.total,
+            "gradients": gradients,
+        }
 
     def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
         """Take up a window where it was left."""
         if not state:
             return
-        self.count, self.first_size, self.total = state["count"], state["first_size"], state["total"]
+        self.count, self.length = state["count"], state["length"]
+        self.first_size, self.total = state["first_size"], state["total"]
         for parameter, gradient in zip(_parameters(optimizers), state["gradients"], strict=True):
             parameter.grad = None if gradient is None else _beside(parameter, gradient)
 

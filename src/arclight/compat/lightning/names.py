@@ -126,7 +126,7 @@ _TRAINER: _Rows = (
     ("pytorch.profilers pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "PyTorchProfiler"),
     ("pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "RegisterRecordFunction warning_cache"),
     ("pytorch.profilers.pytorch", f"{_PROFILERS}.stage_schedule", "ScheduleWrapper=StageSchedule"),
-    ("pytorch.utilities.types", "arclight.trainer.optimization", "LRSchedulerConfig"),
+    ("pytorch.utilities.types", "arclight.trainer.optimizer_config", "LRSchedulerConfig"),
 )
 
 _FABRIC: _Rows = (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from arclight.trainer import Trainer as _Trainer
+from arclight.trainer.conventions import LIGHTNING
 
 
 class Trainer(_Trainer):
-    """Our Trainer for code that was written for Lightning's."""
+    """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.conventions.Conventions`."""
+
+    conventions = LIGHTNING

@@ -75,7 +75,8 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.progress.global_step + 1  # the step that this batch is part of
-        if step % trainer.log_every_n_steps == 0 and step != self._logged_at:
+        closes = trainer.window.count + 1 >= trainer.accumulate_grad_batches  # in the batch whose step uses the rates
+        if closes and step % trainer.log_every_n_steps == 0 and step != self._logged_at:
             self._logged_at = step
             self._log(trainer, "step", step)
 

@@ -12,7 +12,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_info, rank_zero_warn
 from arclight.trainer.callbacks.weight_averaging import AverageFunction, WeightAveraging, tensor_owners
 from arclight.trainer.logged import LoggedValues
-from arclight.trainer.optimization import LRSchedulerConfig
+from arclight.trainer.optimizer_config import LRSchedulerConfig
 from arclight.trainer.transfer import batch_transfer
 
 if TYPE_CHECKING:

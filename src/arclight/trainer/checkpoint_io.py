@@ -1,0 +1,125 @@
+"""How a trainer's checkpoint becomes a file and a file a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arclight import checkpoint as checkpoints
+from arclight.fabric.strategies import Strategy
+
+_RENAMED = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
+_POSITION = ("progress", "logged", "metrics", "precision", "rng", "window", "data")
+
+
+class CheckpointIO(ABC):
+    """Subclass this and pass an instance as ``Trainer(plugins=...)`` to keep checkpoints elsewhere or otherwise.
+
+    Rank 0 alone saves and removes; every rank loads. A save must be complete or leave what was there before.
+    """
+
+    suffix: str = ""
+    """Ending of the names of what :meth:`save_checkpoint` writes."""
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint``, as :func:`arclight.trainer.state.dump` gives it."""
+
+    @abstractmethod
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What was saved at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
+
+    @abstractmethod
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete what was saved at ``path``."""
+
+    def teardown(self) -> None:  # noqa: B027 - only those that write in the background have something to wait for
+        """Wait for what is still being written."""
+
+
+class FolderCheckpointIO(CheckpointIO):
+    """Our format: a folder of safetensors and JSON, see ``arclight.checkpoint``. Reads Lightning's files too."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options belong to a CheckpointIO of your own: pass one as Trainer(plugins=...)")
+        checkpoints.save(path, to_tree(checkpoint))
+
+    def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
+        """The same where tensors are spread over processes, each of which writes its part."""
+        checkpoints.save_shares(path, to_tree(checkpoint), processes)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if Path(path).is_file():
+            return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+        return from_tree(checkpoints.load(path, map_location=map_location or "cpu"))
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        checkpoints.remove(path)
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """One ``.ckpt`` file written by ``torch.save``, which anything that reads Lightning's checkpoints can open."""
+
+    suffix = ".ckpt"
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
+                "`TorchCheckpointIO`: implement your own `CheckpointIO` and pass it as Trainer(plugins=...)"
+            )
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except OSError as error:
+            raise checkpoints.CheckpointError(
+                f"could not write {target}: {error}; what was there before is unharmed"
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if Path(path).is_dir():
+            return FolderCheckpointIO().load_checkpoint(path, map_location, weights_only)
+        checkpoint: dict[str, Any] = checkpoints.read_pickled(Path(path), map_location or "cpu")
+        return checkpoint
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        checkpoints.remove(path)
+
+
+def to_tree(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a checkpoint folder: what says how far training is lies beside the weights, not below ``loops``."""
+    loops = checkpoint.get("loops", {})
+    tree = {
+        _RENAMED.get(key, key): value
+        for key, value in checkpoint.items()
+        if key not in ("loops", "epoch", "global_step")
+    }
+    return tree | {key: loops[key] for key in _POSITION if key in loops}
+
+
+def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`to_tree`."""
+    back = {new: old for old, new in _RENAMED.items()}
+    checkpoint = {back.get(key, key): value for key, value in tree.items() if key not in _POSITION}
+    checkpoint["loops"] = {key: tree[key] for key in _POSITION if key in tree}
+    progress = tree.get("progress", {})
+    return checkpoint | {name: progress[name] for name in ("epoch", "global_step") if name in progress}

@@ -1,0 +1,105 @@
+"""Which checkpoint ``ckpt_path`` means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arclight.trainer.run import RunFolder
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+
+def checkpoint_path(trainer: Trainer, choice: str | Path | None, fit_before: bool = False) -> Path | None:
+    """The checkpoint that ``ckpt_path`` means; None for going on with the module as it is.
+
+    ``"best"`` and ``"last"`` are those of this trainer's checkpoint callbacks; ``"last"`` also continues the newest run of
+    this name in its own folder, ``"hpc"`` one that was requeued. ``fit_before``: an evaluation without a module after a fit,
+    which by Lightning's convention takes the best. Raises ValueError where there is none, FileNotFoundError for a path that
+    does not exist.
+    """
+    entry_point = trainer.state.fn.value if trainer.state.fn is not None else "fit"
+    if choice is None and trainer.ckpt_path is not None:
+        choice = trainer.ckpt_path
+    if choice is None and fit_before and trainer.conventions.evaluate_best:
+        trainer.warn(
+            f"`.{entry_point}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be used. "
+            f"You can pass `.{entry_point}(ckpt_path='best')` or `'last'`, or the model, to say which and silence this"
+        )
+        choice = "best"
+    if choice is None:
+        return None
+    if choice == "best":
+        return _best(trainer, entry_point)
+    if choice == "last":
+        return _last(trainer, entry_point)
+    path = Path(choice)
+    if not path.exists():
+        raise FileNotFoundError(f"ckpt_path: {path} does not exist (Checkpoint file not found)")
+    return path
+
+
+def _best(trainer: Trainer, entry_point: str) -> Path:
+    if len(trainer.checkpoint_callbacks) > 1:
+        trainer.warn(
+            f'`.{entry_point}(ckpt_path="best")` is called with Trainer configured with multiple `ModelCheckpoint` callbacks. '
+            "It will use the best checkpoint path from first checkpoint callback."
+        )
+    callback = trainer.checkpoint_callback
+    if callback is None:
+        raise NoCheckpointError(f'`.{entry_point}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured.')
+    best = getattr(callback, "best_model_path", "")
+    if not best and trainer.fast_dev_run:
+        raise NoCheckpointError(
+            f'You cannot execute `.{entry_point}(ckpt_path="best")` with `fast_dev_run=True`, which writes none. Please pass an '
+            f"exact checkpoint path to `.{entry_point}(ckpt_path=...)`"
+        )
+    if not best:
+        raise NoCheckpointError(
+            f'`.{entry_point}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best model, or no '
+            "fit has saved one yet"
+        )
+    return Path(best)
+
+
+def _last(trainer: Trainer, entry_point: str) -> Path | None:
+    found = _newest_of_callbacks(trainer) or (_newest_of_run(trainer) if trainer.conventions.run_folders else None)
+    chosen = trainer.strategy.broadcast(str(found) if found is not None else None)
+    if chosen is None:
+        message = (
+            f'.{entry_point}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded. '
+            "HINT: Set `ModelCheckpoint(..., save_last=True)`."
+        )
+        if entry_point != "fit" and trainer.conventions.run_folders:
+            raise NoCheckpointError(f"{message} This run has no checkpoint yet: fit first, or name one")
+        trainer.warn(message)
+        return None
+    return Path(chosen)
+
+
+class NoCheckpointError(ValueError, FileNotFoundError):
+    """A checkpoint was asked for by its role, and there is none."""
+
+
+def _newest_of_callbacks(trainer: Trainer) -> Path | None:
+    """The newest of what this trainer's callbacks keep as their last."""
+    paths: set[Path] = set()
+    for callback in trainer.checkpoint_callbacks:
+        if hasattr(callback, "last_checkpoints"):
+            paths |= {Path(path) for path in callback.last_checkpoints(trainer)}
+        elif path := getattr(callback, "last_model_path", ""):
+            paths.add(Path(path))
+    return max((p for p in paths if p.exists()), key=lambda p: p.stat().st_mtime_ns, default=None)
+
+
+def _newest_of_run(trainer: Trainer) -> Path | None:
+    from arclight.checkpoint import find_last
+
+    folder = trainer._run_folder or RunFolder.newest(
+        trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower()
+    )
+    found = find_last(folder.checkpoints) if folder is not None else None
+    if found is not None and folder is not None:
+        trainer.run_folder = folder
+    return found

@@ -1,0 +1,64 @@
+"""Stepping learning-rate schedulers: after optimizer steps, or when an epoch ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.hooks import overridden
+from arclight.trainer.module import Module
+
+if TYPE_CHECKING:
+    from arclight.trainer.optimizer_config import LRSchedulerConfig
+    from arclight.trainer.trainer import Trainer
+
+
+def scheduler_steps(
+    trainer: Trainer, module: Module, interval: str, plateau: bool | None = None
+) -> list[Callable[[], Any]]:
+    """One function per scheduler of this interval; ``plateau`` chooses those that watch a value, or those that do not.
+
+    None in manual optimization, where ``training_step`` steps them.
+    """
+    if not module.automatic_optimization:
+        return []
+    return [
+        _stepper(trainer, module, config)
+        for config in trainer.lr_scheduler_configs
+        if config.interval == interval and plateau in (None, config.reduce_on_plateau)
+    ]
+
+
+def _stepper(trainer: Trainer, module: Module, config: LRSchedulerConfig) -> Callable[[], Any]:
+    own = overridden(module, "lr_scheduler_step", Module)
+    if not own and not config.reduce_on_plateau and config.frequency == 1:
+        return config.scheduler.step  # type: ignore[no-any-return]
+
+    def step() -> None:
+        count = trainer.progress.global_step if config.interval == "step" else trainer.progress.epoch
+        if (count + 1) % config.frequency == 0 and (metric := _monitored(trainer, config)) is not _MISSING:
+            module.lr_scheduler_step(config.scheduler, metric)
+
+    return step
+
+
+_MISSING = object()
+
+
+def _monitored(trainer: Trainer, config: LRSchedulerConfig) -> Any:
+    """The value that a plateau scheduler watches; None for schedulers that watch nothing."""
+    if not config.reduce_on_plateau:
+        return None
+    metrics = trainer.callback_metrics
+    if config.monitor in metrics:
+        return metrics[config.monitor]
+    message = (
+        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics are: "
+        f"{sorted(metrics)}. Name one of them as `monitor` in the lr scheduler dict, or log that one"
+    )
+    if config.strict:
+        raise MisconfigurationError(message)
+    warnings.warn(f"{message}. Skipping this update.", RuntimeWarning, stacklevel=2)
+    return _MISSING
