@@ -171,6 +171,19 @@ def test_loaders_can_be_evaluated_side_by_side(make_trainer: Make, mode: Any, ba
     assert trainer.num_val_batches == [1, 2]
 
 
+def test_lists_of_plain_values_are_loaders_in_a_tree(make_trainer: Make) -> None:
+    class Plain(al.Module):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return batch, batch_idx, dataloader_idx
+
+    expected = [[(0, 0, 0), (1, 1, 0)], [(2, 0, 1), (3, 1, 1)]]
+    assert make_trainer().predict(Plain(), {"a": [0, 1], "b": [2, 3]}) == expected
+    assert make_trainer().predict(Plain(), [[0, 1], {2, 3}]) == expected
+    assert make_trainer().predict(Plain(), [0, 1]) == expected[0]
+    with pytest.raises(TypeError, match="a dict is read as several loaders"):
+        make_trainer().predict(Plain(), {"a": torch.ones(2)})
+
+
 def test_evaluation_sees_the_same_data_every_time(make_trainer: Make) -> None:
     class Random(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Any:

@@ -270,4 +270,10 @@ def holds_loaders(source: Any) -> bool:
     else:
         return False
     kinds = {type(part): part for part in parts}.values()  # one of each: lists of batches can be long
-    return bool(kinds) and all((is_loader(k) and not hasattr(k, "__array__")) or holds_loaders(k) for k in kinds)
+    return bool(kinds) and all(_reads_as_loader(kind) or holds_loaders(kind) for kind in kinds)
+
+
+def _reads_as_loader(part: Any) -> bool:
+    if isinstance(part, (list, tuple)):
+        return bool(part) and all(isinstance(item, (int, float, str)) for item in part)
+    return is_loader(part) and not hasattr(part, "__array__")

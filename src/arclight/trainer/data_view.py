@@ -61,6 +61,8 @@ class DataView:
     def num_sanity_val_batches(self) -> list[Count]:
         """Batches of each validation loader that the check before training runs."""
         steps = cast("Trainer", self).num_sanity_val_steps
+        if "validate" in self.data and self.data["validate"].function != "fit":
+            return []
         return [count if steps == -1 else min(steps, count) for count in self._counts("validate")]
 
     @property

@@ -240,7 +240,9 @@ def _misfit(source: Any) -> str | None:
         return f"{type(source).__name__} cannot be iterated"
     if not isinstance(source, (list, tuple, dict)) or holds_loaders(source):
         return None
-    types = {type(part): part for part in (source.values() if isinstance(source, dict) else source)}
+    if isinstance(source, dict) and source:
+        return "a dict is read as several loaders, and these are none"
+    types = {type(part): part for part in source}
     kinds = {_kind(part) for part in types.values()}  # one of each type: lists of batches can be long
     return f"it mixes {' and '.join(sorted(kinds))}" if len(kinds) > 1 else None
 
