@@ -283,7 +283,11 @@ def share_threads(num_processes: int) -> None:
     if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = max(1, cores // num_processes)
+        threads = max(1, available_cores() // num_processes)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # processes started from here, loaders' workers too
+
+
+def available_cores() -> int:
+    """Cores of this host that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,84 @@
+"""Two processes: exchanges, groups of one's own, communication hooks, local steps, files that both see."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from arclight.fabric.collectives import SingleDeviceCollective, TorchCollective
+from arclight.fabric.filesystem import is_shared_filesystem, suggested_max_num_workers
+from arclight.fabric.layer_sync import TorchSyncBatchNorm
+from arclight.fabric.strategies import SingleDeviceStrategy
+
+CHECKS = ("exchanges", "groups", "filesystem", "comm_hooks", "local_sgd")
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    launcher = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    script = Path(__file__).with_name("parallel_script.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], check=False, env=environment, capture_output=True, text=True, timeout=180
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for check in CHECKS:
+        assert done.stdout.count(f"passed {check}") == 2, done.stdout
+
+
+def test_alone_every_exchange_is_the_identity() -> None:
+    alone, tensor = SingleDeviceCollective(), torch.ones(2)
+    assert (alone.rank, alone.world_size) == (0, 1)
+    assert alone.all_reduce(tensor) is alone.broadcast(tensor) is alone.reduce(tensor) is tensor
+    assert alone.all_gather([], tensor) == [tensor]
+    with pytest.raises(RuntimeError, match="SingleDeviceCollective` does not own a group"):
+        _ = alone.group
+    alone.create_group()
+    with pytest.raises(RuntimeError, match="already owns a group"):
+        alone.create_group()
+    alone.teardown()
+    with pytest.raises(RuntimeError, match="does not own a group to leave"):
+        alone.teardown()
+    strategy = SingleDeviceStrategy()
+    assert strategy.all_gather(tensor) is strategy.reduce(tensor) is tensor
+    assert is_shared_filesystem(strategy)
+
+
+def test_names_of_reductions() -> None:
+    convert, ops = TorchCollective._convert_to_native_op, torch.distributed.ReduceOp
+    assert convert("AvG") == ops.AVG
+    assert convert(ops.MAX) == ops.MAX
+    with pytest.raises(ValueError, match="op 'MEDIAN' is not a member of `ReduceOp`"):
+        convert("median")
+    with pytest.raises(ValueError, match="Unsupported op 1 of type int"):
+        convert(1)
+
+
+def test_synchronised_batch_norm_and_back() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), torch.nn.Sequential(torch.nn.BatchNorm2d(4)))
+    images = torch.randn(2, 3, 5, 5)
+    model(images)
+    weight, before = model[1][0].weight, {name: value.clone() for name, value in model.state_dict().items()}
+    expected = model.eval()(images)
+    sync = TorchSyncBatchNorm()
+    model = sync.apply(model)
+    assert type(model[1][0]) is torch.nn.SyncBatchNorm
+    assert model[1][0].weight is weight
+    model = sync.revert(model)
+    assert isinstance(model[1][0], torch.nn.modules.batchnorm._BatchNorm)
+    assert not isinstance(model[1][0], torch.nn.SyncBatchNorm)
+    assert torch.equal(model(images), expected)
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {
+        name: value.tolist() for name, value in before.items()
+    }
+
+
+def test_workers_share_the_cores_with_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arclight.fabric.launchers.available_cores", lambda: 16)
+    assert [suggested_max_num_workers(processes) for processes in (1, 2, 8, 16)] == [15, 7, 1, 1]
+    with pytest.raises(ValueError, match="should be >= 1"):
+        suggested_max_num_workers(0)
