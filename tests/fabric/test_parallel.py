@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arclight.fabric.collectives import SingleDeviceCollective, TorchCollective
-from arclight.fabric.filesystem import is_shared_filesystem, suggested_max_num_workers
+from arclight.fabric.filesystem import is_shared_filesystem
 from arclight.fabric.layer_sync import TorchSyncBatchNorm
 from arclight.fabric.strategies import SingleDeviceStrategy
 
@@ -75,10 +75,3 @@ def test_synchronised_batch_norm_and_back() -> None:
     assert {name: value.tolist() for name, value in model.state_dict().items()} == {
         name: value.tolist() for name, value in before.items()
     }
-
-
-def test_workers_share_the_cores_with_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arclight.fabric.launchers.available_cores", lambda: 16)
-    assert [suggested_max_num_workers(processes) for processes in (1, 2, 8, 16)] == [15, 7, 1, 1]
-    with pytest.raises(ValueError, match="should be >= 1"):
-        suggested_max_num_workers(0)

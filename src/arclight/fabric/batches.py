@@ -44,7 +44,8 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         return tensor.to(device, non_blocking=True)
 
     if not isinstance(batch, (torch.Tensor, Mapping, tuple, list)) and hasattr(batch, "to"):
-        return batch.to(device)
+        moved = batch.to(device)
+        return batch if moved is None else moved  # many a ``to`` of users' own works in place and gives nothing back
     return map_tensors(batch, move)
 
 

@@ -38,15 +38,3 @@ def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, tim
         mark.unlink(missing_ok=True)
     strategy.barrier("after it is gone")
     return everyone
-
-
-def suggested_max_num_workers(local_world_size: int) -> int:
-    """A loader's workers beyond which they only wait: this host's cores for each of its processes, less one for the process.
-
-    Raises ValueError for less than one process.
-    """
-    from arclight.fabric.launchers import available_cores
-
-    if local_world_size < 1:
-        raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}")
-    return max(1, available_cores() // local_world_size - 1)

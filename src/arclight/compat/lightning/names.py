@@ -165,6 +165,21 @@ _FABRIC: _Rows = (
     ),
     ("fabric.strategies.parallel pytorch.strategies.parallel", f"{_STRATEGIES}.parallel", "ParallelStrategy"),
     ("fabric.strategies.ddp pytorch.strategies.ddp", f"{_STRATEGIES}.ddp", "DDPStrategy"),
+    (
+        "fabric.plugins.collectives fabric.plugins.collectives.torch_collective",
+        "arclight.fabric.collectives",
+        "TorchCollective",
+    ),
+    (
+        "fabric.plugins.collectives fabric.plugins.collectives.single_device",
+        "arclight.fabric.collectives",
+        "SingleDeviceCollective",
+    ),
+    (
+        "fabric.plugins.collectives fabric.plugins.collectives.collective",
+        "arclight.fabric.collectives",
+        "Collective",
+    ),
     ("fabric.strategies", f"{_STRATEGIES}.registry", "STRATEGY_REGISTRY"),
     ("pytorch.strategies", f"{_STRATEGIES}.registry", "StrategyRegistry=STRATEGY_REGISTRY"),
     ("fabric.strategies.registry", f"{_STRATEGIES}.registry", "_StrategyRegistry=StrategyRegistry"),
@@ -264,6 +279,11 @@ _UTILITIES: _Rows = (
         "LightningEnum",
     ),
     ("pytorch.utilities pytorch.utilities.enums", f"{_OWN}.utilities", "GradClipAlgorithmType"),
+    (
+        "fabric.utilities fabric.utilities.distributed pytorch.utilities",
+        "arclight.fabric.filesystem",
+        "is_shared_filesystem",
+    ),
     ("fabric.utilities.data", "arclight.data.checks", "has_iterable_dataset=reads_a_stream has_len sized_len"),
     (
         "fabric.utilities fabric.utilities.data pytorch.utilities",

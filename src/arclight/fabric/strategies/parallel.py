@@ -97,13 +97,16 @@ class ParallelStrategy(Strategy):
         environment.set_global_rank(self.node_rank * self.num_processes + environment.local_rank())
         environment.set_world_size(self.num_nodes * self.num_processes)
 
+    def _get_process_group_backend(self) -> str:
+        return self.process_group_backend or default_backend(self.root_device)
+
     def _join(self) -> None:
         assert self.cluster_environment is not None
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         timeout = self.timeout or DEFAULT_TIMEOUT
         dist.init_process_group(
-            self.process_group_backend or default_backend(self.root_device),
+            self._get_process_group_backend(),
             rank=self.global_rank,
             world_size=self.world_size,
             timeout=timeout,
