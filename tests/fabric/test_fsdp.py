@@ -90,10 +90,9 @@ def train(
     meta: bool = False,
 ) -> tuple[dict[str, Any], list[float]]:
     torch.set_num_threads(1)
-    torch.manual_seed(1 if meta else 1 + fabric.global_rank)  # rank 0's weights count
-    with fabric.init_module(empty_init=meta):
+    torch.manual_seed(1 + fabric.global_rank)  # rank 0's weights count
+    with fabric.init_module():
         net = Net()
-    torch.manual_seed(1)
     if jointly:
         model, optimizer = fabric.setup(
             net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.05)
@@ -193,6 +192,24 @@ def test_a_look_between_backward_and_update_changes_nothing() -> None:
     found = fabric_for().launch(_looked_at)
     assert_close(found[0], wanted[0])
     assert found[1] == pytest.approx(wanted[1], rel=1e-5)
+
+
+def _overflow(fabric: al.Fabric) -> list[tuple[bool, float]]:
+    """Gradients of which only one process's share overflows."""
+    torch.manual_seed(1)
+    net = nn.Linear(4, 4, bias=False)
+    model = fabric.setup_module(net)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward((model(torch.ones(2, 4)) * torch.tensor([float("inf"), 1, 1, 1])).sum())
+    before = net.weight.to_local().clone()
+    optimizer.step()
+    scale = fabric.strategy.precision.scaler.get_scale()
+    return fabric.strategy.all_gather_object((torch.equal(before, net.weight.to_local()), scale))
+
+
+def test_an_overflow_anywhere_leaves_the_step_out_everywhere() -> None:
+    found = fabric_for(precision="16-mixed").launch(_overflow)
+    assert found == [(True, 32768.0), (True, 32768.0)]
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

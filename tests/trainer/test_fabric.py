@@ -270,6 +270,32 @@ def test_part_of_a_state_is_kept_by_a_filter(tmp_path: Path) -> None:
         fabric.load(tmp_path / "object.pt", weights_only=False)
 
 
+def test_a_name_that_says_file_is_one_file(tmp_path: Path) -> None:
+    fabric = al.Fabric(devices=1, accelerator="cpu")
+    model, optimizer = fabric.setup(*with_sgd(nn.Linear(2, 1)))
+    path = tmp_path / "deep" / "state.ckpt"
+    fabric.save(path, {"model": model, "optimizer": optimizer, "epoch": 3})
+    assert torch.load(path, weights_only=True)["epoch"] == 3
+    with pytest.raises(checkpoint.CheckpointError, match="only unpickling could restore"):
+        fabric.save(path, {"model": model, "object": Late()})
+    other, _ = fabric.setup(*with_sgd(nn.Linear(2, 1)))
+    assert fabric.load(path, {"model": other, "optimizer": optimizer}) == {"epoch": 3}
+    assert torch.equal(other.weight, model.weight)
+    assert [entry.name for entry in path.parent.iterdir()] == ["state.ckpt"]
+
+
+class Late:
+    """A callback, and something that no file should hold."""
+
+    seen: list[Any] = []
+
+    def on_epoch(self, epoch: int) -> None:
+        self.seen.append(epoch)
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        self.seen.append(type(optimizer).__name__)
+
+
 class Counting(al.Fabric):
     def run(self, start: int) -> int:
         return int(self.all_reduce(start + self.global_rank, reduce_op="sum"))
@@ -305,15 +331,6 @@ def test_objects_set_up_twice_and_launches_without_sense_are_named() -> None:
 
 
 def test_callbacks_get_what_they_take() -> None:
-    class Late:
-        seen: list[Any] = []
-
-        def on_epoch(self, epoch: int) -> None:
-            self.seen.append(epoch)
-
-        def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-            self.seen.append(type(optimizer).__name__)
-
     fabric = al.Fabric(devices=1, accelerator="cpu", callbacks=Late())
     fabric.call("on_epoch", epoch=1, loss=2.0)
     _, optimizer = fabric.setup(*with_sgd(nn.Linear(2, 1)))

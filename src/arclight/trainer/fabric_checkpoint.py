@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,29 @@ import torch
 from arclight import checkpoint as checkpoints
 from arclight.fabric.strategies import Strategy
 
+_FILES = (".ckpt", ".pt", ".pth", ".bin")
+
 
 class StateIO:
-    """Writes our checkpoint folders. Reads them, and single files of ``torch.save`` that need no unpickling."""
+    """Writes our checkpoint folders, or one file of ``torch.save`` where the name ends in .ckpt, .pt, .pth or .bin.
+
+    Reads both, whoever wrote the file, as long as it needs no unpickling.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        """Write ``checkpoint``; what was at ``path`` is there until all of the new one is.
+
+        Raises CheckpointError for what could not be written, or could not be read back without unpickling.
+        """
         if storage_options is not None:
             raise TypeError("storage_options belong to a checkpoint IO of your own: pass one as Fabric(plugins=...)")
-        checkpoints.save(path, checkpoint)
+        if Path(path).suffix in _FILES:
+            _save_file(checkpoint, Path(path))
+        else:
+            checkpoints.save(path, checkpoint)
 
     def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
-        """The same where tensors are spread over processes, each of which writes its part."""
+        """A folder where tensors are spread over processes, each of which writes its part."""
         checkpoints.save_shares(path, checkpoint, processes)
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -31,13 +44,41 @@ class StateIO:
             return checkpoints.load(path, map_location=map_location or "cpu")
         if path.suffix == ".safetensors":
             return checkpoints.load_weights(path)
-        try:
-            return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise checkpoints.CheckpointError(
-                f"{path} holds objects that only unpickling could restore, and unpickling runs code from the file: save plain "
-                "numbers, text and tensors (state dicts) in the program that wrote it"
-            ) from error
+        return _load_file(path, map_location or "cpu")
 
     def remove_checkpoint(self, path: str | Path) -> None:
         checkpoints.remove(path)
+
+
+def _save_file(state: dict[str, Any], path: Path) -> None:
+    if path.is_dir():
+        raise checkpoints.CheckpointError(f"{path} is a folder, which one file cannot replace: choose another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _load_file(temporary, "cpu")  # maps the file, so that this reads no tensor
+        os.replace(temporary, path)
+    except OSError as error:
+        raise checkpoints.CheckpointError(
+            f"{path} could not be written: {error.strerror}; what was there before is intact"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _load_file(path: Path, map_location: Any) -> Any:
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise checkpoints.CheckpointError(
+            f"{path} holds objects that only unpickling could restore, and unpickling runs code from the file: save plain "
+            "numbers, text and tensors (state dicts) instead"
+        ) from error
+    except RuntimeError as error:
+        raise checkpoints.CheckpointError(
+            f"{path} is damaged or not a file of torch.save ({str(error).splitlines()[0]}): fetch or write it again"
+        ) from error
