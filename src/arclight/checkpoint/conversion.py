@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,14 +71,14 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} is not a sound safetensors file ({error}): fetch or write it again") from error
 
 
-def read_pickled(path: Path, map_location: Any = "cpu") -> Any:
-    """What ``torch.save`` put into a file, without running anything from it.
+def read_pickled(path: str | Path | IO[bytes], map_location: Any = "cpu") -> Any:
+    """What ``torch.save`` put into a file (a path, or an open one), without running anything from it.
 
     Raises CheckpointError for a file that is damaged or holds objects that only unpickling could restore.
     """
     try:
         try:
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=isinstance(path, (str, Path)))
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise

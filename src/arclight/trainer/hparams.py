@@ -6,16 +6,26 @@ import copy
 import dataclasses
 import inspect
 from argparse import Namespace
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FrameType
-from typing import Any
+from pathlib import Path
+from types import FrameType, MethodType
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.warning_kinds import WarningCache
+from arclight.trainer.plain import NotPlainError, decode, encode, is_omegaconf
 
+INSTANTIATORS = {
+    f"{package}.cli.instantiate_module"
+    for package in ("lightning.pytorch", "pytorch_lightning", "arclight.compat.lightning.pytorch")
+}
+"""What a checkpoint may name as the builder of its module: the command line's. Its arguments are plain here all the same."""
+
+_TOLD = WarningCache()
 _PRIMITIVES = (bool, int, float, str)
 _GIVEN: ContextVar[dict[str, Any] | None] = ContextVar("given_hyperparameters", default=None)
 
@@ -40,6 +50,30 @@ class Hyperparameters(dict[str, Any]):
     def __repr__(self) -> str:
         width = max((len(str(name)) for name in self), default=0) + 3
         return "\n".join(f'"{name}":'.ljust(width) + f" {self[name]}" for name in sorted(self, key=str))
+
+
+if TYPE_CHECKING:
+    class_only = classmethod
+else:
+
+    class class_only:  # noqa: N801 - used like classmethod
+        """A class method that says so when it is called on an instance, which it would not change."""
+
+        def __init__(self, function: Callable[..., Any]) -> None:
+            self.function = function
+            self.__doc__ = function.__doc__
+
+        def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+            if instance is None:
+                return MethodType(self.function, owner)
+
+            def refuse(*_: Any, **__: Any) -> Any:
+                raise TypeError(
+                    f"The classmethod `{owner.__name__}.{self.function.__name__}` cannot be called on an instance."
+                    " Please call it on the class type and make sure the return value is used."
+                )
+
+            return refuse
 
 
 class HyperparametersMixin:
@@ -114,6 +148,30 @@ class HyperparametersMixin:
     def hparams_initial(self) -> Any:
         """A copy of the values as they were kept."""
         return copy.deepcopy(self.__dict__.get("_hparams_initial", Hyperparameters()))
+
+    @class_only
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """A new instance from a checkpoint: built with the arguments that were kept, with its weights or its state.
+
+        ``checkpoint_path``: a checkpoint folder, a file of Lightning's or ours, its URL, or a binary file object;
+        ``map_location``: where tensors go (default: where they were if that device is here, else the CPU);
+        ``hparams_file``: a .yaml or .csv file whose values are taken in the place of the kept arguments;
+        ``strict``: whether the weights must fit exactly (default: the module's ``strict_loading``);
+        ``kwargs`` override the kept arguments. Nothing is unpickled, whatever ``weights_only`` says.
+        Raises CheckpointError for a file that cannot be read so or whose weights do not fit, ValueError for a
+        ``strict`` that contradicts the module's.
+        """
+        from arclight.trainer.loading import build
+
+        return build(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 
 
 def constructors(frame: FrameType | None) -> Iterator[dict[str, Any]]:
@@ -200,29 +258,47 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
-    """The entries of a checkpoint from which :func:`arguments_for` finds the constructor's arguments again."""
+    """The entries of a checkpoint from which :func:`arguments_for` finds the constructor's arguments again.
+
+    What only unpickling could bring back is left out, with a warning: whoever loads the checkpoint must give it.
+    """
     if not owner.hparams:
         return {}
-    return {
-        owner.CHECKPOINT_HYPER_PARAMS_NAME: owner._hparams_name,
-        owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams),
-    }
+    values = {}
+    for name, value in owner.hparams.items():
+        try:
+            values[name] = encode(value)
+        except NotPlainError as error:
+            _TOLD.warn(
+                f"Attribute '{name}' removed from hparams because it cannot be pickled safely: {error}. You can suppress "
+                f"this warning by setting `self.save_hyperparameters(ignore=['{name}'])`, and must give {name!r} to "
+                "load_from_checkpoint."
+            )
+    return {owner.CHECKPOINT_HYPER_PARAMS_NAME: owner._hparams_name, owner.CHECKPOINT_HYPER_PARAMS_KEY: values} | (
+        {owner.CHECKPOINT_HYPER_PARAMS_TYPE: "omegaconf"} if is_omegaconf(owner.hparams) else {}
+    )
 
 
 def arguments_for(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Arguments to build a ``cls`` with: those of the checkpoint, then ``overrides``; only ones its constructor takes."""
     key: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
-    name: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name")
-    kept = {
-        **checkpoint.get("module_arguments", {}),
-        **checkpoint.get(key, {}),
-        **overrides,
-    }  # the first: Lightning 0.8
+    held_by = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name"))
+    kept: dict[str, Any] = decode({**checkpoint.get("module_arguments", {}), **checkpoint.get(key, {})}) | overrides
+    _check_instantiator(kept.pop("_instantiator", None))
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
-    held_by = checkpoint.get(name)
-    if held_by and any(parameter.name == held_by for parameter in parameters):
-        kept = {held_by: Hyperparameters(kept)} | overrides
+    if held_by and any(p.name == held_by and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
+        kind = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type"))
+        kept = {held_by: decode({"omegaconf": kept}) if kind == "omegaconf" else Hyperparameters(kept)} | overrides
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return kept
     taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL}
     return {name: value for name, value in kept.items() if name in taken}
+
+
+def _check_instantiator(path: str | None) -> None:
+    """A file must not choose what is imported and called."""
+    if path is not None and path not in INSTANTIATORS:
+        raise ValueError(
+            f"The instantiator {path!r} from the checkpoint is not in the allowlist of trusted instantiators and was "
+            "blocked to prevent arbitrary code execution"
+        )

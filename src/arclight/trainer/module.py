@@ -33,7 +33,6 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
     automatic_optimization: bool = True
     """Whether the trainer runs backward and the optimizer; False hands both to ``training_step``."""
     example_input_array: Any = None
-    strict_loading: bool = True
     _trainer: Trainer | None
     _entries: dict[str, Entry] | None
 
@@ -42,6 +41,15 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         # Plain attributes, kept out of nn.Module's bookkeeping: they are read in every step.
         self.__dict__["_trainer"] = None
         self.__dict__["_entries"] = None
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether a checkpoint must have this module's parameters, no fewer and no others; True unless it is set."""
+        return self.__dict__.get("_strict_loading") is not False
+
+    @strict_loading.setter
+    def strict_loading(self, strict: bool | None) -> None:
+        self.__dict__["_strict_loading"] = strict
 
     # -- what a user writes ----------------------------------------------------------------------------------------
 
@@ -306,15 +314,6 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         return getattr(self._trainer.strategy, "device_mesh", None) if self._trainer is not None else None
 
     # -- checkpoints ------------------------------------------------------------------------------------------
-
-    @classmethod
-    def load_from_checkpoint(
-        cls, checkpoint_path: Any, map_location: Any = "cpu", strict: bool = True, **kwargs: Any
-    ) -> Any:
-        """A new instance with the weights and constructor arguments of a checkpoint; ``kwargs`` override the latter."""
-        from arclight.trainer.state import module_from_checkpoint
-
-        return module_from_checkpoint(cls, checkpoint_path, map_location=map_location, strict=strict, overrides=kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_trainer": None, "_entries": None}

@@ -17,9 +17,6 @@ Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_c
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +24,10 @@ from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
-from arclight.trainer.checkpoint_io import TorchCheckpointIO, from_tree
 from arclight.trainer.hooks import overridden
+from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
+from arclight.trainer.lightning_files import is_lightnings, progress_of
+from arclight.trainer.loading import load_weights
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
@@ -54,8 +53,8 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         checkpoint["loops"] |= _loops(trainer)
     for owner in (module, data):
-        if getattr(owner, "hparams", None):
-            checkpoint["hyper_parameters"] = checkpoint.get("hyper_parameters", {}) | encode(dict(owner.hparams))
+        if isinstance(owner, HyperparametersMixin):
+            checkpoint |= checkpoint_entries(owner)
     if hasattr(data, "state_dict") and (state := data.state_dict()):
         checkpoint[type(data).__qualname__] = state
     if not weights_only:
@@ -92,6 +91,9 @@ def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:
         raise checkpoints.CheckpointError(
             f"{path} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
         )
+    if is_lightnings(checkpoint):
+        position = progress_of(checkpoint, count_optimizer_steps=trainer.conventions.count_optimizer_steps)
+        checkpoint = checkpoint | {"loops": {"progress": position.state_dict()}}
     trainer.call_all("on_load_checkpoint", checkpoint)
     module = trainer.lightning_module
     if overridden(module, "on_load_checkpoint", Module):
@@ -109,14 +111,6 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     for callback in trainer.callbacks:
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
-
-
-def load_weights(module: Module, weights: dict[str, Any], strict: bool = True) -> None:
-    """``module.load_state_dict`` with one sentence per misfit. Raises CheckpointError."""
-    try:
-        module.load_state_dict(weights, strict=strict)
-    except RuntimeError as error:
-        raise checkpoints.CheckpointError(f"the weights do not fit {type(module).__name__}: {error}") from error
 
 
 def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -147,11 +141,17 @@ def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
-    trainer.precision_plugin.load_state_dict(loops["precision"]["state"])
     trainer.progress.load_state_dict(loops["progress"])
+    trainer.metrics.callback = dict(loops.get("metrics", {}))
+    if "rng" not in loops:
+        trainer.notice(
+            "Lightning wrote this checkpoint, and keeps neither random states nor the order of the data nor the sums of "
+            "an epoch under way: training goes on from its position, on other draws than an uninterrupted run"
+        )
+        return
+    trainer.precision_plugin.load_state_dict(loops["precision"]["state"])
     if trainer.progress.batch:  # else those of an epoch that has ended
         reporting.load_logged_state(trainer, loops["logged"])
-    trainer.metrics.callback = dict(loops.get("metrics", {}))
     trainer.data_seed, trainer.loader_state = loops["data"]["seed"], loops["data"]["loader"]
     ranks = loops["rng"]
     if len(ranks) == trainer.world_size:
@@ -161,55 +161,3 @@ def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
         trainer.notice(
             f"the checkpoint was made by {len(ranks)} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run"
         )
-
-
-def module_from_checkpoint(
-    cls: type, path: str | Path, *, map_location: Any, strict: bool, overrides: dict[str, Any]
-) -> Module:
-    """An instance of ``cls`` from a checkpoint's constructor arguments and weights (averaged ones where it has them)."""
-    if Path(path).is_dir():
-        wanted = [name for name in ("model", "ema", "hyper_parameters") if name in checkpoints.inspect(path).entries]
-        checkpoint = from_tree(checkpoints.load(path, only=wanted, map_location=map_location))
-    else:
-        checkpoint = TorchCheckpointIO().load_checkpoint(path, map_location)
-    arguments = decode(checkpoint.get("hyper_parameters", {})) | overrides
-    module: Module = cls(**arguments)
-    load_weights(module, {**checkpoint["state_dict"], **checkpoint.get("ema", {})}, strict=strict)
-    return module
-
-
-# -- constructor arguments that are settings objects ---------------------------------------------------------------
-
-
-def encode(value: Any) -> Any:
-    """Plain data for a tree of dataclasses, paths and plain values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"dataclass": f"{type(value).__module__}:{type(value).__qualname__}", "fields": fields}
-    if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(encode(item) for item in value)
-    return value
-
-
-def decode(value: Any) -> Any:
-    """The inverse of :func:`encode`. A dataclass is looked up only in modules of this package and in ones already imported."""
-    if isinstance(value, dict) and value.keys() == {"dataclass", "fields"}:
-        name, _, qualified = value["dataclass"].partition(":")
-        if name not in sys.modules and not name.startswith("arclight."):
-            raise checkpoints.CheckpointError(
-                f"the checkpoint was made with {value['dataclass']}; import {name} before loading it"
-            )
-        cls = getattr(importlib.import_module(name), qualified, None)
-        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-            raise checkpoints.CheckpointError(
-                f"the checkpoint was made with {value['dataclass']}, which is no longer a dataclass there"
-            )
-        known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{key: decode(item) for key, item in value["fields"].items() if key in known})
-    if isinstance(value, dict):
-        return {key: decode(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(decode(item) for item in value)
-    return value

@@ -308,7 +308,7 @@ _UTILITIES: _Rows = (
     ),
     (
         "pytorch.core.saving",
-        f"{_OWN}.hparams_files",
+        "arclight.trainer.hparams_files",
         "convert load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_tags_csv save_hparams_to_yaml update_hparams",
     ),
     ("pytorch.utilities.memory", f"{_OWN}.utilities", "recursive_detach"),
