@@ -6,15 +6,13 @@ in the table only when it exists, which a test checks by fetching each.
 
 from __future__ import annotations
 
+from arclight.compat.lightning.fabric_names import FABRIC
+
 _OWN = "arclight.compat.lightning"
 _CALLBACKS = "arclight.trainer.callbacks"
 _LOGGERS = "arclight.trainer.loggers"
 _AVAILABILITY = f"{_OWN}.availability"
 _PROFILERS = "arclight.trainer.profilers"
-_STRATEGIES = "arclight.fabric.strategies"
-_PRECISION = "arclight.fabric.precision"
-_ENVIRONMENTS = "arclight.fabric.environments"
-_ACCELERATORS = "arclight.fabric.accelerators"
 
 _Rows = tuple[tuple[str, str, str], ...]
 
@@ -126,115 +124,17 @@ _TRAINER: _Rows = (
     ("pytorch.profilers pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "PyTorchProfiler"),
     ("pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "RegisterRecordFunction warning_cache"),
     ("pytorch.profilers.pytorch", f"{_PROFILERS}.stage_schedule", "ScheduleWrapper=StageSchedule"),
+    (
+        "fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io",
+        "arclight.trainer.checkpoint_io",
+        "CheckpointIO TorchCheckpointIO",
+    ),
+    ("fabric.plugins.io.checkpoint_io", "arclight.trainer.checkpoint_io", "CheckpointIO"),
+    ("fabric.plugins.io.torch_io", "arclight.trainer.checkpoint_io", "TorchCheckpointIO"),
+    ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
+    ("pytorch.core.optimizer", "arclight.trainer.managed_optimizer", "LightningOptimizer=ManagedOptimizer"),
+    ("pytorch.trainer.states", "arclight.trainer.states", "RunningStage TrainerFn TrainerState TrainerStatus"),
     ("pytorch.utilities.types", "arclight.trainer.optimizer_config", "LRSchedulerConfig"),
-)
-
-_FABRIC: _Rows = (
-    (
-        "fabric.accelerators pytorch.accelerators",
-        _ACCELERATORS,
-        "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices",
-    ),
-    ("fabric.accelerators", _ACCELERATORS, "ACCELERATOR_REGISTRY"),
-    ("pytorch.accelerators", _ACCELERATORS, "AcceleratorRegistry=ACCELERATOR_REGISTRY"),
-    ("fabric.accelerators.registry", f"{_ACCELERATORS}.registry", "_AcceleratorRegistry=AcceleratorRegistry"),
-    (
-        "fabric.accelerators.accelerator pytorch.accelerators.accelerator",
-        f"{_ACCELERATORS}.base",
-        "Accelerator",
-    ),
-    ("fabric.accelerators.cpu pytorch.accelerators.cpu", f"{_ACCELERATORS}.cpu", "CPUAccelerator"),
-    ("fabric.accelerators.cuda pytorch.accelerators.cuda", f"{_ACCELERATORS}.cuda", "CUDAAccelerator"),
-    (
-        "fabric.accelerators.cuda",
-        f"{_ACCELERATORS}.cuda",
-        "find_usable_cuda_devices is_cuda_available num_cuda_devices",
-    ),
-    ("fabric.accelerators.mps pytorch.accelerators.mps", f"{_ACCELERATORS}.mps", "MPSAccelerator"),
-    ("fabric.accelerators.xla pytorch.accelerators.xla", f"{_ACCELERATORS}.xla", "XLAAccelerator"),
-    (
-        "fabric.strategies pytorch.strategies",
-        _STRATEGIES,
-        "DDPStrategy FSDPStrategy ModelParallelStrategy ParallelStrategy SingleDeviceStrategy Strategy",
-    ),
-    ("fabric.strategies.fsdp pytorch.strategies.fsdp", f"{_STRATEGIES}.fsdp", "FSDPStrategy"),
-    (
-        "fabric.strategies.model_parallel pytorch.strategies.model_parallel",
-        f"{_STRATEGIES}.model_parallel",
-        "ModelParallelStrategy",
-    ),
-    ("fabric.strategies.parallel pytorch.strategies.parallel", f"{_STRATEGIES}.parallel", "ParallelStrategy"),
-    ("fabric.strategies.ddp pytorch.strategies.ddp", f"{_STRATEGIES}.ddp", "DDPStrategy"),
-    (
-        "fabric.plugins.collectives fabric.plugins.collectives.torch_collective",
-        "arclight.fabric.collectives",
-        "TorchCollective",
-    ),
-    (
-        "fabric.plugins.collectives fabric.plugins.collectives.single_device",
-        "arclight.fabric.collectives",
-        "SingleDeviceCollective",
-    ),
-    (
-        "fabric.plugins.collectives fabric.plugins.collectives.collective",
-        "arclight.fabric.collectives",
-        "Collective",
-    ),
-    ("fabric.strategies", f"{_STRATEGIES}.registry", "STRATEGY_REGISTRY"),
-    ("pytorch.strategies", f"{_STRATEGIES}.registry", "StrategyRegistry=STRATEGY_REGISTRY"),
-    ("fabric.strategies.registry", f"{_STRATEGIES}.registry", "_StrategyRegistry=StrategyRegistry"),
-    (
-        "pytorch.plugins pytorch.plugins.layer_sync",
-        "arclight.fabric.layer_sync",
-        "LayerSync TorchSyncBatchNorm",
-    ),
-    ("fabric.strategies.single_device pytorch.strategies.single_device", f"{_STRATEGIES}.base", "SingleDeviceStrategy"),
-    ("fabric.strategies.strategy pytorch.strategies.strategy", f"{_STRATEGIES}.base", "Strategy"),
-    (
-        "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
-        _PRECISION,
-        "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision Precision TransformerEnginePrecision",
-    ),
-    (
-        "fabric.plugins.precision.double pytorch.plugins.precision.double",
-        f"{_PRECISION}.one_type",
-        "DoublePrecision",
-    ),
-    (
-        "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
-        f"{_PRECISION}.bitsandbytes",
-        "BitsandbytesPrecision",
-    ),
-    (
-        "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
-        f"{_PRECISION}.transformer_engine",
-        "TransformerEnginePrecision",
-    ),
-    ("fabric.plugins.precision.utils", f"{_PRECISION}.base", "_DtypeContextManager=DefaultDtype"),
-    ("fabric.plugins.precision.half pytorch.plugins.precision.half", f"{_PRECISION}.one_type", "HalfPrecision"),
-    ("fabric.plugins.precision.amp pytorch.plugins.precision.amp", f"{_PRECISION}.mixed", "MixedPrecision"),
-    ("fabric.plugins.precision.precision pytorch.plugins.precision.precision", f"{_PRECISION}.base", "Precision"),
-    (
-        "fabric.plugins fabric.plugins.environments fabric.plugins.environments.cluster_environment "
-        "pytorch.plugins.environments",
-        _ENVIRONMENTS,
-        "ClusterEnvironment",
-    ),
-    (
-        "fabric.plugins.environments pytorch.plugins.environments",
-        _ENVIRONMENTS,
-        "KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment TorchElasticEnvironment",
-    ),
-    (
-        "fabric.plugins.environments.lightning",
-        f"{_ENVIRONMENTS}.variables",
-        "LightningEnvironment find_free_network_port",
-    ),
-    ("fabric.plugins.environments.torchelastic", f"{_ENVIRONMENTS}.variables", "TorchElasticEnvironment"),
-    ("fabric.plugins.environments.kubeflow", f"{_ENVIRONMENTS}.variables", "KubeflowEnvironment"),
-    ("fabric.plugins.environments.slurm", f"{_ENVIRONMENTS}.slurm", "SLURMEnvironment"),
-    ("fabric.plugins.environments.lsf", f"{_ENVIRONMENTS}.lsf", "LSFEnvironment"),
-    ("fabric.plugins.environments.mpi", f"{_ENVIRONMENTS}.mpi", "MPIEnvironment"),
 )
 
 _UTILITIES: _Rows = (
@@ -395,5 +295,5 @@ def _table(*rooms: _Rows) -> dict[str, dict[str, str]]:
     return table
 
 
-NAMES = _table(_CORE, _TRAINER, _FABRIC, _UTILITIES, _DEMOS)
+NAMES = _table(_CORE, _TRAINER, FABRIC, _UTILITIES, _DEMOS)
 """Lightning's module (``""`` is ``lightning`` itself) -> name -> ``"our.module:name"``."""
