@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.compiling import from_compiled
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
 
@@ -20,21 +21,12 @@ def as_module(model: Any, entry_point: str) -> Module:
     """``model`` if it is a Module, unwrapped if it was compiled. Raises TypeError for anything else."""
     if isinstance(model, Module):
         return model
-    inner = getattr(model, "_orig_mod", None)
-    if isinstance(inner, Module):
-        return compile_steps(inner, model)
+    if isinstance(getattr(model, "_orig_mod", None), Module):
+        return from_compiled(model)
     raise TypeError(
         f"`model` must be a `LightningModule` (an arclight.Module) or one that was given to torch.compile, got "
         f"`{type(model).__qualname__}`: Trainer.{entry_point} runs its steps, so subclass Module and give it a training_step"
     )
-
-
-def compile_steps(module: Module, compiled: Any) -> Module:
-    """Run ``module``'s steps under the settings that :func:`torch.compile` was given for ``compiled``."""
-    run = compiled.dynamo_ctx
-    for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
-        module.__dict__[name] = run(getattr(module, name))
-    return module
 
 
 def require_model(model: Any, entry_point: str, known: Any) -> None:

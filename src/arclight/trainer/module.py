@@ -33,6 +33,7 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
     automatic_optimization: bool = True
     """Whether the trainer runs backward and the optimizer; False hands both to ``training_step``."""
     example_input_array: Any = None
+    _compiler_ctx: dict[str, Any] | None = None  # what compiled its steps, see arclight.trainer.compiling
     _trainer: Trainer | None
     _entries: dict[str, Entry] | None
 

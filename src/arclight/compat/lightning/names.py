@@ -131,6 +131,7 @@ _TRAINER: _Rows = (
     ),
     ("fabric.plugins.io.checkpoint_io", "arclight.trainer.checkpoint_io", "CheckpointIO"),
     ("fabric.plugins.io.torch_io", "arclight.trainer.checkpoint_io", "TorchCheckpointIO"),
+    ("pytorch.utilities.compile", "arclight.trainer.compiling", "from_compiled to_uncompiled"),
     ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
     ("pytorch.core.optimizer", "arclight.trainer.managed_optimizer", "LightningOptimizer=ManagedOptimizer"),
     ("pytorch.trainer.states", "arclight.trainer.states", "RunningStage TrainerFn TrainerState TrainerStatus"),

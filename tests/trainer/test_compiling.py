@@ -1,0 +1,84 @@
+"""Modules that went through torch.compile: a trainer takes them, and they can be had as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import arclight as al
+from arclight.trainer.compiling import from_compiled, to_uncompiled
+
+
+class Small(al.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def batches() -> list[torch.Tensor]:
+    return list(torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(0)))
+
+
+def test_a_compiled_module_trains_to_the_same_weights(make_trainer: Callable[..., al.Trainer]) -> None:
+    seen: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    plain, compiled = Small(), torch.compile(Small(), backend=backend)
+    for model in (plain, compiled):
+        make_trainer(max_epochs=1).fit(model, batches())
+    assert seen, "nothing was compiled"
+    torch.testing.assert_close(plain.layer.weight, compiled.layer.weight)
+    predictions = make_trainer().predict(compiled, batches())
+    torch.testing.assert_close(torch.cat(predictions), plain(torch.cat(batches())).detach())
+
+
+def test_it_can_be_had_as_it_was() -> None:
+    module = Small()
+    module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    own = module.test_step
+    compiled = torch.compile(module, backend="eager")
+    assert from_compiled(compiled) is module
+    assert module._compiler_ctx is not None
+    assert "training_step" in vars(module)
+    assert "validation_step" not in vars(module), "it has none"
+    steps = module.training_step
+    assert from_compiled(compiled).training_step is steps, "compiled twice"
+    assert to_uncompiled(compiled) is module
+    assert module._compiler_ctx is None
+    assert "training_step" not in vars(module)
+    assert module.test_step is own
+    from_compiled(compiled)
+    assert to_uncompiled(module)._compiler_ctx is None
+
+
+def test_other_things_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"required to be a `OptimizedModule`. Found a `Small`"):
+        from_compiled(Small())
+    with pytest.raises(ValueError, match=r"expected to be a compiled LightningModule. Found a `Linear`"):
+        from_compiled(torch.compile(nn.Linear(1, 1), backend="eager"))
+    with pytest.raises(ValueError, match=r"required to be a compiled LightningModule. Found a non-compiled"):
+        to_uncompiled(Small())
+    with pytest.raises(ValueError, match=r"must either be an instance of OptimizedModule or LightningModule"):
+        to_uncompiled(nn.Linear(1, 1))
