@@ -132,6 +132,8 @@ _TRAINER: _Rows = (
     ("fabric.plugins.io.checkpoint_io", "arclight.trainer.checkpoint_io", "CheckpointIO"),
     ("fabric.plugins.io.torch_io", "arclight.trainer.checkpoint_io", "TorchCheckpointIO"),
     ("pytorch.utilities.compile", "arclight.trainer.compiling", "from_compiled to_uncompiled"),
+    ("pytorch.serve pytorch.serve.servable_module", "arclight.serve.servable", "ServableModule"),
+    ("pytorch.serve pytorch.serve.servable_module_validator", "arclight.serve.servable", "ServableModuleValidator"),
     ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
     ("pytorch.core.optimizer", "arclight.trainer.managed_optimizer", "LightningOptimizer=ManagedOptimizer"),
     ("pytorch.trainer.states", "arclight.trainer.states", "RunningStage TrainerFn TrainerState TrainerStatus"),

@@ -1,0 +1,168 @@
+"""Check before training that a module can be served: a request of its own goes through a real server and back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.extras import require
+from arclight.fabric.rank_zero import rank_zero_only
+from arclight.trainer import Callback, Module, Trainer
+
+_LOG = logging.getLogger("arclight")
+_REQUEST_SECONDS = 60.0
+
+
+class ServableModule(nn.Module):
+    """What a module has that can be served; mixed into a Module."""
+
+    @abstractmethod
+    def configure_payload(self) -> dict[str, Any]:
+        """A request to try: ``{"body": {name: plain data}}``."""
+        raise NotImplementedError("The `configure_payload` method needs to be overridden.")
+
+    @abstractmethod
+    def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+        """For each argument of :meth:`serve_step` what makes it from plain data, for each output what makes it plain."""
+        raise NotImplementedError("The `configure_serialization` method needs to be overridden.")
+
+    @abstractmethod
+    def serve_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The outputs by name, for arguments by name."""
+        raise NotImplementedError("The `serve_step` method needs to be overridden.")
+
+    def configure_response(self) -> dict[str, Any]:
+        """The answer that :meth:`configure_payload` must get; where this is not overridden, any is good."""
+        return {}
+
+
+@dataclass
+class Answer:
+    """What the server said."""
+
+    status_code: int
+    text: str
+
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+class ServableModuleValidator(Callback):
+    """Serve a copy of the module when training starts, send it its own payload, and compare the answer.
+
+    ``port`` 0 takes a free one; ``timeout`` is in seconds. With ``exit_on_failure`` a module that cannot answer ends the run
+    with MisconfigurationError. Raises MissingExtraError without fastapi and uvicorn.
+    """
+
+    def __init__(
+        self, optimization: str | None = None, server: str = "fastapi", host: str = "127.0.0.1", port: int = 0,
+        timeout: float = 20, exit_on_failure: bool = True,
+    ) -> None:  # fmt: skip
+        if optimization is not None:
+            raise NotImplementedError(
+                f"The optimization {optimization} is currently not supported: export with arclight.deploy and serve that"
+            )
+        if server != "fastapi":
+            raise NotImplementedError(f"Only the fastapi server is currently supported, not {server!r}.")
+        require("fastapi", extra="serve")
+        require("uvicorn", extra="serve")
+        self.optimization, self.server, self.host, self.port = optimization, server, host, port
+        self.timeout, self.exit_on_failure = timeout, exit_on_failure
+        self.resp: Answer | None = None
+
+    @property
+    def successful(self) -> bool | None:
+        """Whether the module answered; None before it was asked."""
+        return None if self.resp is None else self.resp.status_code == 200
+
+    @rank_zero_only
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if not isinstance(pl_module, ServableModule):
+            raise TypeError(f"The provided model should be subclass of {ServableModule.__qualname__}.")
+        for name in ("configure_payload", "configure_serialization", "serve_step"):
+            if getattr(type(pl_module), name) is getattr(ServableModule, name):
+                raise NotImplementedError(f"The `{name}` method needs to be overridden.")
+        payload = pl_module.configure_payload()
+        if "body" not in payload:
+            raise MisconfigurationError(f'Your provided payload {payload} should have a field named "body".')
+        served = copy.deepcopy(pl_module).eval()  # a copy: training must not see the server's mode
+        with _running(_application(served), self.host, self.port, self.timeout) as address:
+            self.resp = _post(f"{address}/serve", payload)
+        if type(pl_module).configure_response is not ServableModule.configure_response and self.successful:
+            expected, given = pl_module.configure_response(), self.resp.json()
+            if given != expected:
+                raise MisconfigurationError(
+                    f"The expected response {expected} doesn't match the generated one {given}."
+                )
+        if self.exit_on_failure and not self.successful:
+            raise MisconfigurationError(
+                f"The model isn't servable: it answered {self.resp.status_code}. Investigate the traceback and try again."
+            )
+        if self.successful:
+            _LOG.info("Your model is servable and the received payload was %s.", self.resp.text)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"successful": self.successful, "optimization": self.optimization, "server": self.server}
+
+
+def _application(module: ServableModule) -> Any:
+    fastapi = require("fastapi", extra="serve")
+    app = fastapi.FastAPI()
+    makers, writers = module.configure_serialization()
+
+    def serve(payload: dict[str, Any]) -> dict[str, Any]:
+        body = payload["body"]
+        arguments = {name: makers[name](value) if name in makers else value for name, value in body.items()}
+        with torch.no_grad():
+            outputs = module.serve_step(**arguments)
+        if not isinstance(outputs, dict):
+            raise TypeError(f"serve_step must return a dict of outputs by name, it gave a {type(outputs).__name__}")
+        return {name: writers[name](value) if name in writers else value for name, value in outputs.items()}
+
+    app.post("/serve")(serve)
+    return app
+
+
+@contextmanager
+def _running(app: Any, host: str, port: int, timeout: float) -> Iterator[str]:
+    """Serve ``app`` from a thread; gives its address. Raises TimeoutError where it does not start in time."""
+    uvicorn = require("uvicorn", extra="serve")
+    with socket.create_server((host, port)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="servable", daemon=True)
+        thread.start()
+        try:
+            deadline = time.monotonic() + timeout
+            while not server.started:
+                if not thread.is_alive() or time.monotonic() > deadline:
+                    raise TimeoutError(f"The server didn't start within {timeout} seconds.")
+                time.sleep(0.02)
+            yield f"http://{host}:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout)
+
+
+def _post(address: str, payload: dict[str, Any]) -> Answer:
+    body = json.dumps(payload).encode()
+    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})  # noqa: S310 - our own server
+    try:
+        with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as response:  # noqa: S310
+            return Answer(response.status, response.read().decode())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.read().decode())

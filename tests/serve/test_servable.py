@@ -1,0 +1,83 @@
+"""A module is asked for an answer by a real server before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import arclight as al
+from arclight.compat.lightning.pytorch.demos.boring_classes import BoringModel
+from arclight.fabric.errors import MisconfigurationError
+from arclight.serve.servable import ServableModule, ServableModuleValidator
+
+
+class Doubling(BoringModel, ServableModule):
+    body: dict[str, Any] = {"x": [1, 2], "times": 3}
+    expected: dict[str, Any] = {"output": [6.0, 12.0], "training": False}
+
+    def configure_payload(self) -> dict[str, Any]:
+        return {"body": self.body}
+
+    def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+        return {"x": lambda x: torch.tensor(x, dtype=torch.float)}, {"output": torch.Tensor.tolist}
+
+    def serve_step(self, x: torch.Tensor, times: int) -> dict[str, Any]:
+        return {"output": 2 * times * x, "training": self.training}
+
+    def configure_response(self) -> dict[str, Any]:
+        return self.expected
+
+
+def fit(model: Any, callback: al.Callback, folder: Path) -> None:
+    al.Trainer(
+        default_root_dir=folder, max_steps=1, callbacks=[callback], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model)  # fmt: skip
+
+
+def test_a_module_that_answers_is_trained(tmp_path: Path) -> None:
+    model, callback = Doubling(), ServableModuleValidator()
+    assert callback.state_dict() == {"successful": None, "optimization": None, "server": "fastapi"}
+    fit(model, callback, tmp_path)
+    assert callback.resp is not None
+    assert callback.resp.json() == Doubling.expected
+    assert callback.successful
+    assert model.training
+
+
+def test_another_answer_than_expected_ends_the_run(tmp_path: Path) -> None:
+    model = Doubling()
+    model.expected = {"output": []}
+    with pytest.raises(
+        MisconfigurationError, match=r"expected response \{'output': \[\]\} doesn't match the generated"
+    ):
+        fit(model, ServableModuleValidator(), tmp_path)
+
+
+def test_a_module_that_fails_ends_the_run_unless_told_otherwise(tmp_path: Path) -> None:
+    model = Doubling()
+    model.body = {"x": "text", "times": 1}
+    with pytest.raises(MisconfigurationError, match="isn't servable: it answered 500"):
+        fit(model, ServableModuleValidator(), tmp_path)
+    callback = ServableModuleValidator(exit_on_failure=False)
+    fit(model, callback, tmp_path)
+    assert callback.successful is False
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="should be subclass of ServableModule"):
+        fit(BoringModel(), ServableModuleValidator(), tmp_path)
+
+    class Empty(BoringModel, ServableModule):
+        pass
+
+    with pytest.raises(NotImplementedError, match="`configure_payload` method needs to be overridden"):
+        fit(Empty(), ServableModuleValidator(), tmp_path)
+    with pytest.raises(NotImplementedError, match="Only the fastapi server"):
+        ServableModuleValidator(server="torchserve")
+    with pytest.raises(NotImplementedError, match="optimization onnx"):
+        ServableModuleValidator(optimization="onnx")
