@@ -197,6 +197,14 @@ _UTILITIES: _Rows = (
     ("fabric.utilities.types", f"{_OWN}.types", "CollectibleGroup Optimizable Steppable"),
     ("pytorch.utilities pytorch.utilities.grads", "arclight.optim.gradients", "grad_norm"),
     ("pytorch.utilities.model_helpers", f"{_OWN}.utilities", "is_overridden"),
+    (
+        "pytorch.overrides pytorch.overrides.distributed",
+        f"{_OWN}.sampling",
+        "UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper",
+    ),
+    ("fabric.utilities.distributed", f"{_OWN}.sampling", "DistributedSamplerWrapper"),
+    ("pytorch.utilities.data", f"{_OWN}.utilities", "extract_batch_size has_len_all_ranks warning_cache"),
+    ("pytorch.utilities.data", "arclight.data.checks", "has_iterable_dataset=reads_a_stream sized_len"),
     ("pytorch.utilities.signature_utils", f"{_OWN}.utilities", "is_param_in_hook_signature"),
     ("pytorch.utilities", f"{_OWN}.utilities", "is_picklable"),
     (

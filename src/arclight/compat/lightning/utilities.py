@@ -14,9 +14,14 @@ from unittest.mock import Mock
 import numpy as np
 import torch
 
-from arclight.fabric.batches import map_tensors, move_batch
+from arclight.data.checks import has_len, reads_a_stream, sized_len
+from arclight.fabric.batches import batch_sizes, map_tensors, move_batch
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.warning_kinds import WarningCache
 from arclight.trainer import Callback, DataModule, Module
+
+warning_cache = WarningCache()
 
 
 class LightningEnum(StrEnum):
@@ -206,3 +211,48 @@ def _map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
         parts = [_map_leaves(value, function) for value in data]
         return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
     return function(data)
+
+
+def extract_batch_size(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its tensors, with a warning where they differ.
+
+    Raises MisconfigurationError where it holds no tensor.
+    """
+    sizes = list(batch_sizes(batch))
+    if not sizes:
+        raise MisconfigurationError(
+            "We could not infer the batch_size from the batch. Either simplify its structure"
+            " or provide the batch_size as `self.log(..., batch_size=batch_size)`."
+        )
+    if any(size != sizes[0] for size in sizes):
+        warning_cache.warn(
+            "Trying to infer the `batch_size` from an ambiguous collection. The batch size we found is"
+            f" {sizes[0]}. To avoid any miscalculations, use `self.log(..., batch_size=batch_size)`."
+        )
+    return sizes[0]
+
+
+def has_len_all_ranks(
+    dataloader: object, strategy: Any, allow_zero_length_dataloader_with_multiple_devices: bool = False
+) -> bool:
+    """Whether it knows its length; every rank must ask. Warns where there is nothing for any rank, or too little for this one.
+
+    Raises RuntimeError where others have batches and this rank has none, unless that is allowed.
+    """
+    length, name = sized_len(dataloader), type(dataloader).__name__
+    if length is None:
+        return False
+    total = int(strategy.reduce(torch.tensor(length, device=strategy.root_device), reduce_op="sum"))
+    if total == 0:
+        rank_zero_warn(f"Total length of `{name}` across ranks is zero. Please make sure this was your intention.")
+    elif length == 0 and not allow_zero_length_dataloader_with_multiple_devices:
+        raise RuntimeError(
+            f"`{name}` within local rank has zero length. Please make sure that it returns at least 1 batch."
+        )
+    elif length == 0:
+        rank_zero_warn(
+            f"Total length of `{name}` across ranks is {total}, but local rank has zero length. Please be cautious of uneven batch length."
+        )
+    if reads_a_stream(dataloader):
+        has_len(dataloader)
+    return True

@@ -1,0 +1,82 @@
+"""Samplers that share a data set out among ranks, for loops that use them themselves. A Trainer needs neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler
+
+
+class UnrepeatedDistributedSampler(DistributedSampler[int]):
+    """Each index goes to one rank: where they do not come out even, the first ranks have one more."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.dataset, Sized):
+            raise TypeError("The given dataset must implement the `__len__` method.")
+        self.total_size = len(self.dataset)
+        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
+
+    def __iter__(self) -> Iterator[int]:
+        own = slice(self.rank, self.total_size, self.num_replicas)
+        if not self.shuffle:
+            return iter(range(self.total_size)[own])
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(torch.randperm(self.total_size, generator=generator)[own].tolist())
+
+
+class _Indices(Dataset[int]):
+    """What a sampler draws, as a data set: drawn when it is first needed, again after :meth:`reset`."""
+
+    def __init__(self, sampler: Sampler[Any] | BatchSampler) -> None:
+        if not isinstance(sampler, Sized):
+            raise TypeError(
+                "You seem to have configured a sampler in your DataLoader which does not provide `__len__` method. The "
+                "sampler was about to be replaced by `DistributedSamplerWrapper` since `use_distributed_sampler` is True."
+                " Either provide `__len__` or set `use_distributed_sampler=False`"
+            )
+        if len(sampler) == float("inf"):
+            raise TypeError("A sampler of infinite length cannot be shared out: set `use_distributed_sampler=False`")
+        self.sampler = sampler
+        self._drawn: list[Any] | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self._drawn is None:
+            self._drawn = list(self.sampler)
+        return self._drawn[index]
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def reset(self) -> None:
+        self._drawn = None
+
+
+class DistributedSamplerWrapper(DistributedSampler[int]):
+    """Any sampler of known length, shared out: each rank gets every ``num_replicas``-th of what it draws."""
+
+    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(_Indices(sampler), *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.dataset.reset()  # type: ignore[attr-defined]
+        return (self.dataset[index] for index in super().__iter__())
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        inner = self.dataset.sampler  # type: ignore[attr-defined]
+        if callable(getattr(inner, "set_epoch", None)):
+            inner.set_epoch(epoch)
+
+
+class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
+    """The same without repeating any."""
+
+    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(_Indices(sampler), *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.dataset.reset()  # type: ignore[attr-defined]
+        return (self.dataset[index] for index in super().__iter__())
