@@ -98,3 +98,25 @@ def test_a_backbone_comes_in_and_catches_up(fit: Any) -> None:
     assert [rates[-1] for rates in net.rates[2:]] == pytest.approx([0.01, 0.04, 0.1]), "not above the head's"
     with pytest.raises(ValueError, match=r"nn\.Module `backbone` attribute; Scripted has none"):
         fit({"val/score": [1.0]}, BackboneFinetuning())
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("train_bn", [True, False])
+@pytest.mark.parametrize("steps", [8, 10])
+def test_a_resume_has_the_groups_again(fit: Any, tmp_path: Any, train_bn: bool, steps: int) -> None:
+    """Stopped after the backbone came in, at an epoch's end or within one, a run goes on as if it had not been."""
+
+    def callback() -> BackboneFinetuning:
+        return BackboneFinetuning(1, backbone_initial_lr=0.02, train_bn=train_bn)
+
+    whole, first, second = Net(), Net(), Net()
+    fit(whole, callback(), max_epochs=4)
+    trainer = fit(first, callback(), max_steps=steps)
+    trainer.save_checkpoint(tmp_path / "half")
+    fit(second, callback(), max_epochs=4, ckpt_path=tmp_path / "half")
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    assert frozen(second) == frozen(whole)

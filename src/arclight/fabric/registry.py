@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 @cache
 def installed(kind: str) -> dict[str, Any]:
     """Classes that installed packages offer as entry points in the group ``arclight.<kind>``, by name."""
     return {entry.name: entry.load() for entry in entry_points(group=f"arclight.{kind}")}
+
+
+@cache
+def _entries(query: Callable[..., Any], group: str) -> tuple[Any, ...]:
+    """The entry points of ``group``; looking through all installed packages takes milliseconds, so it is done once."""
+    return tuple(query(group=group))
+
+
+def load_external_callbacks(group: str) -> list[Any]:
+    """Callbacks that installed packages bring: what the functions give that they offer as entry points in ``group``.
+
+    Such a function takes nothing and gives a callback or a list of them.
+    """
+    callbacks: list[Any] = []
+    for entry in _entries(entry_points, group):
+        made = entry.load()()
+        made = made if isinstance(made, list) else [made]
+        if made:
+            log.info("%s brings %s", entry.name, ", ".join(type(callback).__name__ for callback in made))
+        callbacks += made
+    return callbacks
 
 
 class Registry(dict[str, dict[str, Any]]):

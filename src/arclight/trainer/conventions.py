@@ -31,6 +31,10 @@ class Conventions:
     """``validate``, ``test`` and ``predict`` without a module, after a fit, load the best checkpoint; else they take the module as it is."""
     exit_on_interrupt: bool = False
     """After Ctrl+C has been dealt with the process ends with status 1; else KeyboardInterrupt reaches the caller."""
+    metrics_by_batch: bool = False
+    """A progress bar asks for its metrics after every batch (where that does not wait for a device), not ten times a second."""
+    callbacks_factory: str = "arclight.callbacks_factory"
+    """Group of the entry points by which installed packages bring callbacks."""
     zero_based_rows: bool = False
     """A logger's row of step values is numbered by the step that made it, counted from 0, not by steps completed."""
 
@@ -48,5 +52,7 @@ LIGHTNING = Conventions(
     version=("pytorch-lightning_version", "2.6.6"),
     evaluate_best=True,
     exit_on_interrupt=True,
+    metrics_by_batch=True,
+    callbacks_factory="lightning.pytorch.callbacks_factory",
     zero_based_rows=True,
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.registry import load_external_callbacks
 from arclight.trainer.callback import Callback, Checkpoint
+from arclight.trainer.hooks import overridden
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -13,7 +15,14 @@ if TYPE_CHECKING:
 
 def default_callbacks(trainer: Trainer, given: Callback | list[Callback] | None) -> list[Callback]:
     """The user's callbacks and, unless turned off, a checkpoint after every epoch, a progress bar and a model summary."""
-    from arclight.trainer.callbacks import ModelCheckpoint, ModelSummary, RichProgressBar, Timer
+    from arclight.trainer.callbacks import (
+        ModelCheckpoint,
+        ModelSummary,
+        RichModelSummary,
+        RichProgressBar,
+        Timer,
+        TQDMProgressBar,
+    )
 
     chosen, settings = trainer.given, trainer.settings
     callbacks = [given] if isinstance(given, Callback) else list(given or [])
@@ -34,7 +43,10 @@ def default_callbacks(trainer: Trainer, given: Callback | list[Callback] | None)
         callbacks.append(RichProgressBar())
     summary = bar if chosen["enable_model_summary"] is None else chosen["enable_model_summary"]
     if summary and not any(isinstance(c, ModelSummary) for c in callbacks):
-        callbacks.append(ModelSummary())
+        plain = any(isinstance(c, TQDMProgressBar) for c in callbacks)
+        callbacks.append(ModelSummary() if plain else RichModelSummary())
+    callbacks += load_external_callbacks(trainer.conventions.callbacks_factory)
+    check_state_keys(callbacks)
     return checkpoints_last(callbacks)
 
 
@@ -56,10 +68,24 @@ def _check_callbacks(callbacks: list[Callback], chosen: dict[str, Any]) -> None:
         )
 
 
-def is_progress_bar(callback: Callback) -> bool:
-    from arclight.trainer.callbacks import RichProgressBar
+def check_state_keys(callbacks: list[Callback]) -> None:
+    """Raise RuntimeError where two callbacks would save their state under one name."""
+    keys: set[str] = set()
+    for callback in callbacks:
+        if not overridden(callback, "state_dict", Callback):
+            continue
+        if callback.state_key in keys:
+            raise RuntimeError(
+                f"Found more than one stateful callback of type `{type(callback).__name__}` with the state_key "
+                f"{callback.state_key!r}: only one of them could be resumed. Leave one out, or make their `state_key` differ"
+            )
+        keys.add(callback.state_key)
 
-    return isinstance(callback, RichProgressBar)
+
+def is_progress_bar(callback: Callback) -> bool:
+    from arclight.trainer.callbacks import ProgressBar
+
+    return isinstance(callback, ProgressBar)
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:

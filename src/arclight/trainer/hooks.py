@@ -20,9 +20,14 @@ _WITHIN_A_STEP = frozenset(
 
 
 def overridden(owner: object, name: str, base: type) -> bool:
-    """Whether ``owner`` has its own ``name``: defined by its class or set on the instance. None takes one away."""
+    """Whether ``owner`` has its own ``name``: defined by its class or set on the instance. None takes one away.
+
+    What only behaves like a ``base`` (a mock with its specification, say) has all that it answers to.
+    """
     if name in vars(owner):
         return vars(owner)[name] is not None
+    if base not in type(owner).__mro__:
+        return callable(getattr(owner, name, None))
     own = getattr(type(owner), name, None)
     return own is not None and own is not getattr(base, name, None)
 
@@ -45,12 +50,17 @@ def logging_as(module: Module, name: str, hook: Hook) -> Hook:
     return run
 
 
+def unused_hooks(callback: Callback) -> frozenset[str]:
+    found = callback.unused_hooks
+    return found if isinstance(found, frozenset) else frozenset()
+
+
 def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callback], name: str) -> tuple[Hook, ...]:
     """The callbacks' own versions of hook ``name``, with trainer and module bound."""
     return tuple(
         partial(getattr(callback, name), trainer, module)
         for callback in callbacks
-        if overridden(callback, name, Callback) and name not in callback.unused_hooks
+        if overridden(callback, name, Callback) and name not in unused_hooks(callback)
     )
 
 

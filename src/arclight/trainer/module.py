@@ -245,8 +245,11 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
-        if self._trainer is None or self._trainer.is_global_zero:
+        """Print on rank 0 only, above a progress bar that is being drawn."""
+        bar = None if self._trainer is None else self._trainer.progress_bar_callback
+        if bar is not None and bar.is_enabled:
+            bar.print(*args, **kwargs)
+        elif self._trainer is None or self._trainer.is_global_zero:
             print(*args, **kwargs)  # noqa: T201
 
     def all_gather(self, data: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,11 @@ def send(trainer: Trainer, values: dict[str, torch.Tensor], step: int | None = N
 # -- the end of an epoch -------------------------------------------------------------------------------------------------
 
 
+def row_of_step(trainer: Trainer, step: int) -> int:
+    """Number of the loggers' row that belongs to the ``step``-th step, counted from 1."""
+    return step - trainer.conventions.zero_based_rows
+
+
 def publish(trainer: Trainer, values: LoggedValues) -> dict[str, torch.Tensor]:
     """Reduce what is new over all ranks and show it; those of the values that loggers are to see."""
     entries = reduce_epoch(values.entries(), trainer.strategy)

@@ -17,7 +17,7 @@ from arclight.trainer import reporting, signals, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.checking import as_module, check_module, check_validation, require_model
 from arclight.trainer.dataloading import StageData, attach, load, restore_position, told_apart
-from arclight.trainer.defaults import checkpoints_last
+from arclight.trainer.defaults import check_state_keys, checkpoints_last
 from arclight.trainer.evaluation import predictions, run_evaluation
 from arclight.trainer.hooks import overridden
 from arclight.trainer.logged import LoggedValues
@@ -188,6 +188,7 @@ def _add_callbacks(trainer: Trainer, module: Module) -> None:
             f"Trainer: {', '.join(sorted(type(callback).__name__ for callback in replaced))}"
         )
     trainer.callbacks = checkpoints_last([c for c in trainer.callbacks if type(c) not in kinds] + own)
+    check_state_keys(trainer.callbacks)
 
 
 def _place(trainer: Trainer, module: Module) -> None:

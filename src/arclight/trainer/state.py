@@ -111,6 +111,11 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     for callback in trainer.callbacks:
         if callback.state_key in states:
             callback.load_state_dict(states[callback.state_key])
+    if missing := [key for key in states if key not in {callback.state_key for callback in trainer.callbacks}]:
+        trainer.warn(
+            "The checkpoint has the state of callbacks that this trainer lacks; their work does not go on. Please add the "
+            f"following callbacks: {missing}"
+        )
 
 
 def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

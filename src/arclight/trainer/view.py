@@ -204,9 +204,9 @@ class TrainerView:
 
     @property
     def progress_bar_callback(self) -> Any:
-        from arclight.trainer.callbacks import RichProgressBar
+        from arclight.trainer.callbacks import ProgressBar
 
-        return next((callback for callback in self.callbacks if isinstance(callback, RichProgressBar)), None)
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     # -- telling people ----------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ in the table only when it exists, which a test checks by fetching each.
 
 from __future__ import annotations
 
+from arclight.compat.lightning.callback_names import CALLBACKS
 from arclight.compat.lightning.fabric_names import FABRIC
 
 _OWN = "arclight.compat.lightning"
-_CALLBACKS = "arclight.trainer.callbacks"
 _LOGGERS = "arclight.trainer.loggers"
 _AVAILABILITY = f"{_OWN}.availability"
 _PROFILERS = "arclight.trainer.profilers"
@@ -39,23 +39,7 @@ _CORE: _Rows = (
 )
 
 _TRAINER: _Rows = (
-    ("pytorch.callbacks pytorch.callbacks.checkpoint", "arclight.trainer.callback", "Checkpoint"),
-    ("pytorch.callbacks pytorch.callbacks.early_stopping", f"{_CALLBACKS}.early_stopping", "EarlyStopping"),
-    ("pytorch.callbacks.early_stopping", f"{_CALLBACKS}.early_stopping", "EarlyStoppingReason"),
-    ("pytorch.callbacks pytorch.callbacks.lambda_function", f"{_CALLBACKS}.lambda_callback", "LambdaCallback"),
-    ("pytorch.callbacks pytorch.callbacks.lr_monitor", f"{_CALLBACKS}.lr_monitor", "LearningRateMonitor"),
-    ("pytorch.callbacks pytorch.callbacks.model_checkpoint", f"{_CALLBACKS}.model_checkpoint", "ModelCheckpoint"),
-    ("pytorch.callbacks pytorch.callbacks.finetuning", f"{_CALLBACKS}.finetuning", "BackboneFinetuning BaseFinetuning"),
-    ("pytorch.callbacks.finetuning", f"{_CALLBACKS}.finetuning", "multiplicative"),
-    ("pytorch.callbacks pytorch.callbacks.model_summary", f"{_CALLBACKS}.model_summary", "ModelSummary"),
-    (
-        "pytorch.callbacks pytorch.callbacks.prediction_writer",
-        f"{_CALLBACKS}.prediction_writer",
-        "BasePredictionWriter",
-    ),
-    ("pytorch.callbacks.prediction_writer", f"{_CALLBACKS}.prediction_writer", "WriteInterval"),
-    ("pytorch.callbacks pytorch.callbacks.rich_model_summary", f"{_CALLBACKS}.model_summary", "RichModelSummary"),
-    ("pytorch.callbacks pytorch.callbacks.spike", f"{_CALLBACKS}.spike", "SpikeDetection"),
+    ("fabric.utilities.registry", "arclight.fabric.registry", "_load_external_callbacks=load_external_callbacks"),
     ("fabric.utilities.spike", "arclight.trainer.spike", "SpikeDetection TrainingSpikeException"),
     ("fabric.utilities", "arclight.trainer.throughput", "Throughput ThroughputMonitor measure_flops"),
     ("pytorch.utilities", "arclight.trainer.throughput", "measure_flops"),
@@ -63,28 +47,6 @@ _TRAINER: _Rows = (
         "fabric.utilities.throughput",
         "arclight.trainer.throughput",
         "Throughput ThroughputMonitor get_available_flops measure_flops",
-    ),
-    (
-        "pytorch.callbacks pytorch.callbacks.on_exception_checkpoint",
-        f"{_CALLBACKS}.on_exception_checkpoint",
-        "OnExceptionCheckpoint",
-    ),
-    (
-        "pytorch.callbacks pytorch.callbacks.progress pytorch.callbacks.progress.rich_progress",
-        f"{_CALLBACKS}.rich_progress_bar",
-        "RichProgressBar",
-    ),
-    ("pytorch.callbacks.progress.rich_progress", f"{_CALLBACKS}.rich_progress_bar", "RichProgressBarTheme"),
-    (
-        "pytorch.callbacks pytorch.callbacks.stochastic_weight_avg",
-        f"{_CALLBACKS}.stochastic_weight_averaging",
-        "StochasticWeightAveraging",
-    ),
-    ("pytorch.callbacks pytorch.callbacks.timer", f"{_CALLBACKS}.timer", "Timer"),
-    (
-        "pytorch.callbacks pytorch.callbacks.weight_averaging",
-        f"{_CALLBACKS}.weight_averaging",
-        "EMAWeightAveraging WeightAveraging",
     ),
     ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", f"{_LOGGERS}.logger", "Logger"),
     ("pytorch.loggers.logger", f"{_LOGGERS}.logger", "DummyExperiment DummyLogger"),
@@ -306,5 +268,5 @@ def _table(*rooms: _Rows) -> dict[str, dict[str, str]]:
     return table
 
 
-NAMES = _table(_CORE, _TRAINER, FABRIC, _UTILITIES, _DEMOS)
+NAMES = _table(_CORE, CALLBACKS, _TRAINER, FABRIC, _UTILITIES, _DEMOS)
 """Lightning's module (``""`` is ``lightning`` itself) -> name -> ``"our.module:name"``."""

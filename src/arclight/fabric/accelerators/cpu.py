@@ -8,6 +8,8 @@ import torch
 
 from arclight.fabric.accelerators.base import Accelerator, check_kind
 
+_CPU_PERCENT, _CPU_VM_PERCENT, _CPU_SWAP_PERCENT = "cpu_percent", "cpu_vm_percent", "cpu_swap_percent"
+
 
 class CPUAccelerator(Accelerator):
     """The host's processor. ``devices`` counts processes, which share its cores."""
@@ -40,10 +42,15 @@ class CPUAccelerator(Accelerator):
 
     def get_device_stats(self, device: torch.device) -> dict[str, Any]:
         """Percentages of the processor, the memory and the swap space in use. Needs psutil."""
-        return {f"cpu_{name}": value for name, value in host_load().items()}
+        return get_cpu_stats()
 
     def teardown(self) -> None:
         pass
+
+
+def get_cpu_stats() -> dict[str, float]:
+    """`host_load` under the names that are logged."""
+    return dict(zip((_CPU_PERCENT, _CPU_VM_PERCENT, _CPU_SWAP_PERCENT), host_load().values(), strict=True))
 
 
 def host_load() -> dict[str, float]:
@@ -53,7 +60,7 @@ def host_load() -> dict[str, float]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("Statistics of the processor need `psutil`: pip install psutil") from error
     return {
-        "vm_percent": psutil.virtual_memory().percent,
         "percent": psutil.cpu_percent(),
+        "vm_percent": psutil.virtual_memory().percent,
         "swap_percent": psutil.swap_memory().percent,
     }

@@ -6,6 +6,7 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.trainer.callback import Callback, Checkpoint
+    from arclight.trainer.callbacks.device_stats_monitor import DeviceStatsMonitor
     from arclight.trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from arclight.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from arclight.trainer.callbacks.lambda_callback import LambdaCallback
@@ -15,17 +16,23 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.monitored import MissingMetricError
     from arclight.trainer.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
     from arclight.trainer.callbacks.prediction_writer import BasePredictionWriter
+    from arclight.trainer.callbacks.progress_bar import ProgressBar
+    from arclight.trainer.callbacks.progress_columns import RichProgressBarTheme
+    from arclight.trainer.callbacks.pruning import ModelPruning
     from arclight.trainer.callbacks.rich_progress_bar import RichProgressBar
     from arclight.trainer.callbacks.run_report import RunReport
     from arclight.trainer.callbacks.spike import SpikeDetection
     from arclight.trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+    from arclight.trainer.callbacks.throughput_monitor import ThroughputMonitor
     from arclight.trainer.callbacks.timer import Timer
+    from arclight.trainer.callbacks.tqdm_progress import TQDMProgressBar
     from arclight.trainer.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 _FILES = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
+    "DeviceStatsMonitor": "device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
@@ -33,14 +40,19 @@ _FILES = {
     "LearningRateMonitor": "lr_monitor",
     "MissingMetricError": "monitored",
     "ModelCheckpoint": "model_checkpoint",
+    "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
-    "RichModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
+    "ProgressBar": "progress_bar",
+    "RichModelSummary": "model_summary",
     "RichProgressBar": "rich_progress_bar",
+    "RichProgressBarTheme": "progress_columns",
     "RunReport": "run_report",
     "SpikeDetection": "spike",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
+    "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
+    "TQDMProgressBar": "tqdm_progress",
     "WeightAveraging": "weight_averaging",
 }
 

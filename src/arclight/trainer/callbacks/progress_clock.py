@@ -66,10 +66,3 @@ def rate_text(rate: float | None) -> str:
     if rate < 1:
         return f"{1 / rate:.1f} s/it"
     return f"{rate:.1f} it/s" if rate < 100 else f"{rate:,.0f} it/s"
-
-
-def value_text(value: object) -> str:
-    """A metric in a fixed width, so that a display does not twitch."""
-    if not isinstance(value, float) or not math.isfinite(value):
-        return str(value)
-    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.3e}"

@@ -1,0 +1,165 @@
+"""Throughput of every stage, logged with the metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer.callback import Callback
+from arclight.trainer.reporting import row_of_step
+from arclight.trainer.throughput import Throughput, compute_dtype, get_available_flops
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+
+@dataclass
+class _Count:
+    """Where one stage stands."""
+
+    started: float = 0.0
+    """When its clock would have begun, had it run without a break."""
+    batches: int = 0
+    samples: int = 0
+    lengths: int = 0
+    in_run: int = 0
+    """Batches of this evaluation."""
+    total: int = 0
+    """Batches of all evaluations."""
+
+
+class ThroughputMonitor(Callback):
+    """Logs ``train/device/samples_per_sec`` and the like (see :class:`~arclight.trainer.throughput.Throughput`).
+
+    ``batch_size_fn`` counts a batch's samples, ``length_fn`` its items (tokens, say); ``options`` are Throughput's:
+    window_size, separator, ... Where the module has an attribute ``flops_per_batch`` (``measure_flops`` counts it), floating-point
+    operations per second and, for a GPU that is known, the share of its peak (MFU) are logged too. Rates appear once the
+    window is full. Validation inside a fit is timed apart and does not lower the training's rates.
+
+    Batches are timed when the device has done them: on CUDA every batch is waited for.
+    """
+
+    def __init__(
+        self, batch_size_fn: Callable[[Any], int], length_fn: Callable[[Any], int] | None = None, **options: Any
+    ) -> None:
+        self.batch_size_fn, self.length_fn, self.kwargs = batch_size_fn, length_fn, options
+        self.available_flops: int | None = None
+        self._throughputs: dict[str, Throughput] = {}
+        self._counts: dict[str, _Count] = {}
+        self._steps = 0
+        self._has_flops: bool | None = None
+
+    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        dtype = compute_dtype(trainer.precision_plugin)
+        self.available_flops = get_available_flops(trainer.strategy.root_device, dtype)
+
+    # -- counting --------------------------------------------------------------------------------------------------
+
+    def _start(self, trainer: Trainer) -> None:
+        if not trainer.is_global_zero or trainer.sanity_checking:
+            return
+        if trainer.stage not in self._counts:
+            self._throughputs[trainer.stage] = Throughput(self.available_flops, trainer.world_size, **self.kwargs)
+            self._counts[trainer.stage] = _Count()
+        now, count = time.perf_counter(), self._counts[trainer.stage]
+        if trainer.state.fn == "fit":  # which counts every time anew
+            self._throughputs[trainer.stage].reset()
+            count = _Count(total=count.total)
+        elif times := self._throughputs[trainer.stage]._time:  # an evaluation goes on where the one before ended
+            now -= times[-1]
+        count.started, count.in_run = now, 0
+        self._counts[trainer.stage] = count
+
+    @torch.inference_mode()  # the functions may compute with tensors that require gradients
+    def _update(self, trainer: Trainer, module: Module, batch: Any) -> None:
+        count = self._counts[trainer.stage]
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        elapsed = time.perf_counter() - count.started
+        if self._has_flops is None:
+            self._has_flops = hasattr(module, "flops_per_batch")
+            if not self._has_flops:
+                rank_zero_warn(
+                    "When using the `ThroughputMonitor`, you need to define a `flops_per_batch` attribute or property in "
+                    f"{type(module).__name__} to compute the FLOPs."
+                )
+        count.batches += 1
+        count.samples += self.batch_size_fn(batch)
+        count.lengths += self.length_fn(batch) if self.length_fn is not None else 0
+        flops: Any = module.flops_per_batch if self._has_flops else None
+        self._throughputs[trainer.stage].update(
+            time=elapsed,
+            batches=count.batches,
+            samples=count.samples,
+            lengths=count.lengths if self.length_fn is not None else None,
+            flops=flops,
+        )
+
+    def _log(self, trainer: Trainer, step: int, **more: Any) -> None:
+        throughput = self._throughputs[trainer.stage]
+        prefix = f"{trainer.stage}{throughput.separator}"
+        metrics = {f"{prefix}{name}": value for name, value in throughput.compute().items()} | more
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics=metrics, step=step)
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._steps = trainer.global_step
+        self._start(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not trainer.is_global_zero:
+            return
+        self._update(trainer, pl_module, batch)
+        stepped, self._steps = self._steps != trainer.global_step, trainer.global_step
+        if stepped and self._steps % trainer.log_every_n_steps == 0:  # whole windows only, with the optimizer's time
+            self._log(trainer, row_of_step(trainer, self._steps), epoch=trainer.current_epoch)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if not trainer.is_global_zero or trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        train, validation = self._throughputs["train"]._time, self._throughputs["validate"]._time
+        done = self._counts["validate"].started + (validation[-1] if validation else 0.0)
+        # training's clock stood still since its newest batch
+        self._counts["train"].started = done - (train[-1] if train else 0.0)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._start(trainer)
+
+    def on_test_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._start(trainer)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._start(trainer)
+
+    def _evaluated(self, trainer: Trainer, module: Module, batch: Any) -> None:
+        if not trainer.is_global_zero or trainer.sanity_checking:
+            return
+        self._update(trainer, module, batch)
+        count = self._counts[trainer.stage]
+        count.in_run += 1
+        count.total += 1
+        if count.in_run % trainer.log_every_n_steps == 0:
+            self._log(trainer, count.total)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, pl_module, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, pl_module, batch)
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._evaluated(trainer, pl_module, batch)

@@ -1,0 +1,93 @@
+"""Which callbacks a trainer has: a user's, a module's, those of installed packages, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+import arclight as al
+
+SCRIPT = """
+import arclight as al
+import arclight.compat.lightning as L
+options = {"enable_progress_bar": False, "enable_checkpointing": False, "logger": False, "accelerator": "cpu"}
+print([type(c).__name__ for c in al.Trainer(**options).callbacks])
+print([type(c).__name__ for c in L.Trainer(**options, enable_model_summary=False).callbacks])
+"""
+
+
+def test_a_package_names_its_factories(tmp_path: Path) -> None:
+    info = tmp_path / "watcher-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: watcher\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[arclight.callbacks_factory]\none = watcher:one\nnone = watcher:none\n"
+        "[lightning.pytorch.callbacks_factory]\nboth = watcher:both\n"
+    )
+    (tmp_path / "watcher.py").write_text(
+        "import arclight as al\nclass Watch(al.Callback): ...\nclass Look(al.Callback): ...\n"
+        "def one(): return Watch()\ndef none(): return []\ndef both(): return [Watch(), Look()]\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH"), *sys.path])])
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout.splitlines() == ["['Watch']", "['Watch', 'Look']"]
+
+
+class Keeps(al.Callback):
+    def __init__(self, name: str) -> None:
+        self.name, self.loaded = name, False
+
+    @property
+    def state_key(self) -> str:
+        return f"Keeps-{self.name}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = True
+
+
+def test_two_states_cannot_share_a_name(make_trainer: Any, fit: Any, scripted: Any) -> None:
+    make_trainer(Keeps("a"), Keeps("b"))
+    with pytest.raises(
+        RuntimeError, match="more than one stateful callback of type `Keeps` with the state_key 'Keeps-a'"
+    ):
+        make_trainer(Keeps("a"), Keeps("a"))
+
+    class Brings(scripted):  # type: ignore[misc]
+        def configure_callbacks(self) -> Any:
+            return [Keeps("a"), Keeps("a")]
+
+    with pytest.raises(RuntimeError, match="state_key 'Keeps-a'"):
+        fit(Brings(), max_epochs=1)
+
+
+def test_a_callback_that_a_resume_lacks_is_named(fit: Any, tmp_path: Path) -> None:
+    trainer = fit({"val/score": [1.0]}, Keeps("a"), Keeps("b"))
+    trainer.save_checkpoint(tmp_path / "saved")
+    there = Keeps("b")
+    with pytest.warns(UserWarning, match=r"Please add the following callbacks: \['Keeps-a'\]"):
+        fit({"val/score": [1.0, 1.0]}, there, ckpt_path=tmp_path / "saved")
+    assert there.loaded
+
+
+def test_what_behaves_like_a_callback_is_one(fit: Any) -> None:
+    stand_in = Mock(spec=al.Callback, **{"state_dict.return_value": {}})
+    stand_in.state_key = "stand-in"
+    fit({"val/score": [1.0]}, stand_in, enable_checkpointing=False)
+    called = [call[0] for call in stand_in.method_calls]
+    assert called.count("on_train_batch_end") == 4
+    assert called.index("on_fit_start") < called.index("on_train_start") < called.index("on_fit_end")
