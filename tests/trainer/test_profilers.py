@@ -7,6 +7,7 @@ import json
 import pickle
 import pstats
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerAction, schedule
 
+import arclight as al
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.profilers import (
     AdvancedProfiler,
@@ -24,7 +26,7 @@ from arclight.trainer.profilers import (
     resolve_profiler,
 )
 from arclight.trainer.profilers.profiler import profiled, profiled_items
-from arclight.trainer.profilers.pytorch import RegisterRecordFunction
+from arclight.trainer.profilers.pytorch import RegisterRecordFunction, warning_cache
 from arclight.trainer.profilers.stage_schedule import StageSchedule
 
 EVERY = [SimpleProfiler, AdvancedProfiler, PyTorchProfiler]
@@ -267,3 +269,98 @@ def test_every_sort_key_sorts(key: str) -> None:
     with profiler.profile("a"):
         torch.ones(100).exp()
     assert "aten::exp" in profiler.summary()
+
+
+# -- in a run --------------------------------------------------------------------------------------------------------
+
+
+class Watched(al.Callback):
+    @property
+    def state_key(self) -> str:
+        return "Watched{x}"
+
+    def on_train_batch_end(self, *args: Any) -> None: ...
+
+    def on_fit_end(self, trainer: al.Trainer, pl_module: al.Module) -> None:
+        assert trainer.profiler._output_file is None, "reported by now"
+
+
+def counts(profiler: SimpleProfiler) -> dict[str, int]:
+    return {action: len(times) for action, times in profiler.recorded_durations.items()}
+
+
+def test_a_run_is_seen_by_the_names_that_people_know(fit: Any) -> None:
+    profiler = SimpleProfiler(filename="times")
+    trainer = fit({"val/score": [1.0, 2.0, 3.0]}, Watched(), profiler=profiler, max_epochs=2)
+    strategy = "[Strategy]SingleDeviceStrategy."
+    seen = counts(profiler)
+    expected = {
+        "run_training_epoch": 2,
+        "run_training_batch": 8,
+        "setup_train_dataloader": 1,
+        "save_checkpoint": 2,
+        "[_TrainingEpochLoop].train_dataloader_next": 10,
+        "[_EvaluationLoop].val_dataloader_next": 6,
+        f"{strategy}training_step": 8,
+        f"{strategy}backward": 8,
+        f"{strategy}validation_step": 4,
+        "[LightningModule]Scripted.optimizer_step": 8,
+        "[LightningModule]Scripted.optimizer_zero_grad": 8,
+        "[LightningModule]Scripted.on_validation_epoch_end": 2,
+        "[Callback]Watched{x}.on_train_batch_end": 8,
+    }
+    assert {action: seen.get(action) for action in expected} == expected
+    assert profiler.recorded_durations["run_training_epoch"][0] > profiler.recorded_durations[f"{strategy}backward"][0]
+    assert "FIT Profiler Report" in (trainer.run_folder.path / "fit-times.txt").read_text()
+    trainer.validate(trainer.lightning_module, rows(2))
+    assert counts(profiler)[f"{strategy}validation_step"] == 6
+    assert "VALIDATE Profiler Report" in (trainer.run_folder.path / "validate-times.txt").read_text()
+
+
+def rows(count: int) -> Any:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(count, 2), torch.zeros(count, 1)))
+
+
+def test_a_run_without_a_profiler_knows_nothing_of_one(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("a profiler was asked")
+
+    monkeypatch.setattr(PassThroughProfiler, "start", never)
+    monkeypatch.setattr(PassThroughProfiler, "setup", never)
+    trainer = fit({"val/score": [1.0]}, Watched())
+    assert type(trainer.profiler) is PassThroughProfiler
+
+
+@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
+def test_every_profiler_goes_through_a_whole_run(name: str, fit: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="arclight"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not enough steps")
+        trainer = fit({"val/score": [1.0]}, profiler=name, accumulate_grad_batches=2, gradient_clip_val=1.0, batches=6)
+    assert caplog.text.count("FIT Profiler Report") == 1
+    assert ("aten::linear" if name == "pytorch" else "[Strategy]SingleDeviceStrategy.validation_step") in caplog.text
+    if name == "pytorch":
+        assert list(trainer.run_folder.path.glob("fit-*_step.*.pt.trace.json"))
+
+
+def test_a_run_that_fails_leaves_nothing_open(fit: Any, scripted: Any) -> None:
+    class Fails(scripted):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    for profiler in (SimpleProfiler(), AdvancedProfiler(), PyTorchProfiler(schedule=None, export_to_chrome=False)):
+        with pytest.raises(ZeroDivisionError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fit(Fails(), max_epochs=1, profiler=profiler)
+        assert not torch.autograd._profiler_enabled()
+        with profiler.profile("[Strategy]SingleDeviceStrategy.training_step"):
+            pass
+
+
+def test_too_few_steps_for_the_schedule_are_all_recorded(fit: Any) -> None:
+    warning_cache.clear()
+    profiler = PyTorchProfiler(filename="ops")
+    with pytest.warns(UserWarning, match="not enough steps to properly record traces"):
+        trainer = fit({"val/score": [1.0]}, profiler=profiler, batches=3)
+    assert profiler._schedule is None
+    assert "[pl][module]torch.nn.modules.linear.Linear: line" in names(profiler)
+    assert (trainer.run_folder.path / "fit-ops.txt").read_text()

@@ -22,6 +22,7 @@ from arclight.trainer import data_checks, limits
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
+from arclight.trainer.profilers.watching import watch
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -139,7 +140,7 @@ def load(trainer: Trainer, stage: str) -> StageData:
         if stage == "train":
             trainer.num_training_batches = 0
         return data
-    source = data.request()
+    source = watch(trainer, f"setup_{HOOKS[stage]}", data.request)()
     trainer.strategy.barrier(f"{HOOKS[stage]}()")
     mode: Mode = "max_size_cycle" if stage == "train" else "sequential"
     combined = copy.copy(source) if isinstance(source, CombinedLoader) else None

@@ -93,21 +93,6 @@ def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
     return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
 
 
-def make_loggers(trainer: Trainer, choice: Any) -> list[Any]:
-    """Loggers from the ``logger`` argument."""
-    if choice is False:
-        return []
-    if choice is None or choice is True:
-        from arclight.trainer.loggers import CSVLogger
-
-        choice = CSVLogger()
-    loggers = list(choice) if isinstance(choice, (list, tuple)) else [choice]
-    for logger in loggers:
-        if getattr(logger, "needs_folder", False):
-            logger.use_folder(trainer.run_folder.path)
-    return loggers
-
-
 def show_results(stage: str, results: list[dict[str, float]]) -> None:
     """A table of an evaluation's values."""
     from rich.console import Console

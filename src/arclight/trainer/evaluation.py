@@ -19,6 +19,7 @@ from arclight.trainer.dataloading import StageData
 from arclight.trainer.hooks import Hook, callback_hooks, overridden
 from arclight.trainer.module import Module
 from arclight.trainer.prediction import Predictions
+from arclight.trainer.profilers.watching import watch_items, watch_strategy, watch_transfer
 from arclight.trainer.signatures import check_loader_index, note_iterator, takes, takes_iterator
 from arclight.trainer.transfer import batch_transfer
 
@@ -150,7 +151,11 @@ class Calls(NamedTuple):
         step = getattr(module, f"{hook}_step")
         return cls(
             hook=hook,
-            step=trainer.precision_plugin.wrap(trainer.strategy.wrap_evaluation_step(module, step)),
+            step=watch_strategy(
+                trainer,
+                f"{hook}_step",
+                trainer.precision_plugin.wrap(trainer.strategy.wrap_evaluation_step(module, step)),
+            ),
             takes_index=takes(step, "batch_idx", least=2),
             takes_iterator=takes_iterator(step),
             several=loaders > 1,
@@ -182,7 +187,8 @@ def _outputs(
     if calls.takes_iterator:
         yield from _iterator_outputs(trainer, data, counts, calls)
         return
-    move, values, hook = batch_transfer(trainer, module, number), trainer.logged, calls.hook
+    move = watch_transfer(trainer, batch_transfer(trainer, module, number))
+    values, hook = trainer.logged, calls.hook
     show_at = 0.0
     which = (number,) if calls.several else ()
     values.in_batches = True
@@ -253,4 +259,5 @@ def _batches(trainer: Trainer, data: StageData, counts: list[Count], number: int
     """The batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
     batches: Iterator[Any] = data.loaders[number].batches(trainer.current_epoch, seed_epoch=0)
     limit = counts[number]
-    return islice(batches, None if limit == float("inf") else int(limit))
+    batches = islice(batches, None if limit == float("inf") else int(limit))
+    return watch_items(trainer, f"[_EvaluationLoop].{dataloading.HOOKS[data.stage]}_next", batches)

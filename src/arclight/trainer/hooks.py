@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.trainer.callback import Callback
 from arclight.trainer.module import Module
+from arclight.trainer.profilers.watching import watch_callback, watch_module
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -58,7 +59,7 @@ def unused_hooks(callback: Callback) -> frozenset[str]:
 def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callback], name: str) -> tuple[Hook, ...]:
     """The callbacks' own versions of hook ``name``, with trainer and module bound."""
     return tuple(
-        partial(getattr(callback, name), trainer, module)
+        watch_callback(trainer, callback, name, partial(getattr(callback, name), trainer, module))
         for callback in callbacks
         if overridden(callback, name, Callback) and name not in unused_hooks(callback)
     )
@@ -66,7 +67,9 @@ def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callbac
 
 def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
     """The module's own version of hook ``name``, if it has one."""
-    return (getattr(module, name),) if overridden(module, name, Module) else ()
+    if not overridden(module, name, Module):
+        return ()
+    return (watch_module(module._trainer, module, name, getattr(module, name)),)
 
 
 def resolve(trainer: Trainer, module: Module, name: str) -> tuple[Hook, ...]:

@@ -19,6 +19,7 @@ from arclight.trainer.evaluation import PROGRESS_INTERVAL, validate_during_fit
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import Step, build_forward, build_step
+from arclight.trainer.profilers.watching import watch, watch_items, watch_transfer
 from arclight.trainer.schedulers import scheduler_steps
 from arclight.trainer.signals import end_by_signal
 from arclight.trainer.transfer import batch_transfer
@@ -52,8 +53,8 @@ class FitPlan:
         return cls(
             made_of=_ingredients(trainer, module),
             forward=forward,
-            step=build_step(trainer, module, forward),
-            move=batch_transfer(trainer, module),
+            step=watch(trainer, "run_training_batch", build_step(trainer, module, forward)),
+            move=watch_transfer(trainer, batch_transfer(trainer, module)),
             batch_start=resolve(trainer, module, "on_train_batch_start"),
             batch_end=callback_hooks(trainer, module, usual, "on_train_batch_end")
             + module_hooks(module, "on_train_batch_end"),
@@ -92,7 +93,7 @@ def run_fit(trainer: Trainer, module: Module) -> None:
             "not meant to be frozen"
         )
     while not finished(trainer):
-        complete = train_epoch(trainer, module, plan)
+        complete = watch(trainer, "run_training_epoch", train_epoch)(trainer, module, plan)
         agree_on_stop(trainer)
         if not complete:
             break
@@ -193,7 +194,9 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     clock, show_at, scheduled, stop = time.monotonic, 0.0, False, trainer.strategy.stop
     enter("training_step")
     trainer.logged.in_batches = True
-    for index, batch in enumerate(trainer.train_batches(progress.epoch, progress.batch), progress.batch):
+    batches = trainer.train_batches(progress.epoch, progress.batch)
+    batches = watch_items(trainer, "[_TrainingEpochLoop].train_dataloader_next", batches)
+    for index, batch in enumerate(batches, progress.batch):
         if move is not None:
             batch = move(batch)
         current.value, current.known_size = batch, None

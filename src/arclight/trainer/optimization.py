@@ -16,6 +16,7 @@ from arclight.trainer.gradients import clip, loss_of, parameters_of
 from arclight.trainer.hooks import Hook, module_hooks, overridden, resolve
 from arclight.trainer.managed_optimizer import ManagedOptimizer
 from arclight.trainer.module import Module
+from arclight.trainer.profilers.watching import watch_module, watch_strategy
 from arclight.trainer.schedulers import scheduler_steps
 
 if TYPE_CHECKING:
@@ -33,7 +34,10 @@ def build_forward(trainer: Trainer, module: Module) -> Step:
         step = module.training_step
         trainer.strategy.copy_weights(module)
     trainer.step_module = step if isinstance(step, torch.nn.Module) else module
-    return trainer.precision_plugin.wrap(step if takes_index(module.training_step) else (lambda batch, _: step(batch)))
+    forward = trainer.precision_plugin.wrap(
+        step if takes_index(module.training_step) else (lambda batch, _: step(batch))
+    )
+    return watch_strategy(trainer, "training_step", forward)
 
 
 def takes_index(step: Callable[..., Any]) -> bool:
@@ -87,10 +91,12 @@ def _parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_first: b
     return _Parts(
         zero_first=zero if first else (),
         before_backward=resolve(trainer, module, "on_before_backward"),
-        backward=backward,
+        backward=watch_strategy(trainer, "backward", backward),
         after_backward=resolve(trainer, module, "on_after_backward"),
         before_step=tuple(before),
-        optimizer_step=_scaled_step(optimizer, scaler) if scaler is not None else optimizer.step,
+        optimizer_step=watch_module(
+            trainer, module, "optimizer_step", _scaled_step(optimizer, scaler) if scaler is not None else optimizer.step
+        ),
         after_step=(() if first else zero) + tuple(scheduler_steps(trainer, module, "step")),
     )
 
@@ -102,24 +108,26 @@ def _before_step(trainer: Trainer, module: Module, optimizer: Optimizer) -> list
     ]
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if overridden(module, "configure_gradient_clipping", Module) or overridden(module, "clip_gradients", Module):
-        actions.append(
-            lambda: module.configure_gradient_clipping(
-                optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
-            )
+        clipping = partial(
+            module.configure_gradient_clipping, optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
         )
     elif value is not None:
-        actions.append(lambda: clip(trainer.strategy, optimizer, value, algorithm or "norm"))
-    return actions
+        clipping = partial(clip, trainer.strategy, optimizer, value, algorithm or "norm")
+    else:
+        return actions
+    return [*actions, watch_module(trainer, module, "configure_gradient_clipping", clipping)]
 
 
 def _zero_actions(trainer: Trainer, module: Module, optimizer: Optimizer) -> list[Callable[[], Any]]:
     actions: list[Callable[[], Any]] = [partial(h, optimizer) for h in resolve(trainer, module, "on_before_zero_grad")]
     if module_hooks(module, "optimizer_zero_grad"):
         progress = trainer.progress
-        actions.append(lambda: module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer))
+
+        def zero() -> None:
+            module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
     else:
-        actions.append(optimizer.zero_grad)
-    return actions
+        zero = optimizer.zero_grad
+    return [*actions, watch_module(trainer, module, "optimizer_zero_grad", zero)]
 
 
 def _scaled_backward(
@@ -266,6 +274,7 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
     managed.actions = (windows.end, *_before_step(trainer, module, optimizer))
     managed.count = partial(_count, trainer.progress)
     repeats = isinstance(optimizer, torch.optim.LBFGS)
+    optimizer_step = watch_module(trainer, module, "optimizer_step", module.optimizer_step)
 
     def step(batch: Any, index: int) -> Any:
         output: Any = None
@@ -296,7 +305,7 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
                 closure()
             return output
         steps = trainer.progress.global_step
-        module.optimizer_step(trainer.progress.epoch, index, managed, closure)
+        optimizer_step(trainer.progress.epoch, index, managed, closure)
         trainer.window.count = 0
         if trainer.progress.global_step > steps:
             for action in parts.after_step:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.hooks import overridden
 from arclight.trainer.module import Module
+from arclight.trainer.profilers.watching import watch_module
 
 if TYPE_CHECKING:
     from arclight.trainer.optimizer_config import LRSchedulerConfig
@@ -25,7 +26,7 @@ def scheduler_steps(
     if not module.automatic_optimization:
         return []
     return [
-        _stepper(trainer, module, config)
+        watch_module(trainer, module, "lr_scheduler_step", _stepper(trainer, module, config))
         for config in trainer.lr_scheduler_configs
         if config.interval == interval and plateau in (None, config.reduce_on_plateau)
     ]

@@ -21,11 +21,12 @@ from arclight.trainer.defaults import check_state_keys, checkpoints_last
 from arclight.trainer.evaluation import predictions, run_evaluation
 from arclight.trainer.hooks import overridden
 from arclight.trainer.logged import LoggedValues
-from arclight.trainer.loggers.beginning import log_beginning, run_hyperparams
+from arclight.trainer.loggers.beginning import log_beginning, open_experiments, run_hyperparams
 from arclight.trainer.loop import finished, run_fit
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
 from arclight.trainer.optimizer_config import configured
+from arclight.trainer.profilers import watching
 from arclight.trainer.resuming import checkpoint_path
 from arclight.trainer.run import RunFolder
 from arclight.trainer.states import TrainerFn, TrainerStatus
@@ -112,6 +113,7 @@ def _tell_of(trainer: Trainer, error: BaseException) -> None:
         trainer.datamodule.on_exception(error)
     for logger in trainer._loggers or []:
         logger.finalize("failed")
+    watching.break_off(trainer)
 
 
 @contextmanager
@@ -154,6 +156,8 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders
         trainer.datamodule = datamodule
         datamodule.trainer = trainer
     _add_callbacks(trainer, module)
+    open_experiments(trainer.own_loggers())
+    watching.arm(trainer)
     reporting.lend_log(trainer, module)
     check_module(trainer, module, stage)
     trainer.enter("setup")
@@ -199,6 +203,7 @@ def _place(trainer: Trainer, module: Module) -> None:
 
 def _finish(trainer: Trainer, module: Module, stage: str) -> None:
     trainer.checkpoint_io.teardown()
+    watching.end(trainer)
     if stage == "fit":
         trainer.call("on_fit_end")
     for logger in trainer.loggers if trainer.is_global_zero else []:
@@ -258,6 +263,7 @@ def _train(trainer: Trainer, module: Module) -> None:
             f"nothing is left to train: {trainer.progress.epoch} epochs and {trainer.global_step} steps are done, the limits "
             f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
         )
+    watching.begin(trainer, module, "fit")
     _sanity_check(trainer, module)
     load(trainer, "train")
     if trainer.num_training_batches:
@@ -348,4 +354,5 @@ def _begin_evaluation(
         weights = {**saved["state_dict"], **saved.get("ema", {})}
         state.load_weights(module, weights, strict=module.strict_loading)
     _place(trainer, module)
+    watching.begin(trainer, module, stage)
     return module

@@ -53,7 +53,7 @@ def checkpoint_folder(trainer: Trainer) -> Path | None:
     if not trainer.checkpoint_callbacks:
         return None
     given = next((c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)), None)
-    return Path(given) if given is not None else trainer.run_folder.checkpoints
+    return Path(given) if given is not None else Path(trainer.checkpoint_folder)
 
 
 def _settable(handler: Any) -> Any:

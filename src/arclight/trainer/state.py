@@ -29,6 +29,7 @@ from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 from arclight.trainer.lightning_files import is_lightnings, progress_of
 from arclight.trainer.loading import load_weights
 from arclight.trainer.module import Module
+from arclight.trainer.profilers.watching import watch
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -78,6 +79,10 @@ def _loops(trainer: Trainer) -> dict[str, Any]:
 
 def save(trainer: Trainer, path: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
     """Write a checkpoint; returns on every rank when it is complete."""
+    watch(trainer, "save_checkpoint", _save)(trainer, path, weights_only, storage_options)
+
+
+def _save(trainer: Trainer, path: str | Path, weights_only: bool, storage_options: Any) -> None:
     reporting.check_finite(trainer)
     checkpoint = dump(trainer, weights_only)
     trainer.strategy.write_checkpoint(trainer.checkpoint_io, checkpoint, path, storage_options)

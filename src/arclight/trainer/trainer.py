@@ -28,7 +28,9 @@ from arclight.trainer.managed_optimizer import ManagedOptimizer
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
 from arclight.trainer.optimizer_config import LRSchedulerConfig
+from arclight.trainer.places import RunPlaces
 from arclight.trainer.prediction import Predictions
+from arclight.trainer.profilers.profiler import resolve_profiler
 from arclight.trainer.progress import Progress
 from arclight.trainer.reporting import LoggedMetrics
 from arclight.trainer.run import RunFolder
@@ -38,7 +40,7 @@ from arclight.trainer.view import TrainerView
 from arclight.trainer.window import Window
 
 
-class Trainer(DataView, LoggedMetrics, TrainerView):
+class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     """Runs a :class:`Module`: everything between its steps.
 
     The arguments that are fields of :class:`TrainerSettings` are described there. Beside them
@@ -89,8 +91,8 @@ class Trainer(DataView, LoggedMetrics, TrainerView):
         self.run_name, self._run_folder = run_name, run_folder
         self.ckpt_path: str | Path | None = None
         self.callbacks = defaults.default_callbacks(self, callbacks)
-        self._logger_choice = False if fast_dev_run else logger
-        self._loggers: list[Any] | None = None
+        self.profiler = resolve_profiler(profiler)
+        self._logger_choice, self._loggers = logger, None
         self.datamodule: Any = None
         self._module: Module | None = None
         self._reset()
@@ -248,32 +250,3 @@ class Trainer(DataView, LoggedMetrics, TrainerView):
         module = self.lightning_module
         for hook in callback_hooks(self, module, self.callbacks, name):
             logging_as(module, name, hook)(*arguments, **options)
-
-    # -- what callbacks and modules ask ----------------------------------------------------------------------------
-
-    @property
-    def run_folder(self) -> RunFolder:
-        """Where this run writes; made when first asked for, the same on every rank."""
-        if self._run_folder is None:
-            name = self.run_name or (type(self._module).__name__.lower() if self._module is not None else "run")
-            made = str(RunFolder(self.default_root_dir, name).path) if self.is_global_zero else ""
-            self._run_folder = RunFolder.open(self.strategy.broadcast(made))
-        return self._run_folder
-
-    @run_folder.setter
-    def run_folder(self, folder: RunFolder) -> None:
-        self._run_folder = folder
-
-    @property
-    def loggers(self) -> list[Any]:
-        if self._loggers is None:
-            self._loggers = defaults.make_loggers(self, self._logger_choice)
-        return self._loggers
-
-    @property
-    def logger(self) -> Any:
-        return self.loggers[0] if self.loggers else None
-
-    @property
-    def log_dir(self) -> str:
-        return str(self.run_folder.path)

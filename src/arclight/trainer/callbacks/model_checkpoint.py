@@ -273,7 +273,7 @@ class ModelCheckpoint(Checkpoint):
     def _adopt_folder(self, trainer: Trainer) -> str:
         """The folder to save in, settled when there is something to save."""
         if self.dirpath is None:
-            self.dirpath = os.path.realpath(trainer.run_folder.checkpoints)
+            self.dirpath = trainer.checkpoint_folder
         return self.dirpath
 
     def _values(self, trainer: Trainer) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         if self._fitting and trainer.world_size == 1 and not isinstance(exception, FloatingPointError):
-            self.dirpath = self.dirpath or os.path.realpath(trainer.run_folder.checkpoints)
+            self.dirpath = self.dirpath or trainer.checkpoint_folder
             trainer.save_checkpoint(self.ckpt_path)
         self._fitting = False
 

@@ -25,6 +25,9 @@ class Profiler:
     without ``dirpath`` that is the folder of the run's logs.
     """
 
+    is_over = False
+    """Whether the run's report is written, so that hooks still to come are not seen."""
+
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
         self.dirpath, self.filename = dirpath, filename
         self._stage: str | None = None

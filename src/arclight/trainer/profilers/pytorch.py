@@ -158,7 +158,12 @@ class PyTorchProfiler(Profiler):
             self._cuda_profiler.__enter__()
             self.profiler = torch.autograd.profiler.emit_nvtx()
         else:
-            arguments = {"on_trace_ready": self._export, **self._profiler_kwargs, "schedule": self._schedule}
+            arguments = {
+                "on_trace_ready": self._export,
+                "acc_events": True,
+                **self._profiler_kwargs,
+                "schedule": self._schedule,
+            }
             self.profiler = torch.profiler.profile(**arguments)
         self.profiler.__enter__()
 

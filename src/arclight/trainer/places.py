@@ -1,0 +1,122 @@
+"""Where a run writes, and the loggers that say so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.trainer.run import RunFolder
+
+if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
+    from arclight.trainer.conventions import Conventions
+    from arclight.trainer.module import Module
+
+
+class RunPlaces:
+    """A trainer's loggers and folders. Nothing is made before it is asked for."""
+
+    conventions: Conventions
+    strategy: Strategy
+    default_root_dir: str
+    run_name: str | None
+    fast_dev_run: int | bool
+    _run_folder: RunFolder | None
+    _logger_choice: Any
+    _loggers: list[Any] | None
+    _module: Module | None
+
+    @property
+    def run_folder(self) -> RunFolder:
+        """Where this run writes; made when first asked for, the same on every rank."""
+        if self._run_folder is None:
+            name = self.run_name or (type(self._module).__name__.lower() if self._module is not None else "run")
+            made = str(RunFolder(self.default_root_dir, name).path) if self.strategy.is_global_zero else ""
+            self._run_folder = RunFolder.open(self.strategy.broadcast(made))
+        return self._run_folder
+
+    @run_folder.setter
+    def run_folder(self, folder: RunFolder) -> None:
+        self._run_folder = folder
+
+    @property
+    def loggers(self) -> list[Any]:
+        if self._loggers is None:
+            self.loggers = self._made_loggers()
+        return self._loggers or []
+
+    @loggers.setter
+    def loggers(self, loggers: Iterable[Any] | None) -> None:
+        self._loggers = list(loggers or [])
+        for logger in self._loggers:
+            if getattr(logger, "needs_folder", False):
+                logger.use_folder(self.run_folder.path)
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, None where there is none; setting one makes it the only one."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [logger] if logger else []
+
+    def own_loggers(self) -> list[Any]:
+        """The loggers that were given and know where to write by themselves; no folder is made for asking."""
+        given = self._loggers if self._loggers is not None else _listed(self._logger_choice)
+        if self._loggers is None and not self.conventions.run_folders:
+            given = self.loggers
+        return [logger for logger in given if not getattr(logger, "needs_folder", False)]
+
+    def _made_loggers(self) -> list[Any]:
+        """Loggers from the ``logger`` argument; in a development run one that writes nothing."""
+        from arclight.trainer.loggers import CSVLogger, DummyLogger
+
+        choice = True if self._logger_choice is None else self._logger_choice
+        if choice is not True:
+            given = _listed(choice)
+            return [DummyLogger()] if given and self.fast_dev_run else given
+        if self.fast_dev_run:
+            return [DummyLogger()]
+        return [CSVLogger() if self.conventions.run_folders else _versioned_logger(self.default_root_dir)]
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run folder; where there is none the first logger's folder, or ``default_root_dir`` without loggers."""
+        if self.conventions.run_folders:
+            return str(self.run_folder.path)
+        folder = self.loggers[0].log_dir if self.loggers else self.default_root_dir
+        return self.strategy.broadcast(folder)  # type: ignore[no-any-return]
+
+    @property
+    def checkpoint_folder(self) -> str:
+        """Where checkpoints go that were given no place, the same on every rank."""
+        if self.conventions.run_folders:
+            return os.path.realpath(self.run_folder.checkpoints)
+        folder = self.default_root_dir
+        if self.loggers:
+            logger = self.loggers[0]
+            version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+            folder = os.path.join(logger.save_dir or folder, str(logger.name), version)
+        return str(self.strategy.broadcast(os.path.join(folder, "checkpoints")))
+
+
+def _listed(choice: Any) -> list[Any]:
+    """Loggers in a ``logger`` argument."""
+    if choice is None or isinstance(choice, bool):
+        return []
+    return list(choice) if isinstance(choice, Iterable) else [choice]
+
+
+def _versioned_logger(folder: str | Path) -> Any:
+    """TensorBoard where it is installed, else CSV, in ``folder/lightning_logs/version_<n>``; n is a SLURM job's number."""
+    from importlib.util import find_spec
+
+    from arclight.fabric.environments import SLURMEnvironment
+    from arclight.trainer.loggers import CSVLogger, TensorBoardLogger
+
+    if find_spec("tensorboard") is None:
+        return CSVLogger(folder)
+    return TensorBoardLogger(folder, version=SLURMEnvironment.job_id())
