@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
-_COMET_AVAILABLE = find_spec("comet_ml") is not None
-_MLFLOW_AVAILABLE = _MLFLOW_SYNCHRONOUS_AVAILABLE = find_spec("mlflow") is not None
-_TENSORBOARD_AVAILABLE = find_spec("tensorboard") is not None
-_TENSORBOARDX_AVAILABLE = find_spec("tensorboardX") is not None
-_WANDB_AVAILABLE = find_spec("wandb") is not None
+
+def _is_there(package: str) -> bool:
+    return package in sys.modules or find_spec(package) is not None
+
+
+_COMET_AVAILABLE = _is_there("comet_ml")
+_MLFLOW_AVAILABLE = _MLFLOW_SYNCHRONOUS_AVAILABLE = _is_there("mlflow")
+_TENSORBOARD_AVAILABLE = _is_there("tensorboard")
+_TENSORBOARDX_AVAILABLE = _is_there("tensorboardX")
+_WANDB_AVAILABLE = _is_there("wandb")
