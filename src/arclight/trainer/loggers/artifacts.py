@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-_SETTINGS = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "_every_n_train_steps")
+_SETTINGS = {
+    **{name: name for name in ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")},
+    "_every_n_train_steps": "every_n_train_steps",
+}
+"""What services are told of a checkpoint's callback: the name that readers of such records know, and the attribute."""
 
 
 class CheckpointArtifacts:
@@ -62,7 +66,9 @@ def describe(callback: Any, path: Any, score: Any, key: str) -> dict[str, Any]:
     return {
         "score": score.item() if hasattr(score, "item") else score,
         "original_filename": Path(path).name,
-        key: {name: getattr(callback, name) for name in _SETTINGS if hasattr(callback, name)},
+        key: {
+            name: getattr(callback, attribute) for name, attribute in _SETTINGS.items() if hasattr(callback, attribute)
+        },
     }
 
 
