@@ -13,7 +13,7 @@ import fsspec
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
 from arclight.trainer.loggers.folder_logger import FolderLogger
-from arclight.trainer.loggers.logger import DummyExperiment, rank_zero_experiment
+from arclight.trainer.loggers.logger import rank_zero_experiment
 from arclight.trainer.loggers.params import convert_params, plain_params, yaml_text
 
 if TYPE_CHECKING:
@@ -164,6 +164,13 @@ class TensorBoardLogger(FolderLogger):
         return {**self.__dict__, "_experiment": None}
 
 
+class _NoTrainer:
+    """Has nothing to say to whatever it is asked."""
+
+    def __getattr__(self, name: str) -> tuple[()]:
+        return ()
+
+
 @contextmanager
 def _traceable(model: nn.Module) -> Iterator[None]:
     """The tracer reads every attribute of a module; hide the properties of ours that only work inside a trainer."""
@@ -175,7 +182,7 @@ def _traceable(model: nn.Module) -> Iterator[None]:
     for part in ours:
         part.__dict__["__jit_ignored_attributes__"] = hidden
         if part.__dict__["_trainer"] is None:
-            part.__dict__["_trainer"] = DummyExperiment()
+            part.__dict__["_trainer"] = _NoTrainer()
     try:
         yield
     finally:
