@@ -171,7 +171,9 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders
         data.setup(stage=name)
     trainer.call_all("setup", stage=name)
     module.setup(stage=name)
-    module.configure_model()
+    if overridden(module, "configure_model", Module):
+        with trainer.strategy.module_init_context():
+            module.configure_model()
     attach(trainer, module, name, **loaders)
     return module
 

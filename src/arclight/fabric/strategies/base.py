@@ -160,9 +160,11 @@ class Strategy:
     def process_dataloader(self, dataloader: Any) -> Any:
         return dataloader
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """New tensors come into being on the device, in the precision's type."""
-        return _entered(self.root_device, self.precision.tensor_init_context())
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """New tensors come into being on the device, in the precision's type, without first values if ``empty_init``."""
+        return _entered(
+            self.root_device, NoInit() if empty_init else nullcontext(), self.precision.tensor_init_context()
+        )
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """New modules come into being on the device, in the precision's type, without first values if ``empty_init``."""
