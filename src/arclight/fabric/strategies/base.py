@@ -46,6 +46,13 @@ class Strategy:
         self.num_nodes = 1
         self.stop = StopSignal()
 
+    lightning_module: nn.Module | None = None
+    """The module that the strategy was told to run; a Trainer tells it at each entry point."""
+
+    def connect(self, model: nn.Module) -> None:
+        """Take ``model`` as the module to run, before an entry point does so."""
+        self.lightning_module = model
+
     def attach(
         self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
     ) -> None:  # fmt: skip
