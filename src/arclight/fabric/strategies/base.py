@@ -22,9 +22,8 @@ from arclight.fabric.stopping import StopSignal
 class Strategy:
     """One process and one device; subclasses add others.
 
-    A loop asks a strategy for a step function (:meth:`wrap_step`) once, and calls that; a strategy
-    that must own the whole step, such as a pipeline schedule, returns its own.
-    What is None here a Trainer or Fabric fills in (:meth:`attach`). ``precision_plugin`` is another word for ``precision``.
+    A loop asks a strategy for a step function (:meth:`wrap_step`) once, and calls that; one that must own the whole step
+    returns its own. A Trainer or Fabric fills in what is None (:meth:`attach`); ``precision_plugin`` is another word for ``precision``.
     """
 
     name = "single"
@@ -50,7 +49,7 @@ class Strategy:
     """The module that the strategy was told to run; a Trainer tells it at each entry point."""
 
     def connect(self, model: nn.Module) -> None:
-        """Take ``model`` as the module to run, before an entry point does so."""
+        """Take ``model`` as the module to run."""
         self.lightning_module = model
 
     def attach(
