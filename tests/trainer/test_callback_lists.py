@@ -91,3 +91,17 @@ def test_what_behaves_like_a_callback_is_one(fit: Any) -> None:
     called = [call[0] for call in stand_in.method_calls]
     assert called.count("on_train_batch_end") == 4
     assert called.index("on_fit_start") < called.index("on_train_start") < called.index("on_fit_end")
+
+
+def test_a_trial_run_has_a_logger_that_keeps_nothing(fit: Any, tmp_path: Path) -> None:
+    trainer = fit({"val/score": [1.0]}, fast_dev_run=True)
+    assert type(trainer.logger).__name__ == "DummyLogger"
+    trainer.logger.experiment.add_scalar("anything", 1.0)
+    assert not list(tmp_path.rglob("*.csv"))
+    assert fit({"val/score": [1.0]}, fast_dev_run=True, logger=False).logger is None
+
+
+@pytest.mark.parametrize(("interval", "batches"), [(None, 8), (1.0, 8), (0.5, 4), (0.01, 1), (3, 3)])
+def test_batches_between_validations(fit: Any, interval: Any, batches: int) -> None:
+    trainer = fit({"val/score": [1.0] * 8}, batches=8, max_epochs=1, val_check_interval=interval)
+    assert trainer.val_check_batch == batches

@@ -89,6 +89,11 @@ class DataView:
         return dataloading.validates(cast("Trainer", self))
 
     @property
+    def val_check_batch(self) -> Count:
+        """Training batches from one validation to the next: an epoch's, unless ``val_check_interval`` says otherwise."""
+        return limits.batches_between_validations(cast("Trainer", self))
+
+    @property
     def estimated_stepping_batches(self) -> Count:
         """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
         trainer = cast("Trainer", self)

@@ -77,16 +77,10 @@ def next_validation(trainer: Trainer) -> Count:
     """Batches of this epoch after which the next validation is due; infinity for none (or only at the epoch's end)."""
     if not validation_due(trainer):
         return math.inf
-    interval, total, done = trainer.val_check_interval, trainer.num_training_batches, trainer.progress.batch
-    if interval is None or (isinstance(interval, float) and interval == 1.0):
+    total, done = trainer.num_training_batches, trainer.progress.batch
+    if at_epoch_end(trainer):
         return math.inf  # when the epoch is over
-    if isinstance(interval, float):
-        if total == math.inf:
-            raise MisconfigurationError(
-                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time based, `1.0` "
-                f"or an int, got {interval}. An int k specifies checking validation every k training batches."
-            )
-        interval = max(1, int(total * interval))
+    interval = batches_between_validations(trainer)
     if trainer.check_val_every_n_epoch is not None and interval > total:
         raise MisconfigurationError(
             f"`val_check_interval` ({interval}) must be less than or equal to the number of the training batches ({total}). Set "
@@ -98,11 +92,30 @@ def next_validation(trainer: Trainer) -> Count:
     return int((offset + done) // interval * interval + interval - offset)
 
 
+def at_epoch_end(trainer: Trainer) -> bool:
+    """Whether validation comes when an epoch is over, and not after so many batches."""
+    interval = trainer.val_check_interval
+    return interval is None or (isinstance(interval, float) and interval == 1.0)
+
+
+def batches_between_validations(trainer: Trainer) -> Count:
+    """Training batches from one validation to the next. Raises MisconfigurationError for a share of an unknown number."""
+    interval, total = trainer.val_check_interval, trainer.num_training_batches
+    if interval is None or at_epoch_end(trainer):
+        return total
+    if isinstance(interval, float):
+        if total == math.inf:
+            raise MisconfigurationError(
+                "When using an IterableDataset for `train_dataloader`, `Trainer(val_check_interval)` must be time based, `1.0` "
+                f"or an int, got {interval}. An int k specifies checking validation every k training batches."
+            )
+        return max(1, int(total * interval))
+    return int(interval)
+
+
 def validates_after_last_batch(trainer: Trainer) -> bool:
     """Whether validation at the epoch's end is still due: with an interval only its multiples validate."""
-    interval = trainer.val_check_interval
-    at_end = interval is None or (isinstance(interval, float) and interval == 1.0)
-    return at_end and validation_due(trainer) and trainer.progress.validated_at != trainer.progress.batch
+    return at_epoch_end(trainer) and validation_due(trainer) and trainer.progress.validated_at != trainer.progress.batch
 
 
 def estimated_steps(trainer: Trainer) -> Count:
