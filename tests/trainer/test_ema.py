@@ -260,7 +260,7 @@ def test_what_is_saved_while_the_average_is_in_place_is_the_model(fit: Any, tmp_
 
 def test_two_averages_have_two_entries_and_the_first_is_evaluated(fit: Any) -> None:
     with pytest.raises(ValueError, match=r"would save under one name 'ema'.*entry="):
-        fit(Normed(), EMAWeightAveraging(decay=0.9), EMAWeightAveraging(decay=0.5), max_epochs=1)
+        fit(Normed(), EMAWeightAveraging(decay=0.9), WeightAveraging(), max_epochs=1)
     module, saver = Normed(), ModelCheckpoint()
     slow, quick = EMAWeightAveraging(decay=0.9), EMAWeightAveraging(decay=0.5, entry="quick")
     assert slow.state_key != quick.state_key

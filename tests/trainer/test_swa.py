@@ -69,6 +69,9 @@ def test_the_average_its_statistics_and_the_rates(make_trainer: Any) -> None:
     update_bn(data(), reference.body)
     for name, buffer in module.named_buffers():
         torch.testing.assert_close(buffer, dict(reference.named_buffers())[name], rtol=1e-5, atol=1e-6)
+    # the module's own schedule until the third epoch; then in two even steps from where it was to 0.05
+    by_epoch = module.rates[::3]
+    assert by_epoch == pytest.approx([0.1, 0.05, 0.025, 0.0375, 0.05])
     assert isinstance(trainer.lr_scheduler_configs[0].scheduler, SWALR)
     assert module.body[1].momentum == 0.1
     assert module.training

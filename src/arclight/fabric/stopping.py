@@ -56,6 +56,13 @@ class StopSignal:
         with self._lock:
             self._store, self._rank, self._world_size, self._timeout = store, rank, world_size, timeout
 
+    def succeed(self, other: StopSignal) -> None:
+        """Take the place of ``other`` in the same processes. All ranks must do so."""
+        with other._lock, self._lock:
+            self._store, self._rank, self._world_size = other._store, other._rank, other._world_size
+            self._timeout, self._run, self._lost = other._timeout, other._run, other._lost
+            other._store = None
+
     def begin(self) -> None:
         """Start counting anew, for another loop. All ranks must do so; a wish that nobody could follow any more is void."""
         with self._lock:
@@ -69,7 +76,7 @@ class StopSignal:
         """Ask all ranks to stop at the next position that none of them has passed. Safe in a signal handler and any thread."""
         self._wish = reason
         if self._store is None:
-            self.reason, self._agreed = reason, self.position + 1
+            self.reason, self._agreed = reason, self.position  # whatever the loop comes to next
             self._decided.set()
             self.asked = True
 

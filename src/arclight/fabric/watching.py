@@ -162,6 +162,13 @@ def start_watch(store: Any, rank: int, world_size: int, timeout: float, stop: St
     return _current
 
 
+def follow(stop: StopSignal) -> None:
+    """Let this process's watch carry ``stop`` from now on: a program's next strategy joins the group that is there."""
+    if _current is not None and _current.stop is not stop:
+        stop.succeed(_current.stop)
+        _current.stop = stop
+
+
 def end_watch() -> None:
     """End this process's watch, if it has one."""
     global _current

@@ -236,9 +236,9 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             show_at = now + PROGRESS_INTERVAL
             for hook in on_progress:
                 hook()
+        stop.position = progress.batches  # before looking whether a stop is asked for: other ranks go by it
         if progress.global_step >= max_steps or ((trainer.should_stop or stop.asked) and stops_here(trainer)):
             return progress.batch == total
-        stop.position = progress.batches
     if not scheduled:
         for scheduler_step in plan.epoch_schedulers:
             scheduler_step()

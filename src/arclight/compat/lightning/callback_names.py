@@ -19,6 +19,7 @@ _SAME = _rows(
     device_stats_monitor="DeviceStatsMonitor",
     early_stopping="EarlyStopping",
     finetuning="BackboneFinetuning BaseFinetuning",
+    gradient_accumulation_scheduler="GradientAccumulationScheduler",
     lr_monitor="LearningRateMonitor",
     model_checkpoint="ModelCheckpoint",
     model_summary="ModelSummary",

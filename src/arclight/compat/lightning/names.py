@@ -92,6 +92,11 @@ _TRAINER: _Rows = (
         "CheckpointIO TorchCheckpointIO",
     ),
     ("fabric.plugins.io.checkpoint_io", "arclight.trainer.checkpoint_io", "CheckpointIO"),
+    (
+        "pytorch.plugins pytorch.plugins.io pytorch.plugins.io.async_plugin",
+        "arclight.trainer.async_checkpoint_io",
+        "AsyncCheckpointIO",
+    ),
     ("fabric.plugins.io.torch_io", "arclight.trainer.checkpoint_io", "TorchCheckpointIO"),
     ("pytorch.utilities.compile", "arclight.trainer.compiling", "from_compiled to_uncompiled"),
     ("pytorch.serve pytorch.serve.servable_module", "arclight.serve.servable", "ServableModule"),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.device_stats_monitor import DeviceStatsMonitor
     from arclight.trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from arclight.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
+    from arclight.trainer.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from arclight.trainer.callbacks.lambda_callback import LambdaCallback
     from arclight.trainer.callbacks.lr_monitor import LearningRateMonitor
     from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
@@ -36,6 +37,7 @@ _FILES = {
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
+    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "lr_monitor",
     "MissingMetricError": "monitored",

@@ -7,11 +7,15 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint
 from arclight.checkpoint import files
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
 
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -43,9 +47,33 @@ def format_name(
     return _FIELD.sub(fill, template)
 
 
+def full_path(path: str | Path) -> str:
+    """A local path from the root on, links followed and ``~`` put out; a remote one as it is."""
+    return str(path) if is_remote(path) else os.path.realpath(os.path.expanduser(path))
+
+
 def is_remote(path: str | Path) -> bool:
     """Whether ``path`` names something beyond this machine's file systems, such as ``s3://bucket/runs``."""
     return "://" in str(path) and not str(path).startswith("file://")
+
+
+def check_folder(trainer: Trainer, folder: str, save_last: Any, warn: bool) -> None:
+    """Raises MisconfigurationError for a folder that cannot hold checkpoints, and warns of one that holds something."""
+    if is_remote(folder):
+        what = "save_last='link', " if save_last == "link" else ""
+        raise MisconfigurationError(
+            f"`ModelCheckpoint({what}dirpath={folder!r})` is only supported for local file paths"
+        )
+    if warn and trainer.is_global_zero and os.path.isdir(folder) and os.listdir(folder):
+        rank_zero_warn(f"Checkpoint directory {folder} exists and is not empty: names in use get -v1, -v2, ...")
+
+
+def find_checkpoints(folder: str | None, name: str, extension: str) -> set[str]:
+    """What is in ``folder`` under ``name``, in any of its versions."""
+    if folder is None or not os.path.isdir(folder):
+        return set()
+    pattern = re.compile(re.escape(name) + r"(-v\d+)?" + re.escape(extension))
+    return {os.path.join(folder, entry) for entry in os.listdir(folder) if pattern.fullmatch(entry)}
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:

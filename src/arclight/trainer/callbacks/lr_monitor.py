@@ -82,7 +82,7 @@ class LearningRateMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.progress.batch == 0:  # a resume in the middle of an epoch has logged this already
-            self._log(trainer, "epoch", trainer.progress.global_step)
+            self._log(trainer, "epoch", updates(trainer))
 
     def _log(self, trainer: Trainer, interval: str, step: int) -> None:
         stats: dict[str, float] = {}
@@ -113,6 +113,15 @@ class LearningRateMonitor(Callback):
             if self.log_weight_decay and (decay := group.get("weight_decay")) is not None:
                 stats[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = float(decay)
         return stats
+
+
+def updates(trainer: Trainer) -> int:
+    """Batches after which optimizers stepped, also where each optimizer's steps are counted."""
+    steps, several = (
+        trainer.progress.global_step,
+        len(trainer.optimizers) if trainer.conventions.count_optimizer_steps else 1,
+    )
+    return steps // max(1, several)
 
 
 def momentum(group: dict[str, Any]) -> float | None:

@@ -14,18 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from arclight.checkpoint import CheckpointError
-from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Checkpoint
-from arclight.trainer.callbacks.checkpoint_files import (
-    copy_checkpoint,
-    format_name,
-    is_remote,
-    link_checkpoint,
-    remove_checkpoint,
-)
+from arclight.trainer.callbacks import checkpoint_files
 from arclight.trainer.callbacks.checkpoint_record import Plan, Ranking, Record, check_keeping
 from arclight.trainer.callbacks.checkpoint_rhythm import Beat, Rhythm
+from arclight.trainer.callbacks.checkpoint_writer import Writer, finish
 from arclight.trainer.callbacks.monitored import (
     MissingMetricError,
     validates_once_per_epoch,
@@ -54,6 +48,8 @@ class ModelCheckpoint(Checkpoint):
       ``"link"``. It is brought up to date at every save, whatever that save's rank, and at the end of training.
     * ``save_on_train_epoch_end``: at the end of training epochs rather than after validation. By default it is so
       where validation runs once per epoch.
+    * ``asynchronous``: training goes on while a checkpoint is written. What went wrong with it is raised at the next save,
+      validation or end of an epoch, and training ends only when all is written.
     * ``dirpath`` defaults to ``checkpoints/`` in the run folder.
 
     ``best_model_path`` and its siblings change only when the checkpoint they name is complete, and a checkpoint is
@@ -86,10 +82,9 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         every: str | Duration | None = None,
+        asynchronous: bool = False,
     ) -> None:
-        self.dirpath: str | None = str(dirpath) if dirpath else None
-        if self.dirpath is not None and not is_remote(self.dirpath):
-            self.dirpath = os.path.realpath(os.path.expanduser(self.dirpath))
+        self.dirpath = checkpoint_files.full_path(dirpath) if dirpath else None
         self.filename, self.monitor, self.verbose, self.mode = filename, monitor, verbose, mode
         self.save_last, self.save_top_k, self.save_weights_only = save_last, save_top_k, save_weights_only
         self.save_on_exception, self.auto_insert_metric_name = save_on_exception, auto_insert_metric_name
@@ -105,6 +100,7 @@ class ModelCheckpoint(Checkpoint):
         self.current_score: torch.Tensor | None = None
         self._publish(Record())
         self._pending: Record | None = None
+        self._writer = Writer(asynchronous)
         self._fitting = self._validated = self._deferred = False
         self._next_validation: int | float = float("inf")
         self._beat: Beat | None = None
@@ -147,6 +143,11 @@ class ModelCheckpoint(Checkpoint):
             last=self.last_model_path,
         )
 
+    @property
+    def _latest(self) -> Record:
+        """The record that holds when what is being written is complete."""
+        return self._published if self._writer.plan is None else self._writer.plan.record
+
     def _publish(self, record: Record) -> None:
         """Let the public attributes speak of ``record``."""
         self._published = record
@@ -173,17 +174,17 @@ class ModelCheckpoint(Checkpoint):
         return {"monitor": self.monitor, "dirpath": self.dirpath, **state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        before = state_dict.get("dirpath") or ""
+        before, chosen = state_dict.get("dirpath") or "", self.dirpath is not None
         if self.dirpath is None and self._trainer is not None:
             self._adopt_folder(self._trainer)
         folder = self.dirpath or before
         record = Record.load(state_dict, self._ranking, before, folder)
-        known = {*state_dict["best_k_models"], state_dict["best_model_path"], state_dict["last_model_path"]} - {""}
-        if folder != before and known and not any(Path(path).is_relative_to(folder) for path in record.paths()):
-            rank_zero_warn(
-                f"The dirpath has changed from {before!r} to {folder!r}, where none of the checkpoints of before are: "
-                "what is kept there is ranked anew, only best_model_path still names one of before"
-            )
+        if folder != before and not any(Path(path).is_relative_to(folder) for path in record.paths()):
+            if chosen and state_dict["best_model_path"] + state_dict["last_model_path"]:
+                rank_zero_warn(
+                    f"The dirpath has changed from {before!r} to {folder!r}, where none of the checkpoints of before are: "
+                    "what is kept there is ranked anew, only best_model_path still names one of before"
+                )
             record = Record(best=state_dict["best_model_path"])
         self._publish(record)
         here = record.newest and os.path.dirname(record.newest) == folder
@@ -194,19 +195,16 @@ class ModelCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         self._trainer, self._fitting = trainer, stage == "fit" and not trainer.fast_dev_run
         self._validated = self._deferred = False
-        if self.dirpath is None or stage != "fit":
+        if stage != "fit":
             return
-        if is_remote(self.dirpath):
-            what = f"`ModelCheckpoint(save_last='link')` with dirpath={self.dirpath!r}"
-            if self.save_last != "link":
-                what = f"`ModelCheckpoint(dirpath={self.dirpath!r})`"
-            raise MisconfigurationError(f"{what} is only supported for local file paths")
-        if self.save_top_k != 0 and trainer.is_global_zero and os.path.isdir(self.dirpath) and os.listdir(self.dirpath):
-            rank_zero_warn(
-                f"Checkpoint directory {self.dirpath} exists and is not empty: names in use get -v1, -v2, ..."
-            )
+        self._writer.begin(trainer)
+        if not trainer.conventions.run_folders:
+            self._adopt_folder(trainer)
+        if self.dirpath is not None:
+            checkpoint_files.check_folder(trainer, self.dirpath, self.save_last, warn=self.save_top_k != 0)
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        self._writer.end(trainer)
         self._trainer, self._beat, self._fitting = None, None, False
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -217,7 +215,7 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
         due = self._beat is not None and self._beat.due(trainer)
-        if not due or not self._fitting or trainer.global_step == self._published.judged:
+        if not due or not self._fitting or trainer.global_step == self._latest.judged:
             return
         known = not self._ranks or self.monitor in self._values(trainer)
         # A validation that follows at once brings the value that this save is to be judged by.
@@ -234,10 +232,12 @@ class ModelCheckpoint(Checkpoint):
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated, self._next_validation = True, trainer.next_validation()
+        self._settle(trainer, wait=False)
         if self._deferred or (self._epoch_is_due(trainer) and not self._saves_on_train_epoch_end(trainer)):
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._settle(trainer, wait=False)
         due = self._epoch_is_due(trainer) and self._saves_on_train_epoch_end(trainer)
         if self._fitting and (due or (self._deferred and self.monitor in self._values(trainer))):
             self._save(trainer)
@@ -245,7 +245,7 @@ class ModelCheckpoint(Checkpoint):
     def _epoch_is_due(self, trainer: Trainer) -> bool:
         epochs = self._rhythm.epochs
         rhythm = epochs > 0 and (trainer.current_epoch + 1) % epochs == 0
-        return rhythm and trainer.global_step != self._published.judged
+        return rhythm and trainer.global_step != self._latest.judged
 
     def _saves_on_train_epoch_end(self, trainer: Trainer) -> bool:
         chosen = self.save_on_train_epoch_end
@@ -254,8 +254,9 @@ class ModelCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         if not self._fitting:
             return
-        if self.save_last and (trainer.global_step != self._published.judged or not self.last_model_path):
+        if self.save_last and (trainer.global_step != self._latest.judged or not self._latest.last):
             self._save(trainer, rank=False)
+        self._settle(trainer)
         if self.save_top_k != 0 and not self._validated and trainer.global_step and trainer.enable_validation:
             by_epoch = self.every_n_epochs > 0 and not self._saves_on_train_epoch_end(trainer)
             warn_of_no_validation(trainer, self.monitor, self._values(trainer), by_epoch)
@@ -263,10 +264,17 @@ class ModelCheckpoint(Checkpoint):
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         # Saving is a collective, and other ranks may not be here; and a loss that is no number has spoiled the model.
         possible = trainer.world_size == 1 and not isinstance(exception, FloatingPointError)
-        unsaved = trainer.global_step != self._published.saved and not trainer.sanity_checking
-        if self._fitting and self.save_on_exception and possible and unsaved:
-            self._save(trainer, rank=False, keep=True)
+        saved = trainer.global_step == self._latest.saved and self._latest.newest
+        unsaved = not saved and trainer.progress.batches > 0 and not trainer.sanity_checking
+        try:
+            if self._fitting and self.save_on_exception and possible and unsaved:
+                self._save(trainer, rank=False, keep=True)
+            if trainer.world_size == 1:
+                self._settle(trainer)
+        except CheckpointError as error:  # the error that ends the run is the one to raise
+            exception.add_note(str(error))
         self._fitting = False
+        self._writer.end(trainer)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -290,6 +298,7 @@ class ModelCheckpoint(Checkpoint):
 
         ``rank``: it may enter the best k; ``keep``: it is written whatever its rank.
         """
+        self._settle(trainer)
         self._adopt_folder(trainer)
         values = self._values(trainer)
         if rank and self._ranks and self.monitor not in values:
@@ -302,36 +311,34 @@ class ModelCheckpoint(Checkpoint):
         plan: Plan = trainer.strategy.broadcast(own)
         self._pending = plan.record
         try:
-            self._write(trainer, plan)
+            self._writer.write(trainer, plan, self.save_weights_only)
         except CheckpointError as error:
-            before = self._published.newest
-            intact = f"the newest complete checkpoint is {before}" if before else "no checkpoint was saved before"
-            raise CheckpointError(f"{error}; {intact}") from error
+            raise self._with_what_is_left(error) from error
         finally:
             self._pending = None
-        self._publish(plan.record)
+        self._settle(trainer, wait=False)
+
+    def _settle(self, trainer: Trainer, wait: bool = True) -> None:
+        """Let the record speak of the save that was begun, once it is complete."""
+        try:
+            plan = self._writer.take(trainer, wait)
+        except CheckpointError as error:
+            raise self._with_what_is_left(error) from error
+        if plan is None:
+            return
         if trainer.is_global_zero:
-            self._after_save(trainer, plan)
-
-    def _write(self, trainer: Trainer, plan: Plan) -> None:
-        if plan.path:
-            trainer.save_checkpoint(plan.path, self.save_weights_only)
-        if plan.last and not plan.path:
-            trainer.save_checkpoint(plan.last, self.save_weights_only)
-        elif plan.last and trainer.is_global_zero:
-            duplicate = link_checkpoint if self.save_last == "link" else copy_checkpoint
-            duplicate(Path(plan.path), Path(plan.last))
-
-    def _after_save(self, trainer: Trainer, plan: Plan) -> None:
-        resumed = getattr(trainer, "ckpt_path", None)
-        for path in plan.drop:  # never reach into another run's folder, nor take away what this one began from
-            if Path(path).is_relative_to(str(self.dirpath)) and (resumed is None or Path(resumed) != Path(path)):
-                remove_checkpoint(Path(path))
-        if plan.path or plan.last:
+            finish(trainer, plan, str(self.dirpath), link=self.save_last == "link")
+        self._publish(plan.record)
+        if trainer.is_global_zero and (plan.path or plan.last):
             for logger in trainer.loggers:
                 logger.after_save_checkpoint(self)
             if self.verbose:
-                log.info("step %d: saved %s", trainer.global_step, plan.path or plan.last)
+                log.info("step %d: saved %s", plan.record.saved, plan.path or plan.last)
+
+    def _with_what_is_left(self, error: CheckpointError) -> CheckpointError:
+        before = self._published.newest
+        intact = f"the newest complete checkpoint is {before}" if before else "no checkpoint was saved before"
+        return CheckpointError(f"{error}; {intact}")
 
     def _plan(self, trainer: Trainer, values: Mapping[str, Any], rank: bool, keep: bool) -> Plan:
         """What this save writes and drops."""
@@ -372,13 +379,20 @@ class ModelCheckpoint(Checkpoint):
     ) -> str:
         """The path of a checkpoint with these values, with version ``ver`` if given."""
         template = filename or self.filename or "{epoch}" + self.CHECKPOINT_JOIN_CHAR + "{step}"
-        name = format_name(template, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR)
+        name = checkpoint_files.format_name(
+            template, metrics, self.auto_insert_metric_name, self.CHECKPOINT_EQUALS_CHAR
+        )
         parts = [part for part in (prefix, name, None if ver is None else f"v{ver}") if part]
         return os.path.join(self.dirpath or "", self.CHECKPOINT_JOIN_CHAR.join(parts) + self.FILE_EXTENSION)
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
         """Whether rank 0 sees ``filepath``; the same answer on every rank."""
         return bool(trainer.strategy.broadcast(os.path.exists(filepath)))
+
+    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """What is kept as ``last`` in the folder, whichever run it is from."""
+        known = {self.last_model_path} - {""}
+        return known | checkpoint_files.find_checkpoints(self.dirpath, self.CHECKPOINT_NAME_LAST, self.FILE_EXTENSION)
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
         """Write the kept checkpoints and their scores (default: ``best_k_models.yaml`` beside them)."""

@@ -35,6 +35,10 @@ class OnExceptionCheckpoint(Checkpoint):
     def ckpt_path(self) -> str:
         return os.path.join(self.dirpath or "", self.filename + self.FILE_EXTENSION)
 
+    def last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """The checkpoint of the run that failed, where there is one."""
+        return {self.ckpt_path} if self.dirpath is not None and os.path.exists(self.ckpt_path) else set()
+
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._fitting = not trainer.fast_dev_run
 

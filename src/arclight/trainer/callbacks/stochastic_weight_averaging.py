@@ -10,6 +10,7 @@ from torch.optim.swa_utils import SWALR
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_info, rank_zero_warn
+from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.callbacks.weight_averaging import AverageFunction, WeightAveraging, tensor_owners
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.optimizer_config import LRSchedulerConfig
@@ -98,17 +99,15 @@ class StochasticWeightAveraging(WeightAveraging):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """The module's own scheduler is saved where a resume looks for it; the other is this callback's state."""
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._scheduler is not None:
-            key = "lr_schedulers" if "lr_schedulers" in checkpoint else "schedulers"
-            checkpoint[key] = [config.scheduler.state_dict() for config in self._resting]
+            checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in self._resting]
 
     # -- the learning rate -----------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            if getattr(trainer.strategy, "shards", False):
+            if isinstance(trainer.strategy, ShardedStrategy):
                 raise MisconfigurationError("SWA does not currently support sharded models: use EMAWeightAveraging")
             self._scheduler, self._scheduler_state, self._resting = None, None, []
 

@@ -25,8 +25,8 @@ class Timer(Callback):
 
     ``duration`` is text such as ``"2h30min"`` or ``"00:12:00:00"`` (days, hours, minutes, seconds), a timedelta or a
     dict of its arguments; None only measures. The limit is looked at when training starts and after every batch, or at
-    the end of epochs with ``interval="epoch"``; with several processes, at the logging interval, as a stop must be
-    agreed on. Time of earlier sessions counts when a run is resumed.
+    the end of epochs with ``interval="epoch"``, by the first process, whom the others follow.
+    Time of earlier sessions counts when a run is resumed.
     Raises MisconfigurationError for a duration that is no time.
     """
 
@@ -79,7 +79,8 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._begin("train")
-        self._check_time_remaining(trainer)  # what was resumed may have used its time up
+        if trainer.strategy.broadcast(self._time_is_over()):  # what was resumed may have used it up
+            self._stop(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         self._ended["train"] = time.monotonic()
@@ -97,19 +98,21 @@ class Timer(Callback):
         self._ended["test"] = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.world_size == 1 or trainer.global_step % trainer.log_every_n_steps == 0:
-            self._check_time_remaining(trainer)
+        if trainer.is_global_zero and self._time_is_over():  # the trainer tells the other processes
+            self._stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
-        self._check_time_remaining(trainer)
+        if trainer.is_global_zero and self._time_is_over():
+            self._stop(trainer)
 
     def _begin(self, stage: str) -> None:
         self._started[stage] = time.monotonic()
         self._ended.pop(stage, None)
 
-    def _check_time_remaining(self, trainer: Trainer) -> None:
-        if self._duration is None or not trainer.strategy.broadcast(self.time_elapsed() >= self._duration):
-            return
+    def _time_is_over(self) -> bool:
+        return self._duration is not None and self.time_elapsed() >= self._duration
+
+    def _stop(self, trainer: Trainer) -> None:
         trainer.should_stop = True
         if self._verbose and trainer.is_global_zero:
             elapsed = timedelta(seconds=int(self.time_elapsed()))

@@ -101,8 +101,15 @@ class WeightAveraging(Callback):
     """The name that subclasses written for Lightning look for."""
 
     def averages(self) -> dict[str, Averages]:
-        """The averages for a checkpoint: tensors under the model's parameter names; nothing before the first update."""
-        return {self.entry: dict(self._averages)} if self._averages else {}
+        """Entries for a checkpoint: tensors under the model's parameter names; nothing before the first update.
+
+        While the average is in the model's place, also ``state_dict``: what is saved as the model is always the model.
+        """
+        entries = {self.entry: dict(self._averages)} if self._averages else {}
+        if self._backup is not None and self._module is not None:
+            trained = dict(zip(self._owners, self._backup, strict=True))
+            entries["state_dict"] = {**self._module.state_dict(), **trained}
+        return entries
 
     def load_averages(self, entries: dict[str, Any]) -> None:
         """Take back what :meth:`averages` gave, from a checkpoint's entries."""
@@ -115,12 +122,6 @@ class WeightAveraging(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.updates = state_dict.get("updates", self.updates)
         self._last_step = state_dict.get("last_step", state_dict.get("latest_update_step"))
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
-        """What is saved as the model is the model, also while the average is in its place."""
-        if self._backup is not None:
-            key = "state_dict" if "state_dict" in checkpoint else "model"
-            checkpoint[key] = {**checkpoint[key], **dict(zip(self._owners, self._backup, strict=True))}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Lightning has the average where the model is, and the model as ``current_model_state``."""

@@ -1,0 +1,85 @@
+"""Carrying out what a ModelCheckpoint planned, at once or in the background."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.checkpoint import CheckpointError
+from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
+from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, link_checkpoint, remove_checkpoint
+from arclight.trainer.callbacks.checkpoint_record import Plan
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from arclight.trainer.checkpoint_io import CheckpointIO
+    from arclight.trainer.trainer import Trainer
+
+
+@dataclass
+class Writer:
+    """One save at a time: :meth:`write` begins it, :meth:`take` gives the plan back once it is complete."""
+
+    asynchronous: bool
+    plan: Plan | None = None
+    """What is being written."""
+    _future: Future[Any] | None = None
+    _before: CheckpointIO | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Let ``trainer`` write in the background, if asked to."""
+        self.plan = self._future = None
+        if self.asynchronous and not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
+            self._before, trainer.checkpoint_io = trainer.checkpoint_io, AsyncCheckpointIO(trainer.checkpoint_io)
+
+    def end(self, trainer: Trainer) -> None:
+        """Give the trainer back what it wrote with."""
+        if self._before is not None:
+            trainer.checkpoint_io.teardown()
+            trainer.checkpoint_io, self._before = self._before, None
+
+    def write(self, trainer: Trainer, plan: Plan, weights_only: bool) -> None:
+        """Write the checkpoint of ``plan``, or begin to. A collective: every rank must call it."""
+        if path := plan.path or plan.last:
+            trainer.save_checkpoint(path, weights_only)
+            self._future = getattr(trainer.checkpoint_io, "in_flight", None)
+        self.plan = plan
+
+    def is_complete(self, trainer: Trainer) -> bool:
+        """Whether every rank knows without asking that nothing is being written any more."""
+        if not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
+            return True
+        return trainer.world_size == 1 and (self._future is None or self._future.done())
+
+    def take(self, trainer: Trainer, wait: bool = True) -> Plan | None:
+        """The plan whose checkpoint is complete; None where there is none, or (without ``wait``) it is still written.
+
+        Raises CheckpointError on every rank where writing in the background failed.
+        """
+        plan, future = self.plan, self._future
+        if plan is None or not (wait or self.is_complete(trainer)):
+            return None
+        self.plan = self._future = None
+        io, error = trainer.checkpoint_io, None
+        if isinstance(io, AsyncCheckpointIO):
+            try:
+                if future is not None:
+                    io.wait() if io.in_flight is future else future.result()
+            except Exception as problem:  # whatever it is, every rank must hear of it
+                error = problem
+            if message := trainer.strategy.broadcast(None if error is None else str(error) or repr(error)):
+                raise CheckpointError(message) from error
+        return plan
+
+
+def finish(trainer: Trainer, plan: Plan, folder: str, link: bool) -> None:
+    """Bring ``last`` up to date and drop what the complete checkpoint replaces. For rank 0."""
+    if plan.path and plan.last:
+        (link_checkpoint if link else copy_checkpoint)(Path(plan.path), Path(plan.last))
+    resumed = trainer.ckpt_path
+    for path in map(Path, plan.drop):  # never reach into another run's folder, nor take away what this one began from
+        if path.is_relative_to(folder) and (resumed is None or os.path.abspath(resumed) != str(path)):
+            remove_checkpoint(path)
