@@ -24,6 +24,8 @@ def name_of(path: str) -> str:
 @pytest.mark.parametrize("path", sorted(NAMES))
 def test_every_name_of_the_table_is_there(path: str) -> None:
     module = importlib.import_module(name_of(path))
+    if path == "pytorch.cli":
+        pytest.importorskip("jsonargparse", reason="the command line's names need jsonargparse: make setup installs it")
     for name, origin in NAMES[path].items():
         home, _, own = origin.partition(":")
         assert getattr(module, name) is getattr(importlib.import_module(home), own), f"{name_of(path)}.{name}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -21,9 +22,14 @@ from arclight.trainer.plain import NotPlainError, decode, encode, is_omegaconf
 
 INSTANTIATORS = {
     f"{package}.cli.instantiate_module"
-    for package in ("lightning.pytorch", "pytorch_lightning", "arclight.compat.lightning.pytorch")
+    for package in (
+        "lightning.pytorch",
+        "pytorch_lightning",
+        "arclight.compat.lightning.pytorch",
+        "arclight.compat.lightning",
+    )
 }
-"""What a checkpoint may name as the builder of its module: the command line's. Its arguments are plain here all the same."""
+"""What a checkpoint may name as the builder of its module: the command line's, whose arguments describe objects."""
 
 _TOLD = WarningCache()
 _PRIMITIVES = (bool, int, float, str)
@@ -284,7 +290,7 @@ def arguments_for(cls: type, checkpoint: dict[str, Any], overrides: dict[str, An
     key: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
     held_by = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name"))
     kept: dict[str, Any] = decode({**checkpoint.get("module_arguments", {}), **checkpoint.get(key, {})}) | overrides
-    _check_instantiator(kept.pop("_instantiator", None))
+    kept.pop("_instantiator", None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     if held_by and any(p.name == held_by and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         kind = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type"))
@@ -295,10 +301,17 @@ def arguments_for(cls: type, checkpoint: dict[str, Any], overrides: dict[str, An
     return {name: value for name, value in kept.items() if name in taken}
 
 
-def _check_instantiator(path: str | None) -> None:
-    """A file must not choose what is imported and called."""
-    if path is not None and path not in INSTANTIATORS:
+def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    """A ``cls`` made with :func:`arguments_for` it; by the command line that wrote them, where one did."""
+    kept = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), {})
+    path = kept.get("_instantiator")
+    if path is None:
+        return cls(**arguments_for(cls, checkpoint, overrides))
+    if path not in INSTANTIATORS:  # a file must not choose what is imported and called
         raise ValueError(
             f"The instantiator {path!r} from the checkpoint is not in the allowlist of trusted instantiators and was "
             "blocked to prevent arbitrary code execution"
         )
+    given = decode({name: value for name, value in kept.items() if name != "_instantiator"}) | overrides
+    arguments = given if "_class_path" in given else arguments_for(cls, checkpoint, overrides)
+    return importlib.import_module("arclight.compat.lightning.cli").instantiate_module(cls, arguments)

@@ -12,7 +12,7 @@ from arclight import checkpoint as checkpoints
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.checkpoint_io import from_tree
 from arclight.trainer.datamodule import DataModule
-from arclight.trainer.hparams import arguments_for
+from arclight.trainer.hparams import rebuild
 from arclight.trainer.module import Module
 
 
@@ -32,7 +32,7 @@ def build(
     checkpoint = read(source, map_location)
     if hparams_file is not None:
         checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = _read_values(hparams_file)  # type: ignore[attr-defined]
-    owner = cls(**arguments_for(cls, checkpoint, overrides))
+    owner = rebuild(cls, checkpoint, overrides)
     if isinstance(owner, DataModule):
         if (state := checkpoint.get(type(owner).__qualname__)) is not None:
             owner.load_state_dict(state)

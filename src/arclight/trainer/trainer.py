@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -39,6 +39,17 @@ from arclight.trainer.states import TrainerState
 from arclight.trainer.view import TrainerView
 from arclight.trainer.window import Window
 
+if TYPE_CHECKING:
+    from arclight.fabric.accelerators import Accelerator
+    from arclight.fabric.environments import ClusterEnvironment
+    from arclight.fabric.layer_sync import LayerSync
+    from arclight.fabric.precision import Precision
+    from arclight.fabric.strategies import Strategy
+    from arclight.trainer.loggers import Logger
+    from arclight.trainer.profilers import Profiler
+
+    Plugin = Precision | ClusterEnvironment | CheckpointIO | LayerSync | str
+
 
 class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     """Runs a :class:`Module`: everything between its steps.
@@ -58,8 +69,9 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     conventions: Conventions = OURS
 
     def __init__(
-        self, *, accelerator: Any = "auto", strategy: Any = "auto", devices: Any = "auto", num_nodes: int = 1,
-        precision: Any = None, logger: Any = None, callbacks: Callback | list[Callback] | None = None, fast_dev_run: int | bool = False,
+        self, *, accelerator: str | Accelerator = "auto", strategy: str | Strategy = "auto", devices: list[int] | str | int = "auto",
+        num_nodes: int = 1, precision: int | str | Precision | None = None, logger: Logger | Iterable[Logger] | bool | None = None,
+        callbacks: Callback | list[Callback] | None = None, fast_dev_run: int | bool = False,
         max_epochs: int | None = None, min_epochs: int | None = None, max_steps: int = -1, min_steps: int | None = None,
         max_time: str | timedelta | dict[str, int] | None = None, limit_train_batches: int | float | None = None,
         limit_val_batches: int | float | None = None, limit_test_batches: int | float | None = None,
@@ -68,8 +80,8 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         num_sanity_val_steps: int | None = None, log_every_n_steps: int | None = None, enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None, enable_model_summary: bool | None = None, accumulate_grad_batches: int = 1,
         gradient_clip_val: int | float | None = None, gradient_clip_algorithm: str | None = None, deterministic: bool | str | None = None,
-        benchmark: bool | None = None, inference_mode: bool = True, use_distributed_sampler: bool = True, profiler: Any = None,
-        detect_anomaly: bool = False, barebones: bool = False, plugins: Any = None, sync_batchnorm: bool = False,
+        benchmark: bool | None = None, inference_mode: bool = True, use_distributed_sampler: bool = True, profiler: Profiler | str | None = None,
+        detect_anomaly: bool = False, barebones: bool = False, plugins: Plugin | list[Plugin] | None = None, sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0, default_root_dir: str | Path | None = None, enable_autolog_hparams: bool = True,
         run_name: str | None = None, run_folder: RunFolder | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
@@ -140,11 +152,13 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Train ``model``.
 
         ``ckpt_path`` resumes exactly from a checkpoint: a path, ``"last"`` for the newest of this run's name (from the
         start where there is none yet), or ``"best"``.
+        Nothing is unpickled, whatever ``weights_only`` says.
         Raises NonFiniteLossError when the loss is no number, CheckpointError for a checkpoint that cannot be used.
         """
         session.launch(self, session.fit, model, train_dataloaders, val_dataloaders, datamodule, ckpt_path)
@@ -156,6 +170,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run the validation data once; the logged values of each loader."""
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -167,6 +182,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Run the test data once; the logged values of each loader."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -183,7 +199,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
 
     def predict(
         self, model: Module | None = None, dataloaders: Any = None, datamodule: Any = None, return_predictions: bool | None = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: str | Path | None = None, weights_only: bool | None = None,
     ) -> Any:  # fmt: skip
         """``predict_step`` of every batch: a list, or a list for each of several loaders; None with ``return_predictions=False``."""
         return session.launch(self, session.predict, model, dataloaders, datamodule, ckpt_path, return_predictions)

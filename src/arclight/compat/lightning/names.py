@@ -101,6 +101,17 @@ _TRAINER: _Rows = (
     ("pytorch.utilities.compile", "arclight.trainer.compiling", "from_compiled to_uncompiled"),
     ("pytorch.serve pytorch.serve.servable_module", "arclight.serve.servable", "ServableModule"),
     ("pytorch.serve pytorch.serve.servable_module_validator", "arclight.serve.servable", "ServableModuleValidator"),
+    (
+        "pytorch.cli",
+        f"{_OWN}.cli",
+        "LightningCLI LightningArgumentParser SaveConfigCallback instantiate_class instantiate_module",
+    ),
+    (
+        "pytorch.cli",
+        f"{_OWN}.cli_parser",
+        "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerCallable "
+        "ReduceLROnPlateau",
+    ),
     ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
     ("pytorch.core.optimizer", "arclight.trainer.managed_optimizer", "LightningOptimizer=ManagedOptimizer"),
     ("pytorch.trainer.states", "arclight.trainer.states", "RunningStage TrainerFn TrainerState TrainerStatus"),
