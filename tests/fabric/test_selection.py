@@ -16,16 +16,19 @@ from arclight.fabric.accelerators import CPUAccelerator, CUDAAccelerator, MPSAcc
 from arclight.fabric.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 from arclight.fabric.errors import MisconfigurationError, MissingDeviceError
 from arclight.fabric.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from arclight.fabric.rank_zero import rank_zero_only
 from arclight.fabric.selection import select
 from arclight.fabric.strategies import (
     STRATEGY_REGISTRY,
     DDPStrategy,
     FSDPStrategy,
+    LayerSync,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     StrategyRegistry,
     TorchSyncBatchNorm,
 )
+from arclight.fabric.warning_kinds import PossibleUserWarning
 
 
 class CheckpointIO:
@@ -39,6 +42,7 @@ def no_launcher() -> Iterator[None]:
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     with mock.patch.dict(os.environ, kept, clear=True):
         yield
+    del rank_zero_only.rank
 
 
 def cuda_devices(count: int) -> Any:
@@ -73,8 +77,8 @@ def test_names_of_the_ddp_family(base: str, unused: str) -> None:
     found = select(accelerator="cpu", strategy=base + unused, devices=2)
     assert type(found) is DDPStrategy
     expected = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
-    assert found.start_method == expected[base.lower()]
-    assert found.ddp == ({"find_unused_parameters": unused.endswith("true")} if unused else {})
+    assert found._start_method == expected[base.lower()]
+    assert found._ddp_kwargs == ({"find_unused_parameters": unused.endswith("true")} if unused else {})
     assert (found.num_processes, found.world_size, found.global_rank) == (2, 2, 0)
 
 
@@ -93,6 +97,7 @@ def test_several_nodes_count_ranks_across_them() -> None:
     assert type(found) is DDPStrategy
     assert (found.world_size, found.global_rank, found.local_rank, found.node_rank) == (6, 4, 1, 1)
     assert found.distributed_sampler_kwargs == {"num_replicas": 6, "rank": 4}
+    assert rank_zero_only.rank == 4
     for wrong in (0, -1, 1.0):
         with pytest.raises(ValueError, match="`num_nodes` must be a positive integer"):
             select(num_nodes=wrong)  # type: ignore[arg-type]
@@ -136,6 +141,7 @@ def test_plugins_go_to_their_places() -> None:
         ({"strategy": DDPStrategy(precision=Precision()), "plugins": DoublePrecision()}, "precision set through both"),
         ({"strategy": DDPStrategy(cluster_environment=LightningEnvironment()), "plugins": LightningEnvironment()}, "cluster_environment set through both"),
         ({"strategy": DDPStrategy(parallel_devices=[torch.device("cpu")]), "accelerator": "cuda"}, "CPU parallel_devices set through"),
+        ({"sync_batchnorm": True, "plugins": mock.Mock(spec=LayerSync)}, r"sync_batchnorm=True\)` and provided a"),
         ({"devices": 0, "accelerator": "cpu"}, r"`Trainer\(devices=0\)` value is not a valid input using cpu"),
         ({"devices": [], "accelerator": "tpu"}, "value is not a valid input using tpu"),
         ({"precision": "fp12"}, "Precision 'fp12' is invalid"),
@@ -183,7 +189,7 @@ def test_notebooks_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     found = select(accelerator="cpu", devices=2)
     assert isinstance(found, DDPStrategy)
-    assert found.start_method == "fork"
+    assert found._start_method == "fork"
     assert found.launcher.is_interactive_compatible
     with cuda_devices(4):
         assert select().num_devices == 1
@@ -214,7 +220,7 @@ def test_users_and_packages_add_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["mine"] == {
         "strategy": Mine, "strategy_name": "mine", "description": "as I like it", "init_params": {"find_unused_parameters": True},
     }  # fmt: skip
-    assert names.get("mine").ddp == {"find_unused_parameters": True}
+    assert names.get("mine")._ddp_kwargs == {"find_unused_parameters": True}
     assert names.available_strategies() == ["mine"]
     assert "ddp_spawn" in STRATEGY_REGISTRY.available_strategies()
     entry = mock.Mock(load=lambda: Mine)
@@ -225,6 +231,11 @@ def test_users_and_packages_add_names(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(select(accelerator="cpu", strategy="theirs", devices=2)) is Mine
     finally:
         registry.installed.cache_clear()
+
+
+def test_an_unused_device_is_pointed_out() -> None:
+    with cuda_devices(1), pytest.warns(PossibleUserWarning, match="GPU available but not used"):
+        select(accelerator="cpu")
 
 
 def test_an_error_is_of_every_kind_that_people_catch() -> None:

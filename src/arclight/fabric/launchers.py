@@ -155,11 +155,11 @@ class MultiProcessingLauncher(Launcher):
             raise ValueError(
                 f"The start method {start_method!r} is not available on this platform; there are {', '.join(mp.get_all_start_methods())}"
             )
-        self.environment, self.num_processes, self.start_method = environment, num_processes, start_method
+        self.environment, self.num_processes, self._start_method = environment, num_processes, start_method
 
     @property
     def is_interactive_compatible(self) -> bool:  # type: ignore[override]
-        return self.start_method == "fork"  # the others import the main module, which a notebook has not
+        return self._start_method == "fork"  # the others import the main module, which a notebook has not
 
     def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         import torch.multiprocessing as mp
@@ -167,17 +167,17 @@ class MultiProcessingLauncher(Launcher):
         if "LOCAL_RANK" in os.environ:
             return function(*arguments, **options)
         self._check()
-        context = mp.get_context(self.start_method)
+        context = mp.get_context(self._start_method)
         queue, taken = context.SimpleQueue(), context.Event()
         shared = {"MASTER_ADDR": self.environment.main_address, "MASTER_PORT": str(self.environment.main_port)}
-        state = None if self.start_method == "fork" else _interpreter_state()
+        state = None if self._start_method == "fork" else _interpreter_state()
         job = _Job(self.num_processes, shared, state, function, arguments, options)
         processes = mp.start_processes(
             _entry,
             args=(job, queue, taken),
             nprocs=self.num_processes,
             join=False,
-            start_method=self.start_method,
+            start_method=self._start_method,
         )
         del os.environ["MASTER_PORT"]  # the next launch meets elsewhere: this port may be in use for a while
         result = None
@@ -191,15 +191,15 @@ class MultiProcessingLauncher(Launcher):
         import torch
         import torch.multiprocessing as mp
 
-        if self.start_method != "spawn" and (torch.cuda._is_in_bad_fork() or torch.cuda.is_initialized()):
+        if self._start_method != "spawn" and (torch.cuda._is_in_bad_fork() or torch.cuda.is_initialized()):
             raise RuntimeError(
                 f"Cannot re-initialize CUDA in forked subprocess: CUDA is already initialized in this process. With "
-                f"start_method={self.start_method!r} nothing may touch a CUDA device before (not even a tensor's .cuda()); "
+                f"start_method={self._start_method!r} nothing may touch a CUDA device before (not even a tensor's .cuda()); "
                 "restart the program or notebook, or use strategy='ddp_spawn'"
             )
-        if self.start_method != "fork" and getattr(mp.current_process(), "_inheriting", False):
+        if self._start_method != "fork" and getattr(mp.current_process(), "_inheriting", False):
             raise RuntimeError(
-                f"start_method={self.start_method!r} imports your script in each new process, so it requires that your script guards "
+                f"start_method={self._start_method!r} imports your script in each new process, so it requires that your script guards "
                 'the main part: put what it does in a function and call that under `if __name__ == "__main__":`'
             )
 

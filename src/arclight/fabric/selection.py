@@ -17,10 +17,12 @@ from arclight.fabric.environments import ClusterEnvironment, LightningEnvironmen
 from arclight.fabric.errors import MisconfigurationError, MissingDeviceError
 from arclight.fabric.layer_sync import LayerSync, TorchSyncBatchNorm
 from arclight.fabric.precision import BitsandbytesPrecision, Precision, resolve_precision
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.strategies.base import SingleDeviceStrategy, Strategy
 from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.parallel import ParallelStrategy
 from arclight.fabric.strategies.registry import STRATEGY_REGISTRY
+from arclight.fabric.warning_kinds import PossibleUserWarning
 
 
 @dataclass
@@ -59,13 +61,25 @@ def select(
         )
     kind = resolve_accelerator(accelerator)
     environment = plugin.environment or getattr(given, "cluster_environment", None) or detect_environment()
-    local = _devices(kind, devices, num_nodes, environment)
+    held = given.parallel_devices if given is not None else None
+    local = held or _devices(kind, devices, num_nodes, environment)
     chosen = given if given is not None else _automatic(local, num_nodes)
     _check(chosen, kind, strategy, owner)
     chosen.attach(kind, local, num_nodes, environment)
     if not chosen.has_own_precision:
         chosen.precision = _precision(plugin.precision or precision, kind)
+    if (
+        owner == "Trainer"
+        and accelerator == "cpu"
+        and (CUDAAccelerator.is_available() or MPSAccelerator.is_available())
+    ):
+        rank_zero_warn("GPU available but not used: Trainer(accelerator='gpu') uses it", category=PossibleUserWarning)
     chosen.checkpoint_io = chosen.checkpoint_io or plugin.checkpoint_io
+    if sync_batchnorm and plugin.layer_sync is not None and not isinstance(plugin.layer_sync, TorchSyncBatchNorm):
+        raise MisconfigurationError(
+            f"You set `{owner}(sync_batchnorm=True)` and provided a `{type(plugin.layer_sync).__name__}` plugin, but this is not allowed: "
+            "choose one of them"
+        )
     if isinstance(chosen, DDPStrategy):
         chosen.layer_sync = plugin.layer_sync or (TorchSyncBatchNorm() if sync_batchnorm else None)
     return chosen
@@ -175,7 +189,7 @@ def _check(strategy: Strategy, accelerator: Accelerator, asked: Any, owner: str)
             f"You set `strategy={asked}` but strategies from the DDP family are not supported on the MPS accelerator: it is one "
             "device. Set accelerator='cpu' or another strategy"
         )
-    if is_interactive() and strategy.start_method != "fork":
+    if is_interactive() and strategy._start_method != "fork":
         raise MissingDeviceError(
             f"`{owner}(strategy={asked!r})` is not compatible with an interactive environment, whose main module other processes "
             f"cannot run. Run a script, or choose `{owner}(strategy='ddp_notebook')`"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Callback:
     """Override any of these; a hook that is not overridden costs nothing.
 
-    Every hook gets the trainer and the module first. State that must survive a resume goes into
+    Beside those below, ``on_progress(trainer, pl_module)`` is called at most ten times a second while batches run: the place
+    for displays. Every hook gets the trainer and the module first. State that must survive a resume goes into
     :meth:`state_dict` as plain data and tensors.
     """
 
@@ -51,9 +52,6 @@ class Callback:
 
     def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
         """When anything raised, before it reaches the caller."""
-
-    def on_progress(self, trainer: Trainer, pl_module: Module) -> None:
-        """At most ten times a second while batches run: the place for displays."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Change what is about to be saved."""

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import Strategy
-from arclight.trainer.hooks import resolve
+from arclight.trainer.hooks import overridden, resolve
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:
@@ -67,8 +67,11 @@ def manual_backward(trainer: Trainer, module: Module, loss: torch.Tensor, *args:
     trainer.last_loss = loss
     for hook in resolve(trainer, module, "on_before_backward"):
         hook(loss)
-    scaler = trainer.precision_plugin.scaler
-    module.backward(scaler.scale(loss) if scaler is not None else loss, *args, **kwargs)
+    if overridden(module, "backward", Module):
+        scaler = trainer.precision_plugin.scaler
+        module.backward(scaler.scale(loss) if scaler is not None else loss, *args, **kwargs)
+    else:
+        trainer.strategy.backward(loss, module, *args, **kwargs)
     trainer.strategy.average_gradients(module)
     for hook in resolve(trainer, module, "on_after_backward"):
         hook()

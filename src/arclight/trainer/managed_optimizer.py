@@ -51,7 +51,7 @@ class ManagedOptimizer:
                 action()
             return result
 
-        return self._optimizer.step(run, **kwargs)
+        return self._optimizer.step(closure=run, **kwargs)
 
     def _scaled(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         if isinstance(self._optimizer, torch.optim.LBFGS):

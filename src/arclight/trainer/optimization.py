@@ -230,7 +230,7 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
     windows, progress, window = _Windows(trainer, optimizer), trainer.progress, trainer.window
 
     def update() -> None:
-        if not windows.end():
+        if not windows.end() and windows.weigh:
             return
         for action in parts.before_step:
             action()
@@ -265,10 +265,6 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
 
 def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer) -> Step:
     """For optimizers that evaluate the loss themselves, and modules that override ``optimizer_step``."""
-    if isinstance(optimizer, torch.optim.LBFGS) and trainer.accumulate_grad_batches > 1:
-        raise MisconfigurationError(
-            "LBFGS evaluates each batch's loss several times per step and cannot accumulate: set accumulate_grad_batches=1"
-        )
     parts = _parts(trainer, module, optimizer, zero_first=True)
     windows, managed = _Windows(trainer, optimizer), trainer.managed_optimizers[0]
     managed.actions = (windows.end, *_before_step(trainer, module, optimizer))
@@ -279,6 +275,9 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
     def step(batch: Any, index: int) -> Any:
         output: Any = None
         share, first, last = windows.take(index)
+        total = trainer.window.total
+        grown = parameters_of(optimizer) if repeats and not first else []
+        before = [(p, p.grad.clone()) for p in grown if p.grad is not None]
 
         def closure() -> torch.Tensor | None:
             nonlocal output
@@ -287,11 +286,13 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
             if first:
                 for action in parts.zero_first:
                     action()
+            for parameter, gradient in before:
+                parameter.grad = gradient.clone()  # of the window's other batches, at each evaluation of this one
             if loss is None:
                 if repeats:
                     raise MisconfigurationError("LBFGS needs a loss for every batch: training_step returned None")
                 return None
-            trainer.window.total = windows.size if first else trainer.window.total + windows.size
+            trainer.window.total = windows.size + (0 if first else total)
             for hook in parts.before_backward:
                 hook(loss)
             parts.backward(loss if share == 1 else loss * share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ def configured(module: Module, given: Any) -> tuple[list[Optimizer], list[LRSche
     if given is None:
         warnings.warn(
             "`configure_optimizers` returned `None`: this fit will run with no optimizer, only forward", stacklevel=2
+        )
+    if "optimizer_idx" in inspect.signature(module.training_step).parameters:
+        raise MultipleOptimizersError(
+            "Training with multiple optimizers is only supported with manual optimization. Remove the `optimizer_idx` argument from `training_step`, "
+            "set self.automatic_optimization = False and take them from self.optimizers()"
         )
     optimizers, schedulers = parse_optimizers(given, manual=not module.automatic_optimization)
     if module.automatic_optimization and len(optimizers) > 1:

@@ -55,11 +55,15 @@ def _monitored(trainer: Trainer, config: LRSchedulerConfig) -> Any:
     metrics = trainer.callback_metrics
     if config.monitor in metrics:
         return metrics[config.monitor]
-    message = (
-        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics are: "
-        f"{sorted(metrics)}. Name one of them as `monitor` in the lr scheduler dict, or log that one"
-    )
     if config.strict:
-        raise MisconfigurationError(message)
-    warnings.warn(f"{message}. Skipping this update.", RuntimeWarning, stacklevel=2)
+        raise MisconfigurationError(
+            f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics are: "
+            f"{sorted(metrics)}. Name one of them as `monitor` in the lr scheduler dict, or log that one"
+        )
+    warnings.warn(
+        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is False: "
+        "skipping this update",
+        RuntimeWarning,
+        stacklevel=2,
+    )
     return _MISSING

@@ -148,6 +148,7 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders
     name = "fit" if stage == "train" else stage
     module = as_module(model if model is not None else trainer.lightning_module, name)
     trainer._module, trainer.stage, trainer.state.fn = module, stage, TrainerFn(name)
+    trainer.strategy.connect(module)
     module.trainer = trainer
     if stage != "train":
         rows = trainer.metrics.rows
@@ -171,7 +172,9 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders
         data.setup(stage=name)
     trainer.call_all("setup", stage=name)
     module.setup(stage=name)
-    module.configure_model()
+    if overridden(module, "configure_model", Module):
+        with trainer.strategy.module_init_context():
+            module.configure_model()
     attach(trainer, module, name, **loaders)
     return module
 
@@ -354,5 +357,6 @@ def _begin_evaluation(
         weights = {**saved["state_dict"], **saved.get("ema", {})}
         state.load_weights(module, weights, strict=module.strict_loading)
     _place(trainer, module)
+    module.zero_grad()
     watching.begin(trainer, module, stage)
     return module

@@ -99,10 +99,10 @@ def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     if is_lightnings(checkpoint):
         position = progress_of(checkpoint, count_optimizer_steps=trainer.conventions.count_optimizer_steps)
         checkpoint = checkpoint | {"loops": {"progress": position.state_dict()}}
-    trainer.call_all("on_load_checkpoint", checkpoint)
     module = trainer.lightning_module
     if overridden(module, "on_load_checkpoint", Module):
         module.on_load_checkpoint(checkpoint)
+    trainer.call_all("on_load_checkpoint", checkpoint)
     return checkpoint
 
 

@@ -219,7 +219,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
         """Write a checkpoint, with ``weights_only`` one that cannot resume; every rank must call this."""
-        if self._module is None:
+        if self.model is None:
             raise AttributeError(
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call "
                 "`Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"

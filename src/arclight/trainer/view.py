@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from arclight.trainer.states import RunningStage, TrainerState, TrainerStatus
 
@@ -64,14 +64,16 @@ class TrainerView:
     @property
     def lightning_module(self) -> Module:
         """The module of the newest entry point. Raises RuntimeError before the first."""
-        if self._module is None:
+        module = self._module or self.strategy.lightning_module
+        if module is None:
             raise RuntimeError("this trainer has no module yet; call fit, validate, test or predict with one")
-        return self._module
+        return cast("Module", module)
 
     @property
     def model(self) -> torch.nn.Module | None:
         """The module as it is run: wrapped where several processes train it."""
-        return self.step_module if self.training and self.step_module is not None else self._module
+        whole = self._module or self.strategy.lightning_module
+        return self.step_module if self.training and self.step_module is not None else whole
 
     # -- what it is doing ----------------------------------------------------------------------------------------
 

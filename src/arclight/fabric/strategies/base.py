@@ -22,9 +22,8 @@ from arclight.fabric.stopping import StopSignal
 class Strategy:
     """One process and one device; subclasses add others.
 
-    A loop asks a strategy for a step function (:meth:`wrap_step`) once, and calls that; a strategy
-    that must own the whole step, such as a pipeline schedule, returns its own.
-    What is None here a Trainer or Fabric fills in (:meth:`attach`). ``precision_plugin`` is another word for ``precision``.
+    A loop asks a strategy for a step function (:meth:`wrap_step`) once, and calls that; one that must own the whole step
+    returns its own. A Trainer or Fabric fills in what is None (:meth:`attach`); ``precision_plugin`` is another word for ``precision``.
     """
 
     name = "single"
@@ -45,6 +44,13 @@ class Strategy:
         self.cluster_environment: ClusterEnvironment | None = None
         self.num_nodes = 1
         self.stop = StopSignal()
+
+    lightning_module: nn.Module | None = None
+    """The module that the strategy was told to run; a Trainer tells it at each entry point."""
+
+    def connect(self, model: nn.Module) -> None:
+        """Take ``model`` as the module to run."""
+        self.lightning_module = model
 
     def attach(
         self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
@@ -160,9 +166,11 @@ class Strategy:
     def process_dataloader(self, dataloader: Any) -> Any:
         return dataloader
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """New tensors come into being on the device, in the precision's type."""
-        return _entered(self.root_device, self.precision.tensor_init_context())
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """New tensors come into being on the device, in the precision's type, without first values if ``empty_init``."""
+        return _entered(
+            self.root_device, NoInit() if empty_init else nullcontext(), self.precision.tensor_init_context()
+        )
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """New modules come into being on the device, in the precision's type, without first values if ``empty_init``."""

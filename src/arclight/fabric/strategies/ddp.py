@@ -53,7 +53,7 @@ class DDPStrategy(ParallelStrategy):
         )  # fmt: skip
         self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
-        self.ddp = ddp
+        self._ddp_kwargs = ddp
         self.layer_sync: LayerSync | None = None
         """What makes layers see the whole global batch (:class:`TorchSyncBatchNorm`), if anything does."""
 
@@ -64,7 +64,7 @@ class DDPStrategy(ParallelStrategy):
         if self.layer_sync is not None:
             module = self.layer_sync.apply(module)
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
-        wrapped = DistributedDataParallel(module=module, device_ids=device_ids, **self.ddp)
+        wrapped = DistributedDataParallel(module=module, device_ids=device_ids, **self._ddp_kwargs)
         if self.ddp_comm_hook is not None:
             hook = self.ddp_comm_hook
             wrapped.register_comm_hook(

@@ -23,6 +23,7 @@ from arclight.fabric.launchers import (
     share_threads,
 )
 from arclight.fabric.precision import Precision
+from arclight.fabric.rank_zero import rank_zero_only
 from arclight.fabric.strategies.base import Strategy
 from arclight.fabric.watching import follow, start_watch
 
@@ -57,7 +58,7 @@ class ParallelStrategy(Strategy):
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(f"start_method={start_method!r} is not known; choose popen, spawn, fork or forkserver")
         self.parallel_devices, self.cluster_environment = parallel_devices, cluster_environment
-        self.start_method, self.timeout, self.process_group_backend = start_method, timeout, process_group_backend
+        self._start_method, self.timeout, self.process_group_backend = start_method, timeout, process_group_backend
         self._launcher: Launcher | None = None
         self._turns = 0
 
@@ -65,7 +66,7 @@ class ParallelStrategy(Strategy):
         self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
     ) -> None:  # fmt: skip
         super().attach(accelerator, parallel_devices, num_nodes, environment)
-        self._tell_ranks()
+        self.set_world_ranks()
 
     @property
     def root_device(self) -> torch.device:
@@ -75,34 +76,39 @@ class ParallelStrategy(Strategy):
     def launcher(self) -> Launcher:
         if self._launcher is None:  # one set of processes serves every fit and test of this program
             assert self.cluster_environment is not None  # attach() has been called
-            if self.start_method == "popen" or self.cluster_environment.creates_processes_externally:
+            if self._start_method == "popen" or self.cluster_environment.creates_processes_externally:
                 self._launcher = SubprocessLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
             else:
                 self._launcher = MultiProcessingLauncher(
-                    self.cluster_environment, self.num_processes, self.start_method
+                    self.cluster_environment, self.num_processes, self._start_method
                 )
         return self._launcher
 
     def setup_environment(self) -> None:
-        self._tell_ranks()
+        self.set_world_ranks()
         super().setup_environment()
         share_threads(self.num_processes)
-        if not dist.is_initialized():
-            self._join()
-        follow(self.stop)
+        self.setup_distributed()
 
-    def _tell_ranks(self) -> None:
+    def set_world_ranks(self) -> None:
         """Where the program works out who is who, tell its environment; a cluster's own environment knows better."""
         environment = self.cluster_environment
         assert environment is not None
         environment.set_global_rank(self.node_rank * self.num_processes + environment.local_rank())
         environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = (
+            self.global_rank
+        )  # nothing else tells the first process of another node that it is not rank 0
 
     def _get_process_group_backend(self) -> str:
         return self.process_group_backend or default_backend(self.root_device)
 
-    def _join(self) -> None:
+    def setup_distributed(self) -> None:
+        """Join the process group, unless this process is in one."""
         assert self.cluster_environment is not None
+        if dist.is_initialized():
+            follow(self.stop)
+            return
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         timeout = self.timeout or DEFAULT_TIMEOUT

@@ -1,0 +1,162 @@
+"""The loop objects that code for Lightning's Trainer reads and changes: views of what our trainer keeps in plain integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from arclight.trainer import dataloading
+from arclight.trainer.loop import finished
+
+if TYPE_CHECKING:
+    from arclight.trainer import Trainer
+
+
+@dataclass
+class Counts:
+    """How often something was made ready, started, processed and completed; ours counts completions."""
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+
+@dataclass
+class CountView:
+    """Counts of the epoch or run under way, and of all."""
+
+    current: Counts
+    total: Counts
+
+
+def _counts(done: int, under_way: int = 0) -> Counts:
+    return Counts(done + under_way, done + under_way, done, done)
+
+
+class StageLoop:
+    """``trainer.validate_loop`` and its like."""
+
+    def __init__(self, trainer: Trainer, stage: str) -> None:
+        self.trainer, self.stage = trainer, stage
+
+    def setup_data(self) -> None:
+        """Ask for the stage's loaders, if that has not been done."""
+        dataloading.load(self.trainer, self.stage)
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        return self.trainer.data[self.stage].counts if self.stage in self.trainer.data else []
+
+
+class EpochLoop:
+    """``trainer.fit_loop.epoch_loop``."""
+
+    restarting = False
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.val_loop = trainer, StageLoop(trainer, "validate")
+
+    @property
+    def max_steps(self) -> int:
+        return self.trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, steps: int) -> None:
+        self.trainer.max_steps = steps
+
+    @property
+    def min_steps(self) -> int | None:
+        return self.trainer.min_steps
+
+    @min_steps.setter
+    def min_steps(self, steps: int | None) -> None:
+        self.trainer.min_steps = steps
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
+
+    @property
+    def batch_idx(self) -> int:
+        """Index of the newest batch of the epoch; -1 before the first."""
+        return self.trainer.progress.batch - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Index of the newest batch of all; -1 before the first."""
+        return self.trainer.progress.batches - 1
+
+    @property
+    def batch_progress(self) -> CountView:
+        progress = self.trainer.progress
+        return CountView(_counts(progress.batch), _counts(progress.batches))
+
+
+class FitLoop:
+    """``trainer.fit_loop``."""
+
+    restarting = False
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.epoch_loop = trainer, EpochLoop(trainer)
+
+    def setup_data(self) -> None:
+        """Ask for the training loaders, if that has not been done."""
+        dataloading.load(self.trainer, "train")
+
+    @property
+    def max_batches(self) -> int | float:
+        return self.trainer.num_training_batches
+
+    @property
+    def max_epochs(self) -> int:
+        return self.trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, epochs: int) -> None:
+        self.trainer.max_epochs = epochs
+
+    @property
+    def min_epochs(self) -> int | None:
+        return self.trainer.min_epochs
+
+    @min_epochs.setter
+    def min_epochs(self, epochs: int | None) -> None:
+        self.trainer.min_epochs = epochs
+
+    @property
+    def max_steps(self) -> int:
+        return self.trainer.max_steps
+
+    @property
+    def min_steps(self) -> int | None:
+        return self.trainer.min_steps
+
+    @property
+    def global_step(self) -> int:
+        return self.trainer.global_step
+
+    @property
+    def batch_idx(self) -> int:
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def epoch_progress(self) -> CountView:
+        progress = self.trainer.progress
+        counts = _counts(progress.epoch + progress.ended, int(bool(progress.batch) and not progress.ended))
+        return CountView(counts, counts)
+
+    @property
+    def done(self) -> bool:
+        return finished(self.trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": self.trainer.progress.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.progress.load_state_dict(state["progress"])
