@@ -20,7 +20,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer import data_checks, limits
 from arclight.trainer.datamodule import DataModule
-from arclight.trainer.hooks import overridden
+from arclight.trainer.hooks import logging_as, overridden
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.watching import watch
 
@@ -65,9 +65,13 @@ class StageData:
         """Batches of each of `loaders`."""
         return self.counts if len(self.counts) == len(self.loaders) else [self.total]
 
+    def _ask(self, owner: DataModule | Module, hook: str) -> Any:
+        function = getattr(owner, hook)
+        return logging_as(owner.trainer.lightning_module, hook, function)() if owner.trainer is not None else function()
+
     def request(self) -> Any:
         """The user's loaders. Raises TypeError where there are none or something else was given."""
-        source = self.given if self.owner is None else getattr(self.owner, HOOKS[self.stage])()
+        source = self.given if self.owner is None else self._ask(self.owner, HOOKS[self.stage])
         wrong = _misfit(source)
         if wrong is None:
             return source

@@ -16,7 +16,7 @@ from arclight.fabric.seeding import rng_state
 from arclight.trainer import dataloading, limits, reporting
 from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.dataloading import StageData
-from arclight.trainer.hooks import Hook, callback_hooks, overridden
+from arclight.trainer.hooks import Hook, callback_hooks, logging_as, overridden
 from arclight.trainer.module import Module
 from arclight.trainer.prediction import Predictions
 from arclight.trainer.profilers.watching import watch_items, watch_strategy, watch_transfer
@@ -40,7 +40,7 @@ def validate_during_fit(trainer: Trainer, module: Module) -> None:
     try:
         data = dataloading.load(trainer, "validate")
         if not trainer.window.count:
-            module.on_validation_model_zero_grad()
+            logging_as(module, "on_validation_model_zero_grad", module.on_validation_model_zero_grad)()
         run_evaluation(trainer, module, data)
     finally:
         trainer.logged, trainer.stage = training_values, before
@@ -56,13 +56,13 @@ def without_gradients(trainer: Trainer) -> AbstractContextManager[Any]:
 def evaluation_mode(module: Module, hook: str) -> Iterator[None]:
     """The module in evaluation mode; afterwards every submodule is in the mode it was in."""
     modes = {name: m.training for name, m in module.named_modules()}
-    getattr(module, f"on_{hook}_model_eval")()
+    logging_as(module, f"on_{hook}_model_eval", getattr(module, f"on_{hook}_model_eval"))()
     try:
         yield
     finally:
         _restore_modes(module, modes)
         if overridden(module, f"on_{hook}_model_train", Module):
-            getattr(module, f"on_{hook}_model_train")()
+            logging_as(module, f"on_{hook}_model_train", getattr(module, f"on_{hook}_model_train"))()
 
 
 def _restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:

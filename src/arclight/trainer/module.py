@@ -299,9 +299,10 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         return owner.logger if owner is not None else None
 
     @property
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> Any:
+        """All loggers, a list."""
         owner = self._trainer or self._fabric
-        return list(owner.loggers) if owner is not None else []
+        return owner.loggers if owner is not None else []
 
     @property
     def device(self) -> torch.device:

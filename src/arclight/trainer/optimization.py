@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.gradients import clip, loss_of, parameters_of
-from arclight.trainer.hooks import Hook, module_hooks, overridden, resolve
+from arclight.trainer.hooks import Hook, logging_as, module_hooks, overridden, resolve
 from arclight.trainer.managed_optimizer import ManagedOptimizer
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.watching import watch_module, watch_strategy
@@ -79,7 +79,9 @@ class _Parts:
 def _parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_first: bool | None = None) -> _Parts:
     scaler = trainer.precision_plugin.scaler
     backward: Callable[[torch.Tensor], Any] = (
-        module.backward if overridden(module, "backward", Module) else torch.Tensor.backward
+        logging_as(module, "backward", module.backward)
+        if overridden(module, "backward", Module)
+        else torch.Tensor.backward
     )
     if scaler is not None:
         backward = _scaled_backward(backward, scaler)
@@ -108,9 +110,8 @@ def _before_step(trainer: Trainer, module: Module, optimizer: Optimizer) -> list
     ]
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if overridden(module, "configure_gradient_clipping", Module) or overridden(module, "clip_gradients", Module):
-        clipping = partial(
-            module.configure_gradient_clipping, optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
-        )
+        named = logging_as(module, "configure_gradient_clipping", module.configure_gradient_clipping)
+        clipping = partial(named, optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
     elif value is not None:
         clipping = partial(clip, trainer.strategy, optimizer, value, algorithm or "norm")
     else:
@@ -121,10 +122,10 @@ def _before_step(trainer: Trainer, module: Module, optimizer: Optimizer) -> list
 def _zero_actions(trainer: Trainer, module: Module, optimizer: Optimizer) -> list[Callable[[], Any]]:
     actions: list[Callable[[], Any]] = [partial(h, optimizer) for h in resolve(trainer, module, "on_before_zero_grad")]
     if module_hooks(module, "optimizer_zero_grad"):
-        progress = trainer.progress
+        progress, named = trainer.progress, logging_as(module, "optimizer_zero_grad", module.optimizer_zero_grad)
 
         def zero() -> None:
-            module.optimizer_zero_grad(progress.epoch, progress.batch, optimizer)
+            named(progress.epoch, progress.batch, optimizer)
     else:
         zero = optimizer.zero_grad
     return [*actions, watch_module(trainer, module, "optimizer_zero_grad", zero)]

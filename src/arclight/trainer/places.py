@@ -51,7 +51,7 @@ class RunPlaces:
     def loggers(self, loggers: Iterable[Any] | None) -> None:
         self._loggers = list(loggers or [])
         for logger in self._loggers:
-            if getattr(logger, "needs_folder", False):
+            if getattr(logger, "needs_folder", False) is True:
                 logger.use_folder(self.run_folder.path)
 
     @property
@@ -68,7 +68,7 @@ class RunPlaces:
         given = self._loggers if self._loggers is not None else _listed(self._logger_choice)
         if self._loggers is None and not self.conventions.run_folders:
             given = self.loggers
-        return [logger for logger in given if not getattr(logger, "needs_folder", False)]
+        return [logger for logger in given if not getattr(logger, "needs_folder", False) is True]
 
     def _made_loggers(self) -> list[Any]:
         """Loggers from the ``logger`` argument; in a development run one that writes nothing."""

@@ -12,6 +12,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.metrics import Metrics, numbers, wide
 from arclight.trainer.reduction import reduce_epoch, reduce_steps
+from arclight.trainer.states import TrainerFn
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +63,11 @@ def _step_values(trainer: Trainer, values: LoggedValues, loader: int | None = No
 
 
 def send(trainer: Trainer, values: dict[str, torch.Tensor], step: int | None = None) -> None:
-    """One row for every logger (rank 0 writes), at ``step`` or, with the epoch beside it, at the trainer's.
+    """One row for every logger, at ``step`` or, with the epoch beside it, at the trainer's. Loggers choose their ranks.
 
     A value logged under the name ``step`` takes the place of the trainer's step.
     """
-    if not values or not trainer.is_global_zero or not trainer.loggers:
+    if not values or not trainer.loggers:
         return
     row: dict[str, Any] = dict(numbers(values))
     if step is None:
@@ -74,10 +75,19 @@ def send(trainer: Trainer, values: dict[str, torch.Tensor], step: int | None = N
             step = int(row.pop("step"))
         else:
             row = {"epoch": trainer.progress.epoch, **row}
-            step = trainer.progress.global_step
+            step = row_number(trainer)
     for logger in trainer.loggers:
         logger.log_metrics(metrics=row, step=step)
         logger.save()
+
+
+def row_number(trainer: Trainer) -> int:
+    """The x-axis of a row: updates completed, or the number of the newest one counted from 0."""
+    progress, module = trainer.progress, trainer.lightning_module
+    if not trainer.conventions.zero_based_rows:
+        return progress.global_step
+    steps = progress.global_step if module.automatic_optimization else progress.batches
+    return max(0, steps - 1) if trainer.state.fn == TrainerFn.FITTING else steps
 
 
 # -- the end of an epoch -------------------------------------------------------------------------------------------------

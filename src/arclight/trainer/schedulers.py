@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.hooks import overridden
+from arclight.trainer.hooks import logging_as, overridden
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.watching import watch_module
 
@@ -37,10 +37,12 @@ def _stepper(trainer: Trainer, module: Module, config: LRSchedulerConfig) -> Cal
     if not own and not config.reduce_on_plateau and config.frequency == 1:
         return config.scheduler.step  # type: ignore[no-any-return]
 
+    run = logging_as(module, "lr_scheduler_step", module.lr_scheduler_step) if own else module.lr_scheduler_step
+
     def step() -> None:
         count = trainer.progress.global_step if config.interval == "step" else trainer.progress.epoch
         if (count + 1) % config.frequency == 0 and (metric := _monitored(trainer, config)) is not _MISSING:
-            module.lr_scheduler_step(config.scheduler, metric)
+            run(config.scheduler, metric)
 
     return step
 

@@ -145,9 +145,9 @@ def _cudnn_benchmark(choice: bool | None) -> Iterator[None]:
 
 def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders: Any) -> Module:
     """Bind module and data to the trainer and let everyone set up. The order is Lightning's."""
-    name = "fit" if stage == "train" else stage
+    name = TrainerFn("fit" if stage == "train" else stage)
     module = as_module(model if model is not None else trainer.lightning_module, name)
-    trainer._module, trainer.stage, trainer.state.fn = module, stage, TrainerFn(name)
+    trainer._module, trainer.stage, trainer.state.fn = module, stage, name
     trainer.strategy.connect(module)
     module.trainer = trainer
     if stage != "train":
@@ -156,12 +156,12 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders
     if datamodule is not None:
         trainer.datamodule = datamodule
         datamodule.trainer = trainer
+    trainer.enter("setup")
     _add_callbacks(trainer, module)
     open_experiments(trainer.own_loggers())
     watching.arm(trainer)
     reporting.lend_log(trainer, module)
     check_module(trainer, module, stage)
-    trainer.enter("setup")
     data = trainer.datamodule
     for owner in (data, module):
         rank = trainer.local_rank if getattr(owner, "prepare_data_per_node", True) else trainer.global_rank
@@ -211,10 +211,10 @@ def _finish(trainer: Trainer, module: Module, stage: str) -> None:
         trainer.call("on_fit_end")
     for logger in trainer.loggers if trainer.is_global_zero else []:
         logger.finalize("success")
-    trainer.call_all("teardown", stage=stage)
+    trainer.call_all("teardown", stage=TrainerFn(stage))
     if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
-        trainer.datamodule.teardown(stage=stage)
-    module.teardown(stage=stage)
+        trainer.datamodule.teardown(stage=TrainerFn(stage))
+    module.teardown(stage=TrainerFn(stage))
 
 
 # -- entry points --------------------------------------------------------------------------------------------------

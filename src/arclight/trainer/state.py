@@ -24,7 +24,7 @@ from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
-from arclight.trainer.hooks import overridden
+from arclight.trainer.hooks import logging_as, overridden
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 from arclight.trainer.lightning_files import is_lightnings, progress_of
 from arclight.trainer.loading import load_weights
@@ -61,7 +61,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     if not weights_only:
         trainer.call_all("on_save_checkpoint", checkpoint)
     if overridden(module, "on_save_checkpoint", Module):
-        module.on_save_checkpoint(checkpoint)
+        logging_as(module, "on_save_checkpoint", module.on_save_checkpoint)(checkpoint)
     return checkpoint
 
 
@@ -101,7 +101,7 @@ def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:
         checkpoint = checkpoint | {"loops": {"progress": position.state_dict()}}
     module = trainer.lightning_module
     if overridden(module, "on_load_checkpoint", Module):
-        module.on_load_checkpoint(checkpoint)
+        logging_as(module, "on_load_checkpoint", module.on_load_checkpoint)(checkpoint)
     trainer.call_all("on_load_checkpoint", checkpoint)
     return checkpoint
 

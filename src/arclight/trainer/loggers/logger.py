@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Logger:
-    """Override what your destination understands; the trainer calls these on rank 0 only.
+    """Override what your destination understands; the trainer calls :meth:`log_metrics` and :meth:`save` on every
+    rank, the others on rank 0; with :func:`arclight.fabric.rank_zero.rank_zero_only` before them they too run on rank 0 alone.
 
     A logger that was given no folder of its own (:attr:`needs_folder`) writes into the run folder: the trainer
     calls :meth:`use_folder` before anything is logged.
