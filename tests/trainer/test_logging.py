@@ -177,6 +177,27 @@ def test_rows_of_a_fit() -> None:
     assert seen.rows == expected
 
 
+def test_rows_are_numbered_as_the_conventions_say() -> None:
+    from arclight.compat.lightning.pytorch import Trainer
+
+    seen = Rows()
+    runner = Trainer(
+        logger=seen, log_every_n_steps=1, max_epochs=1, enable_checkpointing=False, enable_progress_bar=False
+    )
+    runner.fit(Lines(training_step=log("x", on_step=True, on_epoch=True), validation_step=log("v")), rows(2), rows(1))
+    assert seen.rows == [
+        ({"epoch": 0, "x_step": 0.0}, 0), ({"epoch": 0, "x_step": 1.0}, 1), ({"epoch": 0, "v": 0.0}, 1), ({"epoch": 0, "x_epoch": 0.5}, 1),
+    ]  # fmt: skip
+
+
+def test_a_run_without_extras_logs_nothing() -> None:
+    module = Lines(training_step=log("x"))
+    runner = al.Trainer(barebones=True, max_epochs=1, accelerator="cpu")
+    with pytest.warns(UserWarning, match=r"barebones=True\)` is configured"):
+        runner.fit(module, rows(1))
+    assert not runner.callback_metrics
+
+
 def test_a_logged_step_takes_the_place_of_the_trainers_and_a_logged_epoch_stays() -> None:
     seen = Rows()
 

@@ -234,6 +234,11 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         if self._fabric is not None:
             self._log_through_fabric({name: value}, logger)
             return
+        if self._trainer is not None and self._trainer.barebones:
+            rank_zero_warn(
+                f"You are trying to `self.log({name!r}, ...)` but `Trainer(barebones=True)` is configured, which logs nothing"
+            )
+            return
         if self._trainer is not None:
             raise MisconfigurationError(
                 f"You are trying to `self.log({name!r}, ...)` but it is not managed by the `Trainer` control flow: log in the hooks "

@@ -241,7 +241,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         """From here on ``log`` belongs to ``hook``."""
         values = self.logged
         values.hook = hook
-        if self._module is not None:
+        if self._module is not None and not self.barebones:
             self._module.__dict__["_entries"] = values.table(hook)
 
     def call(self, name: str, *arguments: Any, monitors: bool = True) -> None:
