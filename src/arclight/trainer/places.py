@@ -68,7 +68,7 @@ class RunPlaces:
         given = self._loggers if self._loggers is not None else _listed(self._logger_choice)
         if self._loggers is None and not self.conventions.run_folders:
             given = self.loggers
-        return [logger for logger in given if not getattr(logger, "needs_folder", False) is True]
+        return [logger for logger in given if getattr(logger, "needs_folder", False) is not True]
 
     def _made_loggers(self) -> list[Any]:
         """Loggers from the ``logger`` argument; in a development run one that writes nothing."""
