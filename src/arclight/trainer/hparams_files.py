@@ -42,7 +42,7 @@ def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) 
     """
     if not _found(config_yaml):
         return {}
-    values = require("yaml", extra="vision").safe_load(Path(config_yaml).read_text(encoding="utf-8"))
+    values = require("yaml", extra="cli").safe_load(Path(config_yaml).read_text(encoding="utf-8"))
     if use_omegaconf:
         try:
             from omegaconf import OmegaConf

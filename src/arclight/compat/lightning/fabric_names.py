@@ -23,6 +23,7 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
     ),
     ("fabric.accelerators.cpu pytorch.accelerators.cpu", f"{_ACCELERATORS}.cpu", "CPUAccelerator"),
     ("fabric.accelerators.cuda pytorch.accelerators.cuda", f"{_ACCELERATORS}.cuda", "CUDAAccelerator"),
+    ("pytorch.accelerators.cpu", f"{_ACCELERATORS}.cpu", "get_cpu_stats"),
     (
         "fabric.accelerators.cuda",
         f"{_ACCELERATORS}.cuda",
