@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -105,3 +107,18 @@ def test_a_trial_run_has_a_logger_that_keeps_nothing(fit: Any, tmp_path: Path) -
 def test_batches_between_validations(fit: Any, interval: Any, batches: int) -> None:
     trainer = fit({"val/score": [1.0] * 8}, batches=8, max_epochs=1, val_check_interval=interval)
     assert trainer.val_check_batch == batches
+
+
+def test_a_loss_that_is_no_number_ends_a_run_by_our_convention_only(
+    make_trainer: Any, scripted: Any, make_rows: Any
+) -> None:
+    class Broken(scripted):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * math.nan
+
+    trainer = make_trainer(max_epochs=1)
+    trainer.conventions = dataclasses.replace(trainer.conventions, stop_on_nonfinite=False)
+    trainer.fit(Broken(), make_rows(3))
+    assert trainer.global_step == 3
+    with pytest.raises(FloatingPointError, match="the loss is nan"):
+        make_trainer(max_epochs=1).fit(Broken(), make_rows(3))

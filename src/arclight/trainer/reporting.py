@@ -31,7 +31,9 @@ def check_finite(trainer: Trainer) -> None:
     Called at each logging interval, at epoch ends and before saving: such a loss spoils the weights for good,
     so it cannot be missed for long, and no checkpoint is ever written from a spoiled model.
     """
-    if trainer.last_loss is None or math.isfinite(loss := float(trainer.last_loss.detach())):
+    if trainer.last_loss is None or not trainer.conventions.stop_on_nonfinite:
+        return
+    if math.isfinite(loss := float(trainer.last_loss.detach())):
         return
     progress = trainer.progress
     raise NonFiniteLossError(
