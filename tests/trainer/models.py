@@ -40,6 +40,20 @@ class NoisyData(DataModule):
         return DataLoader(NoisyRows(12), self.batch_size)
 
 
+class CombinedData(NoisyData):
+    """The same rows from two loaders of different lengths, of which the shorter starts again."""
+
+    def train_dataloader(self) -> Any:
+        parts = [NoisyRows(self.count), NoisyRows(self.count // 2 - 4)]
+        return [DataLoader(rows, self.batch_size, shuffle=True, num_workers=self.workers) for rows in parts]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """One batch of both."""
+        if not isinstance(batch[0], list):
+            return batch
+        return [torch.cat(parts) for parts in zip(*batch, strict=True)]
+
+
 class Classifier(Module):
     """Dropout, batch norm, Adam and a schedule: everything that has state."""
 

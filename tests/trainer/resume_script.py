@@ -1,6 +1,6 @@
 """Trains a small model; run in processes of its own by test_resume, which kills some of them.
 
-usage: resume_script.py ROOT [--resume] [--workers N] [--accumulate N] [--die-at-step N] [--devices N]
+usage: resume_script.py ROOT [--resume] [--workers N] [--accumulate N] [--die-at-step N] [--devices N] [--combined] [--die-in-validation BATCH]
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from models import Classifier, NoisyData
+from models import Classifier, CombinedData, NoisyData
 
 import arclight as al
 
 
 class DieAtStep(al.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int | None, validation_batch: int | None = None) -> None:
+        self.step, self.validation_batch = step, validation_batch
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_batch_end(self, *arguments: Any, **options: Any) -> None:
+        if self.validation_batch is not None:
+            self.validation_batch -= 1
+            if not self.validation_batch:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -37,6 +43,8 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--die-at-step", type=int)
+    parser.add_argument("--die-in-validation", type=int)
+    parser.add_argument("--combined", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     al.seed_everything(11)
@@ -45,8 +53,8 @@ def main() -> None:
         al.LearningRateMonitor(),
         al.ModelCheckpoint(every_n_train_steps=2, save_top_k=-1),
     ]
-    if options.die_at_step:
-        callbacks.insert(0, DieAtStep(options.die_at_step))
+    if options.die_at_step or options.die_in_validation:
+        callbacks.insert(0, DieAtStep(options.die_at_step, options.die_in_validation))
     trainer = al.Trainer(
         max_epochs=3,
         devices=options.devices,
@@ -59,7 +67,7 @@ def main() -> None:
         default_root_dir=options.root,
         run_name="run",
     )
-    data = NoisyData(count=40 * options.devices, workers=options.workers)
+    data = (CombinedData if options.combined else NoisyData)(count=40 * options.devices, workers=options.workers)
     trainer.fit(Classifier(), datamodule=data, ckpt_path="last" if options.resume else None)
     trainer.save_checkpoint(options.root / "end.ckpt")
 

@@ -85,6 +85,21 @@ def test_killed_while_accumulating(tmp_path: Path) -> None:
     compare(tmp_path / "whole", tmp_path / "killed")
 
 
+def test_killed_in_validation(whole: Path, tmp_path: Path) -> None:
+    """The second validation is under way: the newest checkpoint is older, or says that validation is still to come."""
+    run(tmp_path, "--die-in-validation", "5", killed=True)
+    run(tmp_path, "--resume")
+    compare(whole, tmp_path)
+
+
+def test_two_processes_that_read_several_loaders(tmp_path: Path) -> None:
+    arguments = ("--devices", "2", "--combined", "--workers", "1")
+    run(tmp_path / "whole", *arguments)
+    run(tmp_path / "killed", *arguments, "--die-at-step", "7", killed=True)
+    run(tmp_path / "killed", *arguments, "--resume")
+    compare(tmp_path / "whole", tmp_path / "killed")
+
+
 def test_two_processes(tmp_path: Path) -> None:
     run(tmp_path / "whole", "--devices", "2")
     state = checkpoint.load(tmp_path / "whole" / "end.ckpt")

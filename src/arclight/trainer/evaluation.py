@@ -81,6 +81,7 @@ def run_evaluation(trainer: Trainer, module: Module, data: StageData) -> list[di
     values, trainer.eval_batch = reporting.begin_evaluation(trainer), 0
     with without_gradients(trainer), evaluation_mode(module, hook):
         _begin(trainer, hook)
+        trainer.strategy.copy_from_rank_zero(module.buffers())  # all ranks evaluate the model that is saved
         calls = Calls.resolve(trainer, module, hook, len(data.loaders))
         parts: list[dict[str, torch.Tensor]] = []
         for number in _turns(data, calls):

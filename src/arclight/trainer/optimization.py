@@ -32,7 +32,7 @@ def build_forward(trainer: Trainer, module: Module) -> Step:
         step = trainer.strategy.wrap_step(module, module.training_step)
     else:  # its backward passes lie inside the step, where no wrapper around it could see them
         step = module.training_step
-        trainer.strategy.copy_weights(module)
+        trainer.strategy.copy_from_rank_zero(module.state_dict().values())
     trainer.step_module = step if isinstance(step, torch.nn.Module) else module
     forward = trainer.precision_plugin.wrap(
         step if takes_index(module.training_step) else (lambda batch, _: step(batch))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -240,8 +240,8 @@ class Strategy:
         """The same for a step that no backward follows."""
         return step
 
-    def copy_weights(self, module: nn.Module) -> None:
-        """Rank 0's weights on every rank, for a module that :meth:`wrap_step` does not watch."""
+    def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Rank 0's values into every rank's tensors: weights that nobody else keeps alike, running statistics."""
 
     def average_gradients(self, module: nn.Module) -> None:
         """Average over ranks the gradients that such a module's backward left."""

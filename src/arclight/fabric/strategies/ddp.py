@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -114,8 +114,8 @@ class DDPStrategy(ParallelStrategy):
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         return self.wrap(_StepModule(module, step))
 
-    def copy_weights(self, module: nn.Module) -> None:
-        for tensor in module.state_dict().values():
+    def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
             dist.broadcast(tensor, 0)
 
     def average_gradients(self, module: nn.Module) -> None:
