@@ -17,6 +17,9 @@ from arclight.fabric.stopping import StopSignal, wait_until
 INTERVAL = 0.25
 """Seconds between two looks at the store."""
 
+FAILED = "arclight/failed"
+"""Where the rank that fails first leaves its number."""
+
 ANSWER_TIME = 5.0
 """Seconds that a rank has to say where it is."""
 
@@ -119,7 +122,7 @@ class Watch:
     def failed_first(self) -> int:
         """The rank that failed first: this one, unless another said so before. -1 where the store is gone, with rank 0."""
         try:
-            return int(self.store.compare_set("arclight/failed", "", str(self.rank)).decode())
+            return int(self.store.compare_set(FAILED, "", str(self.rank)).decode())
         except Exception:  # the store is in rank 0, which has ended: its own traceback says why
             return self.rank if self.rank == 0 else -1
 

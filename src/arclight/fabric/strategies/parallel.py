@@ -18,6 +18,7 @@ from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.launchers import (
     Launcher,
     MultiProcessingLauncher,
+    RankFailedError,
     SubprocessLauncher,
     leave_group,
     share_threads,
@@ -25,7 +26,7 @@ from arclight.fabric.launchers import (
 from arclight.fabric.precision import Precision
 from arclight.fabric.rank_zero import rank_zero_only
 from arclight.fabric.strategies.base import Strategy
-from arclight.fabric.watching import follow, start_watch
+from arclight.fabric.watching import FAILED, follow, start_watch
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a collective waits for the slowest process."""
@@ -152,6 +153,10 @@ class ParallelStrategy(Strategy):
         store = dist.distributed_c10d._get_default_store()
         first = (self.local_rank if local else self.global_rank) == 0
         while not first and not store.check([done]):
+            if store.check([FAILED]):
+                raise RankFailedError(
+                    f"rank {store.get(FAILED).decode()} failed while this one waited for the first of all"
+                )
             time.sleep(0.05)
         try:
             yield
