@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
     )
     processes = [int(found) for found in re.findall(r"process (\d+)", done.stdout)]
     assert len(processes) == 2
