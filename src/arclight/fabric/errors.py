@@ -7,10 +7,6 @@ class MisconfigurationError(ValueError, TypeError):
     """Settings, hooks or return values that do not go together; the message says which and what to do."""
 
 
-class PossibleUserWarning(UserWarning):
-    """Something that is often a mistake, and sometimes meant: ``POSSIBLE_USER_WARNINGS=off`` turns these off."""
-
-
 class SIGTERMException(SystemExit):
     """The process was asked to end by SIGTERM: state has been saved, the exit status is 143."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Any
 
 from arclight.fabric.errors import MisconfigurationError
@@ -51,7 +52,8 @@ def check(given: dict[str, Any], conventions: Conventions) -> TrainerSettings:
         pass  # a time
     elif settings.val_check_interval is not None:
         changes["val_check_interval"] = _batches(settings.val_check_interval, "val_check_interval")
-    changes["max_epochs"] = _max_epochs(settings)
+    if settings.num_sanity_val_steps == -1:
+        changes["num_sanity_val_steps"] = math.inf
     if settings.overfit_batches:
         changes["overfit_batches"] = _batches(settings.overfit_batches, "overfit_batches")
         changes["limit_train_batches"] = changes["limit_val_batches"] = changes["overfit_batches"]
@@ -70,7 +72,9 @@ def _check_names(given: dict[str, Any]) -> None:
         if name not in names:
             near = difflib.get_close_matches(name, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"Trainer has no argument {name!r} (got an unexpected keyword argument {name!r}){hint}")
+            raise TypeError(
+                f"Trainer has no argument {name!r}: __init__() got an unexpected keyword argument {name!r}{hint}"
+            )
 
 
 def _go_bare(given: dict[str, Any]) -> None:
@@ -86,6 +90,11 @@ def _go_bare(given: dict[str, Any]) -> None:
 
 
 def _check_ranges(settings: TrainerSettings) -> None:
+    every = settings.check_val_every_n_epoch
+    if every is not None and not isinstance(every, int):
+        raise MisconfigurationError(
+            f"`check_val_every_n_epoch` should be an integer, found {every!r}: the number of epochs from one validation to the next"
+        )
     for name, least in {"check_val_every_n_epoch": 1, "log_every_n_steps": 0, "num_sanity_val_steps": -1}.items():
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -138,13 +147,6 @@ def _batches(value: int | float, name: str) -> int | float:
     raise MisconfigurationError(
         f"You have passed invalid value {value} for {name}, it has to be in [0.0, 1.0] or an int."
     )
-
-
-def _max_epochs(settings: TrainerSettings) -> int:
-    """Epochs to run, -1 for no limit. Without any limit Lightning's default of 1000 epochs holds."""
-    if settings.max_epochs is not None:
-        return settings.max_epochs
-    return 1000 if settings.max_steps == -1 and settings.max_time is None else -1
 
 
 def _development(count: int, overfit: bool) -> dict[str, Any]:

@@ -11,6 +11,8 @@ class Conventions:
 
     zero_grad_first: bool = False
     """Clear gradients between forward and backward, as a closure does, rather than right after the optimizer's step."""
+    closures: bool = False
+    """Each optimizer's step is given the closure that runs forward and backward; else only those that ask for one."""
     count_optimizer_steps: bool = False
     """``global_step`` counts each optimizer's steps rather than batches in which any of them stepped."""
     windows_span_epochs: bool = True
@@ -42,6 +44,7 @@ class Conventions:
 OURS = Conventions()
 LIGHTNING = Conventions(
     zero_grad_first=True,
+    closures=True,
     count_optimizer_steps=True,
     windows_span_epochs=False,
     weigh_windows=False,

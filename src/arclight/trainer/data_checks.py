@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from arclight.data.combined import length_of
-from arclight.fabric.errors import MisconfigurationError, PossibleUserWarning
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.warning_kinds import PossibleUserWarning
 
 if TYPE_CHECKING:
     from arclight.trainer.dataloading import StageData

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.warning_kinds import PossibleUserWarning
 
 if TYPE_CHECKING:
     from arclight.data import ResumableLoader
@@ -13,6 +14,20 @@ if TYPE_CHECKING:
 
 Count = int | float
 """A number of batches; infinity for a loader that does not know its length."""
+
+
+def resolve_length(trainer: Trainer) -> None:
+    """How long a fit lasts where the user did not say: 1000 epochs, or none where steps or time limit it."""
+    from arclight.trainer.callbacks import Timer
+
+    if trainer.max_epochs is None:
+        limited = trainer.max_steps != -1 or any(isinstance(callback, Timer) for callback in trainer.callbacks)
+        if not limited:
+            trainer.warn(
+                "`max_epochs` was not set. Setting it to 1000 epochs. To train without an epoch limit, set `max_epochs=-1`.",
+                PossibleUserWarning,
+            )
+        trainer.max_epochs = -1 if limited else 1000
 
 
 _PREFIX = {"validate": "val", "sanity_check": "val"}

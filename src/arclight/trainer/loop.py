@@ -141,8 +141,8 @@ def may_stop(trainer: Trainer) -> bool:
     if not enough and not trainer.told_of_minimum:
         trainer.told_of_minimum = True
         trainer.say(
-            f"Trainer was signaled to stop but the required `min_epochs={epochs}` or `min_steps={steps}` has not been met: "
-            "training goes on until it is"
+            f"Trainer was signaled to stop but the required `min_epochs={epochs}` or `min_steps={steps}` has not been met. "
+            "Training will continue..."
         )
     return enough
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -168,12 +168,12 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
 
-    def freeze(self) -> None:
+    def freeze(self) -> Self:
         """Stop training every parameter and go into evaluation mode."""
-        self.requires_grad_(False).eval()
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        self.requires_grad_(True).train()
+    def unfreeze(self) -> Self:
+        return self.requires_grad_(True).train()
 
     # -- logging ---------------------------------------------------------------------------------------------------
 

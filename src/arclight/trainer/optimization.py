@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -42,8 +43,6 @@ def build_forward(trainer: Trainer, module: Module) -> Step:
 
 def takes_index(step: Callable[..., Any]) -> bool:
     """Whether a step wants the batch index beside the batch."""
-    import inspect
-
     parameters = list(inspect.signature(step).parameters.values())
     return len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
 
@@ -55,12 +54,18 @@ def build_step(trainer: Trainer, module: Module, forward: Step) -> Step:
     if not trainer.optimizers:
         return _forward_only(trainer, forward)
     optimizer = trainer.optimizers[0]
-    if overridden(module, "optimizer_step", Module) or isinstance(optimizer, torch.optim.LBFGS):
+    if trainer.conventions.closures or overridden(module, "optimizer_step", Module) or needs_closure(optimizer):
         return _closure_step(trainer, module, forward, optimizer)
     parts = _parts(trainer, module, optimizer)
     if trainer.accumulate_grad_batches > 1 or trainer.window.count:
         return _accumulating_step(trainer, module, forward, optimizer, parts)
     return _plain_step(trainer, forward, parts)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer evaluates the loss itself, once or several times in a step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
 
 
 @dataclass(frozen=True)

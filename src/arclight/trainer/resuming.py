@@ -20,8 +20,19 @@ def checkpoint_path(trainer: Trainer, choice: str | Path | None, fit_before: boo
     does not exist.
     """
     entry_point = trainer.state.fn.value if trainer.state.fn is not None else "fit"
-    if choice is None and trainer.ckpt_path is not None:
-        choice = trainer.ckpt_path
+    if trainer._ckpt_path_given:
+        if choice is not None:
+            trainer.warn(
+                f"`trainer.ckpt_path = {str(trainer.ckpt_path)!r}` was called but then you passed "
+                f"`trainer.{entry_point}(ckpt_path={str(choice)!r})`. The latter will be loaded."
+            )
+        choice = trainer.ckpt_path if choice is None else choice
+    path = _chosen(trainer, entry_point, choice, fit_before)
+    trainer.ckpt_path, trainer._ckpt_path_given = (None if path is None else str(path)), False
+    return path
+
+
+def _chosen(trainer: Trainer, entry_point: str, choice: str | Path | None, fit_before: bool) -> Path | None:
     if choice is None and fit_before and trainer.conventions.evaluate_best:
         trainer.warn(
             f"`.{entry_point}(ckpt_path=None)` was called without a model. The best model of the previous `fit` call will be used. "

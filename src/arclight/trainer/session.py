@@ -13,7 +13,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
-from arclight.trainer import reporting, signals, state
+from arclight.trainer import limits, reporting, signals, state
 from arclight.trainer.callback import Callback
 from arclight.trainer.checking import as_module, check_module, check_validation, require_model
 from arclight.trainer.dataloading import StageData, attach, load, restore_position, told_apart
@@ -227,6 +227,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         trainer.datamodule = None  # that of an earlier fit has no part in this one
     if not trainer.progress.batch:  # nothing of a run before is part of this one's metrics
         trainer.training_values, trainer.metrics = LoggedValues("train"), Metrics()
+    limits.resolve_length(trainer)
     trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
     trainer.data, trainer.num_training_batches, trainer.loader_state = {}, math.inf, {}
     trainer.batch_iterator, trainer.rng_before_validation = None, None

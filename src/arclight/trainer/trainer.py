@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -99,9 +100,12 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.precision_plugin = self.strategy.precision
         own_files = FolderCheckpointIO if self.conventions.run_folders else TorchCheckpointIO
         self.checkpoint_io: CheckpointIO = self.strategy.checkpoint_io or own_files()
-        self.default_root_dir = str(default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd()))
+        self.default_root_dir = os.path.expanduser(
+            default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd())
+        )
         self.run_name, self._run_folder = run_name, run_folder
-        self.ckpt_path: str | Path | None = None
+        self._ckpt_path: str | Path | None = None
+        self._ckpt_path_given = False
         self.callbacks = defaults.default_callbacks(self, callbacks)
         self.profiler = resolve_profiler(profiler)
         self._logger_choice, self._loggers = logger, None
@@ -113,6 +117,15 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     def from_settings(cls, settings: TrainerSettings, **objects: Any) -> Trainer:
         """A trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``: callbacks, logger, run folder."""
         return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}, **objects)
+
+    @property
+    def ckpt_path(self) -> str | Path | None:
+        """The checkpoint that the newest entry point loaded; one that is set here is loaded by the next."""
+        return self._ckpt_path
+
+    @ckpt_path.setter
+    def ckpt_path(self, path: str | Path | None) -> None:
+        self._ckpt_path, self._ckpt_path_given = path, path is not None
 
     def _reset(self) -> None:
         """The state before any run."""

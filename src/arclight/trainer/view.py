@@ -37,7 +37,7 @@ class TrainerView:
 
     # settings that callbacks and modules may change while a run lasts
     fast_dev_run: int | bool
-    max_epochs: int
+    max_epochs: int  # None until the first fit where the user did not say
     min_epochs: int | None
     max_steps: int
     min_steps: int | None
