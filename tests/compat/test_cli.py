@@ -75,6 +75,17 @@ def test_classes_are_found_by_their_names() -> None:
     assert type(cli(f"--model={__name__}.Model", model=None, run=False).model) is Model
 
 
+def test_callbacks_of_the_program_are_there_whatever_the_line_says() -> None:
+    described = {"class_path": "arclight.trainer.callbacks.EarlyStopping", "init_args": {"monitor": "loss"}}
+    always = {
+        "trainer_defaults": QUIET | {"callbacks": [described, pl.callbacks.Timer()]},
+        "save_config_callback": None,
+    }
+    made = LightningCLI(Model, args=["--trainer.callbacks=ModelSummary"], run=False, **always)  # type: ignore[arg-type]
+    names = [type(callback).__name__ for callback in made.trainer.callbacks]
+    assert {"EarlyStopping", "Timer", "ModelSummary"} <= set(names)
+
+
 def test_an_optimizer_and_a_schedule_of_the_line_are_the_modules() -> None:
     done = cli(
         "fit",

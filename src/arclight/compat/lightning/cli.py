@@ -259,7 +259,7 @@ class LightningCLI:
             return self.trainer_class(**config)
         always = self.trainer_defaults.get("callbacks", [])
         added: list[Callback] = [self._get(self.config_init, key) for key in parser.callback_keys]
-        added += always if isinstance(always, list) else [always]
+        added += [_made(callback) for callback in (always if isinstance(always, list) else [always])]
         if self.save_config_callback and not config.get("fast_dev_run", False):
             own = self.config.get(str(self.subcommand), self.config)
             added.append(self.save_config_callback(parser, own, **self.save_config_kwargs))
@@ -331,6 +331,12 @@ class LightningCLI:
         options |= {"model": self.model} | ({"datamodule": self.datamodule} if self.datamodule is not None else {})
         getattr(self, name, getattr(self.trainer, name))(**options)
         getattr(self, f"after_{name}", nothing)()
+
+
+def _made(callback: Any) -> Callback:
+    """A callback, or what ``{"class_path": ..., "init_args": ...}`` describes."""
+    made: Callback = instantiate_class((), callback) if isinstance(callback, dict) else callback
+    return made
 
 
 def instantiate_class(args: Any, init: dict[str, Any]) -> Any:
