@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -61,6 +61,17 @@ class ShardedStrategy(ParallelStrategy):
         from arclight.fabric.sharding import gathered
 
         return gathered(tree, keep=self.is_global_zero)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:  # fmt: skip
+        if storage_options is not None:
+            raise TypeError(
+                f"`{type(self).__name__}.save_checkpoint(..., storage_options=...)` is not supported: processes write their "
+                "shares into a folder that all of them see"
+            )
+        super().save_checkpoint(path, state, filter=filter)
 
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if self.saves_shares and hasattr(io, "save_shares"):
