@@ -105,6 +105,7 @@ def test_a_run_goes_on_where_another_number_of_processes_stopped(tmp_path: Path,
     fit(tmp_path / "2", Model(), fsdp(state_dict_type=kind), 2, callbacks=Saving(tmp_path / "two"), max_epochs=1)
     one, two = checkpoint.load(tmp_path / "one"), checkpoint.load(tmp_path / "two")
     assert one["model"].keys() == two["model"].keys()
+    assert (tmp_path / "two" / "model-00002-of-00002.safetensors").exists() is (kind == "sharded")
     assert_same(two["model"], one["model"])
     assert_same(fit(tmp_path / "3", Model(), ckpt=tmp_path / "two")[1], wanted)
     assert_same(fit(tmp_path / "4", Model(), fsdp(), 2, ckpt=tmp_path / "one")[1], wanted)
@@ -171,5 +172,39 @@ class OnAMesh(Model):
 
 def test_a_users_own_mesh(tmp_path: Path) -> None:
     _, wanted = fit(tmp_path / "1", OnAMesh())
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2, start_method="fork")
-    assert_same(fit(tmp_path / "2", OnAMesh(), strategy, 4)[1], wanted)
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "start_method": "fork"}
+    saving = Saving(tmp_path / "state")
+    assert_same(fit(tmp_path / "2", OnAMesh(), ModelParallelStrategy(**sizes), 4, callbacks=saving)[1], wanted)
+    for number, (strategy, devices) in enumerate((("auto", 1), (ModelParallelStrategy(**sizes), 4))):
+        resumed = fit(tmp_path / f"3{number}", OnAMesh(), strategy, devices, ckpt=saving.path)
+        assert_same(resumed[1], wanted)
+
+
+class Nowhere(Model):
+    """Made without memory; the values are drawn when it is placed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale, self.up, self.down
+        self.scale = 1.0
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "up"):
+            with torch.device("meta"):
+                self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 1)
+
+
+def test_a_model_that_is_nowhere_yet(tmp_path: Path) -> None:
+    saving = Saving(tmp_path / "state")
+    _, wanted = fit(tmp_path / "1", Nowhere(), callbacks=saving)
+    for number, ckpt in enumerate((None, saving.path)):
+        assert_same(fit(tmp_path / f"2{number}", Shown(), fsdp(), 2, ckpt=ckpt)[1], wanted)
+
+
+class Shown(Nowhere):
+    """The same, there again in the process that started the others: what they trained is brought back."""
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "up"):
+            self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 1)
+        return super().load_state_dict(state_dict, *args, **kwargs)

@@ -240,9 +240,10 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         saved = state.load(trainer, path)
         loops = saved.get("loops", {})
         trainer.data_seed = loops.get("data", {}).get("seed", trainer.data_seed)
-        state.restore_model(trainer, saved)
         trainer.adopt_precision(loops.get("precision", {}).get("name"))
-    _place(trainer, module)
+    _place(trainer, module)  # before the weights come: some are nowhere yet, some will be shares
+    if saved is not None:
+        state.restore_model(trainer, saved)
     trainer.optimizers, trainer.lr_scheduler_configs = configured(module, module.configure_optimizers())
     for optimizer in trainer.optimizers:
         trainer.strategy.setup_optimizer(optimizer)
@@ -353,11 +354,11 @@ def _begin_evaluation(
     fit_before = model is None and trainer._module is not None
     module = _attach(trainer, model, datamodule, stage, **{stage: loaders})
     path = checkpoint_path(trainer, ckpt_path, fit_before)
-    if path is not None:
-        saved = state.load(trainer, path)
+    saved = state.load(trainer, path) if path is not None else None
+    _place(trainer, module)
+    if saved is not None:
         weights = {**saved["state_dict"], **saved.get("ema", {})}
         state.load_weights(module, weights, strict=module.strict_loading)
-    _place(trainer, module)
     module.zero_grad()
     watching.begin(trainer, module, stage)
     return module

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import move_batch
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.launchers import Launcher
-from arclight.fabric.no_init import NoInit
+from arclight.fabric.no_init import NoInit, entered, give_memory
 from arclight.fabric.precision import Precision
 from arclight.fabric.stopping import StopSignal
 
@@ -168,13 +168,13 @@ class Strategy:
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """New tensors come into being on the device, in the precision's type, without first values if ``empty_init``."""
-        return _entered(
+        return entered(
             self.root_device, NoInit() if empty_init else nullcontext(), self.precision.tensor_init_context()
         )
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """New modules come into being on the device, in the precision's type, without first values if ``empty_init``."""
-        return _entered(
+        return entered(
             self.root_device, NoInit() if empty_init else nullcontext(), self.precision.module_init_context()
         )
 
@@ -230,6 +230,7 @@ class Strategy:
         ``whole_step`` says that forward and backward passes lie in one step function each, which :meth:`wrap_step` may
         wrap; otherwise, in manual optimization, there is no such function.
         """
+        give_memory(module, self.device)
         module.to(self.device)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -385,16 +386,3 @@ def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
     if keep is None or not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if keep(key, item)} or None
-
-
-def _entered(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """One context for several, entered in their order when it is entered itself."""
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context)
-            yield
-
-    return enter()
