@@ -100,7 +100,7 @@ class TensorBoardLogger(FolderLogger):
         elif not isinstance(metrics, Mapping):
             metrics = {"hp_metric": metrics}
         if metrics:
-            self.log_metrics(metrics, 0 if step is None else step)
+            self.log_metrics(metrics, step)
         if self.hparams:
             for summary in hparams(plain_params(self.hparams), dict(metrics)):
                 self.experiment._get_file_writer().add_summary(summary, step)
