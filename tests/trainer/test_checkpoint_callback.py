@@ -373,6 +373,19 @@ def test_a_validation_that_never_runs_is_told(fit: Any, scripted: Any) -> None:
         fit({"val/score": [0.0] * 2}, ModelCheckpoint(), check_val_every_n_epoch=5)
 
 
+def test_what_a_run_was_resumed_from_is_never_pruned(fit: Any, scripted: Any, tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(
+            tmp_path / "c", monitor="step", mode="max", save_top_k=2, every_n_train_steps=2, filename="{step}"
+        )
+
+    first = saver()
+    assert fit({"val/score": [0.0, 0.0]}, first, max_steps=5).ckpt_path is None
+    resumed = fit(scripted(), saver(), ckpt_path=first.best_model_path, max_steps=8)
+    assert resumed.ckpt_path == first.best_model_path
+    assert names(tmp_path / "c") == {"step=4.ckpt", "step=6.ckpt", "step=8.ckpt"}
+
+
 def test_a_folder_that_cannot_be_written_is_told_with_what_is_left(fit: Any, tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "c", save_top_k=-1, filename="{epoch}")
 
