@@ -401,3 +401,25 @@ def test_modules_inside_share_their_owners_fabric() -> None:
     owner.fabric = fabric
     assert inside.fabric is owner.fabric
     assert inside.fabric.device == fabric.device
+
+
+def test_a_module_in_a_loop_of_ones_own_has_its_optimizers_and_clips_through_fabric() -> None:
+    class Line(al.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(x)
+
+    fabric, module = al.Fabric(accelerator="cpu"), Line()
+    wrapped, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert module.optimizers() is optimizer
+    fabric.backward(1e3 * wrapped(torch.ones(1, 2)).sum())
+    module.clip_gradients(optimizer, gradient_clip_val=0.5)
+    assert torch.cat([p.grad.flatten() for p in module.parameters()]).norm() == pytest.approx(0.5)
+    module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    assert max(p.grad.abs().max() for p in module.parameters()) == pytest.approx(0.1)
+    gathered = module.all_gather({"a": 1, "b": [torch.ones(2)]})
+    assert gathered["a"] == torch.tensor(1)
+    assert torch.equal(gathered["b"][0], torch.ones(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -257,9 +258,16 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         elif self._trainer is None or self._trainer.is_global_zero:
             print(*args, **kwargs)  # noqa: T201
 
-    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
-        """``data`` of every rank, stacked along a new first dimension."""
-        return self.trainer.strategy.all_gather(data)
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Every rank's tensors, numbers and arrays in ``data`` (of equal shapes), stacked along a new first dimension.
+
+        With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
+        """
+        from arclight.fabric.batches import map_tensors
+        from arclight.trainer.fabric_values import as_tensors
+
+        gather = partial(self.trainer.strategy.all_gather, group=group, sync_grads=sync_grads)
+        return map_tensors(as_tensors(data, self.device), gather)
 
     # -- where am I ------------------------------------------------------------------------------------------------
 
@@ -269,7 +277,7 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
             if self._fabric is not None:
                 return TrainerOfFabric(self._fabric)  # type: ignore[return-value]
             raise RuntimeError(
-                f"{type(self).__name__} is not attached to a Trainer; pass it to trainer.fit (or validate, test, predict) first"
+                f"{type(self).__name__} is not attached to a `Trainer`; pass it to trainer.fit (or validate, test, predict) first"
             )
         return self._trainer
 

@@ -19,6 +19,8 @@ class Optimizing:
 
     automatic_optimization: bool
     trainer: Any
+    _fabric: Any
+    _fabric_optimizers: list[Any]
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)
@@ -65,6 +67,14 @@ class Optimizing:
         """
         from arclight.trainer.gradients import clip_as_asked
 
+        if self._fabric is not None:
+            by_value = (gradient_clip_algorithm or "norm") == "value"
+            limits = {
+                "clip_val": gradient_clip_val if by_value else None,
+                "max_norm": None if by_value else gradient_clip_val,
+            }
+            self._fabric.clip_gradients(self, optimizer, **limits)
+            return
         clip_as_asked(self.trainer, optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
@@ -72,8 +82,11 @@ class Optimizing:
 
         With ``use_pl_optimizer=False`` they are as ``configure_optimizers`` returned them.
         """
-        trainer = self.trainer
-        optimizers: list[Any] = list(trainer.managed_optimizers if use_pl_optimizer else trainer.optimizers)
+        optimizers: list[Any]
+        if self._fabric is not None:
+            optimizers = self._fabric_optimizers
+        else:
+            optimizers = list(self.trainer.managed_optimizers if use_pl_optimizer else self.trainer.optimizers)
         return optimizers[0] if len(optimizers) == 1 else optimizers
 
     def lr_schedulers(self) -> Any:
