@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from arclight.data.seeding import derive_seed, isolated_rng, own_generators
+from arclight.fabric.warning_kinds import PossibleUserWarning
 
 
 class EpochSampler:
@@ -147,8 +148,9 @@ def _keeping_all(batches: Any) -> Any:
     """The batch sampler without ``drop_last``, in a copy where need be."""
     if not hasattr(batches, "drop_last"):
         warnings.warn(
-            f"the custom batch sampler {type(batches).__name__} says nothing of drop_last: make sure that it returns "
-            "all indices, or predictions will be incomplete",
+            f"the custom batch sampler {type(batches).__name__} says nothing of drop_last. Make sure your sampler is "
+            "configured correctly to return all indices, or predictions will be incomplete",
+            PossibleUserWarning,
             stacklevel=4,
         )
         return batches

@@ -166,10 +166,10 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders
     for owner in (data, module):
         rank = trainer.local_rank if getattr(owner, "prepare_data_per_node", True) else trainer.global_rank
         if rank == 0 and hasattr(owner, "prepare_data"):
-            owner.prepare_data()
+            (watching.watch_data(trainer, owner, "prepare_data") if owner is data else owner.prepare_data)()
     trainer.strategy.barrier("data prepared")
     if data is not None and hasattr(data, "setup"):
-        data.setup(stage=name)
+        watching.watch_data(trainer, data, "setup")(stage=name)
     trainer.call_all("setup", stage=name)
     module.setup(stage=name)
     if overridden(module, "configure_model", Module):
@@ -206,15 +206,15 @@ def _place(trainer: Trainer, module: Module) -> None:
 
 def _finish(trainer: Trainer, module: Module, stage: str) -> None:
     trainer.checkpoint_io.teardown()
-    watching.end(trainer)
     if stage == "fit":
         trainer.call("on_fit_end")
     for logger in trainer.loggers if trainer.is_global_zero else []:
         logger.finalize("success")
     trainer.call_all("teardown", stage=TrainerFn(stage))
     if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
-        trainer.datamodule.teardown(stage=TrainerFn(stage))
+        watching.watch_data(trainer, trainer.datamodule, "teardown")(stage=TrainerFn(stage))
     module.teardown(stage=TrainerFn(stage))
+    watching.end(trainer)
 
 
 # -- entry points --------------------------------------------------------------------------------------------------

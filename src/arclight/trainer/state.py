@@ -29,7 +29,7 @@ from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 from arclight.trainer.lightning_files import is_lightnings, progress_of
 from arclight.trainer.loading import load_weights
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch
+from arclight.trainer.profilers.watching import watch, watch_data
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -56,7 +56,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     for owner in (module, data):
         if isinstance(owner, HyperparametersMixin):
             checkpoint |= checkpoint_entries(owner)
-    if hasattr(data, "state_dict") and (state := data.state_dict()):
+    if hasattr(data, "state_dict") and (state := watch_data(trainer, data, "state_dict")()):
         checkpoint[type(data).__qualname__] = state
     if not weights_only:
         trainer.call_all("on_save_checkpoint", checkpoint)
@@ -111,7 +111,7 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     module, data = trainer.lightning_module, trainer.datamodule
     load_weights(module, checkpoint["state_dict"], strict=module.strict_loading)
     if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
-        data.load_state_dict(state)
+        watch_data(trainer, data, "load_state_dict")(state)
     states = checkpoint.get("callbacks", {})
     for callback in trainer.callbacks:
         if callback.state_key in states:

@@ -119,7 +119,6 @@ _TRAINER: _Rows = (
 )
 
 _UTILITIES: _Rows = (
-    ("fabric.utilities.warnings pytorch.utilities.warnings", "arclight.fabric.errors", "PossibleUserWarning"),
     ("pytorch.utilities pytorch.utilities.combined_loader", "arclight.data", "CombinedLoader"),
     (
         "fabric.utilities.exceptions pytorch.utilities.exceptions",

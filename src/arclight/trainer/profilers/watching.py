@@ -42,6 +42,11 @@ def watch_module(trainer: Trainer | None, module: Module, hook: str, function: F
     return watch(trainer, f"[LightningModule]{type(module).__name__}.{hook}", function)
 
 
+def watch_data(trainer: Trainer, data: Any, hook: str) -> Function:
+    """A data module's ``hook``."""
+    return watch(trainer, f"[LightningDataModule]{type(data).__name__}.{hook}", getattr(data, hook))
+
+
 def watch_strategy(trainer: Trainer, action: str, function: Function) -> Function:
     """``function`` as something that depends on where the run takes place."""
     return watch(trainer, f"[Strategy]{type(trainer.strategy).__name__}.{action}", function)
