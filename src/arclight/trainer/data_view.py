@@ -12,11 +12,15 @@ from arclight.trainer import dataloading, limits
 from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.dataloading import StageData
 from arclight.trainer.prediction import Predictions
+from arclight.trainer.profilers.watching import watch_items
 from arclight.trainer.signatures import takes_iterator
 
 if TYPE_CHECKING:
     from arclight.data import ResumableCombination, ResumableLoader
     from arclight.trainer.trainer import Trainer
+
+_FETCHING = "[_TrainingEpochLoop].train_dataloader_next"
+"""What profilers call the wait for a batch."""
 
 
 class DataView:
@@ -120,13 +124,15 @@ class DataView:
         loader, total = self.train_loader, self.num_training_batches
         if loader is None:
             raise RuntimeError("no training data: fit has not begun")
-        step = cast("Trainer", self).lightning_module.training_step
+        trainer = cast("Trainer", self)
+        step = trainer.lightning_module.training_step
         if takes_iterator(step):
             start = self.loader_state.pop("fetched", start)
-            triples = ((batch, index, 0) for index, batch in enumerate(loader.batches(epoch, start), start))
+            fetched = watch_items(trainer, _FETCHING, loader.batches(epoch, start))
+            triples = ((batch, index, 0) for index, batch in enumerate(fetched, start))
             self.batch_iterator = BatchIterator(triples, total, start)
             return self.batch_iterator.turns()
-        batches = loader.batches(epoch, start)
+        batches = watch_items(trainer, _FETCHING, loader.batches(epoch, start))
         return batches if total == math.inf else islice(batches, int(total) - start)
 
     def next_validation(self) -> Count:

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 PROGRESS_INTERVAL = 0.1
 """Seconds between two ``on_progress`` calls."""
 
+_FETCHING = {
+    "validate": "[_EvaluationLoop].val_next", "test": "[_EvaluationLoop].test_next", "predict": "[_PredictionLoop].predict_next",
+}  # fmt: skip
+"""What profilers call the wait for a batch."""
+
 _HOOK = {"validate": "validation", "sanity_check": "validation", "test": "test", "predict": "predict"}
 
 
@@ -259,6 +264,5 @@ def _show_progress(calls: Calls, show_at: float) -> float:
 def _batches(trainer: Trainer, data: StageData, counts: list[Count], number: int) -> Iterator[Any]:
     """The batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
     batches: Iterator[Any] = data.loaders[number].batches(trainer.current_epoch, seed_epoch=0)
-    limit = counts[number]
-    batches = islice(batches, None if limit == float("inf") else int(limit))
-    return watch_items(trainer, f"[_EvaluationLoop].{dataloading.HOOKS[data.stage]}_next", batches)
+    limit, batches = counts[number], watch_items(trainer, _FETCHING[data.stage], batches)
+    return islice(batches, None if limit == float("inf") else int(limit))

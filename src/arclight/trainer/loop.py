@@ -19,7 +19,7 @@ from arclight.trainer.evaluation import PROGRESS_INTERVAL, validate_during_fit
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import Step, build_forward, build_step
-from arclight.trainer.profilers.watching import watch, watch_items, watch_transfer
+from arclight.trainer.profilers.watching import watch, watch_transfer
 from arclight.trainer.schedulers import scheduler_steps
 from arclight.trainer.signals import end_by_signal
 from arclight.trainer.transfer import batch_transfer
@@ -194,9 +194,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     clock, show_at, scheduled, stop = time.monotonic, 0.0, False, trainer.strategy.stop
     enter("training_step")
     trainer.logged.in_batches = True
-    batches = trainer.train_batches(progress.epoch, progress.batch)
-    batches = watch_items(trainer, "[_TrainingEpochLoop].train_dataloader_next", batches)
-    for index, batch in enumerate(batches, progress.batch):
+    for index, batch in enumerate(trainer.train_batches(progress.epoch, progress.batch), progress.batch):
         if move is not None:
             batch = move(batch)
         current.value, current.known_size = batch, None

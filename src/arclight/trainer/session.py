@@ -258,18 +258,19 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         restore_position(trainer)
         for logger in loggers:
             logger.resume(trainer.progress.global_step)
-    _train(trainer, module)
+    _train(trainer, module, resumed=saved is not None)
     _finish(trainer, module, "fit")
 
 
-def _train(trainer: Trainer, module: Module) -> None:
+def _train(trainer: Trainer, module: Module, resumed: bool) -> None:
     if finished(trainer) and not trainer.should_stop and trainer.progress.batches:
         trainer.notice(
             f"nothing is left to train: {trainer.progress.epoch} epochs and {trainer.global_step} steps are done, the limits "
             f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
         )
     watching.begin(trainer, module, "fit")
-    _sanity_check(trainer, module)
+    if not resumed:
+        _sanity_check(trainer, module)
     load(trainer, "train")
     if trainer.num_training_batches:
         run_fit(trainer, module)
@@ -279,7 +280,7 @@ def _train(trainer: Trainer, module: Module) -> None:
 
 def _sanity_check(trainer: Trainer, module: Module) -> None:
     """A few validation batches before training, so that a mistake there shows now and not after an epoch."""
-    if not trainer.num_sanity_val_steps or not trainer.enable_validation or trainer.progress.batches:
+    if not trainer.num_sanity_val_steps or not trainer.enable_validation:
         return
     trainer.stage = "sanity_check"
     trainer.call("on_sanity_check_start")

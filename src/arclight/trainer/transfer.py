@@ -50,7 +50,7 @@ def batch_transfer(trainer: Trainer, module: Module, dataloader_idx: int = 0) ->
 def _owner(trainer: Trainer, module: Module, name: str) -> Module | DataModule | None:
     """Whose version of a hook holds; None where nobody has one."""
     data = trainer.datamodule
-    of_data = data is not None and overridden(data, name, DataModule)
+    of_data = data is not None and overridden(data, name, DataModule) and not _wraps_default(data, name)
     of_module = overridden(module, name, Module)
     if of_data and of_module:
         rank_zero_warn(
@@ -58,3 +58,11 @@ def _owner(trainer: Trainer, module: Module, name: str) -> Module | DataModule |
             "from `LightningDataModule` instance."
         )
     return data if of_data else module if of_module else None
+
+
+def _wraps_default(data: DataModule, name: str) -> bool:
+    """Whether a hook is DataModule's own inside wrappers (``functools.wraps``), as tools put around hooks to watch them."""
+    function = getattr(data, name)
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return getattr(function, "__func__", function) is getattr(DataModule, name)
