@@ -10,6 +10,9 @@ class MisconfigurationError(ValueError, TypeError):
 class SIGTERMException(SystemExit):
     """The process was asked to end by SIGTERM: state has been saved, the exit status is 143."""
 
+    def __init__(self, code: int = 143) -> None:
+        super().__init__(code)
+
 
 class MissingDeviceError(MisconfigurationError, RuntimeError):
     """A kind of device, or a way to start processes, that this machine does not have."""

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_info
 from arclight.trainer.conventions import Conventions
 from arclight.trainer.settings import TrainerSettings
 
@@ -47,7 +48,7 @@ def check(given: dict[str, Any], conventions: Conventions) -> TrainerSettings:
     settings = TrainerSettings(**values)
     _check_ranges(settings)
     limits = {name: 1.0 if getattr(settings, name) is None else getattr(settings, name) for name in _LIMITS}
-    changes: dict[str, Any] = {name: _batches(value, name) for name, value in limits.items()}
+    changes: dict[str, Any] = {n: _batches(limits[n], n, getattr(settings, n) is not None) for n in limits}
     if not isinstance(settings.val_check_interval, (int, float, type(None))):
         pass  # a time
     elif settings.val_check_interval is not None:
@@ -87,6 +88,11 @@ def _go_bare(given: dict[str, Any]) -> None:
             )
     given |= dict.fromkeys(("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary"), False)
     given |= {"log_every_n_steps": 0, "num_sanity_val_steps": 0}
+    off = "".join(f"\n - {what}: `Trainer({name}=...)`" for name, what in _BAREBONES.items())
+    rank_zero_info(
+        "You are running in `Trainer(barebones=True)` mode: all that may impact raw speed is off, to look at the cost of the loop "
+        f"itself:{off}"
+    )
 
 
 def _check_ranges(settings: TrainerSettings) -> None:
@@ -126,7 +132,7 @@ def _check_ranges(settings: TrainerSettings) -> None:
     if interval is not None and isinstance(interval, float) and settings.check_val_every_n_epoch is None:
         raise MisconfigurationError(
             "`val_check_interval` should be an integer or a time-based duration (str 'DD:HH:MM:SS', datetime.timedelta, or dict "
-            f"kwargs for timedelta) when `check_val_every_n_epoch=None`, found {interval}."
+            f"kwargs for timedelta) when `check_val_every_n_epoch=None`. It is the share {interval} of an epoch."
         )
     if settings.max_steps < -1:
         raise MisconfigurationError(
@@ -138,8 +144,21 @@ def _check_ranges(settings: TrainerSettings) -> None:
         )
 
 
-def _batches(value: int | float, name: str) -> int | float:
+_ONE = {
+    ("limit_train_batches", int): "1 batch per epoch will be used",
+    ("limit_train_batches", float): "100% of the batches per epoch will be used",
+    ("val_check_interval", int): "validation will run after every batch",
+    ("val_check_interval", float): "validation will run at the end of the training epoch",
+}
+for _limit in (*_LIMITS[1:], "overfit_batches"):
+    _ONE[_limit, int], _ONE[_limit, float] = "1 batch will be used", "100% of the batches will be used"
+"""What a 1 means, which as a count and as a share are far apart."""
+
+
+def _batches(value: int | float, name: str, asked: bool = True) -> int | float:
     """A share in [0, 1] or a count of batches."""
+    if value == 1 and asked:
+        rank_zero_info(f"`Trainer({name}={value!r})` was configured so {_ONE[name, type(value)]}.")
     if 0 <= value <= 1:
         return value
     if value > 1 and value % 1.0 == 0:

@@ -98,6 +98,7 @@ def run_evaluation(trainer: Trainer, module: Module, data: StageData) -> list[di
         trainer.call(f"on_{hook}_epoch_end", monitors=False)
         results = reporting.end_evaluation(trainer, values, parts)
         trainer.call(f"on_{hook}_end", monitors=False)
+    trainer.evaluated[trainer.stage] += trainer.eval_batch
     if trainer.stage == "validate":  # only now: what is saved half-way validates again when it is resumed
         trainer.progress.validated_at = trainer.progress.batch
         trainer.rng_before_validation = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from arclight.fabric.batches import map_tensors
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import Strategy
 from arclight.trainer.hooks import overridden, resolve
@@ -75,6 +76,29 @@ def manual_backward(trainer: Trainer, module: Module, loss: torch.Tensor, *args:
     trainer.strategy.average_gradients(module)
     for hook in resolve(trainer, module, "on_after_backward"):
         hook()
+
+
+def shown(output: Any) -> Mapping[str, Any]:
+    """A step's output as hooks see it: a mapping, whose tensors do not hold on to how they came to be."""
+    if not isinstance(output, Mapping):
+        return {} if output is None else {"loss": _detached(output)}
+    return {name: _detached(value) for name, value in output.items()}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return map_tensors(value, torch.Tensor.detach) if isinstance(value, (dict, list, tuple)) else value
+
+
+def skipped(trainer: Trainer) -> None:
+    """Say once in a fit that ``training_step`` gave no loss."""
+    if not trainer.told_of_no_loss:
+        trainer.told_of_no_loss = True
+        trainer.warn(
+            "`training_step` returned `None`. If this was on purpose, ignore this warning: the batch trains nothing. Otherwise "
+            "return the loss"
+        )
 
 
 def loss_of(output: Any) -> torch.Tensor | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.trainer.durations import Duration
 
 if TYPE_CHECKING:
     from arclight.data import ResumableLoader
@@ -93,8 +97,8 @@ def next_validation(trainer: Trainer) -> Count:
     if not validation_due(trainer):
         return math.inf
     total, done = trainer.num_training_batches, trainer.progress.batch
-    if at_epoch_end(trainer):
-        return math.inf  # when the epoch is over
+    if at_epoch_end(trainer) or isinstance(trainer.val_check_interval, (str, dict, timedelta)):
+        return math.inf  # when the epoch is over, or when it is time
     interval = batches_between_validations(trainer)
     if trainer.check_val_every_n_epoch is not None and interval > total:
         raise MisconfigurationError(
@@ -105,6 +109,32 @@ def next_validation(trainer: Trainer) -> Count:
     if done and trainer.progress.validated_at != done and (offset + done) % interval == 0:
         return done  # resumed from a checkpoint between this batch and its validation
     return int((offset + done) // interval * interval + interval - offset)
+
+
+def timed_validation(trainer: Trainer) -> Callable[[], bool] | None:
+    """What says after a batch whether validation is due by the clock; None unless ``val_check_interval`` is a time.
+
+    Rank 0's clock counts for all ranks, which costs one exchange for each batch.
+    """
+    if not isinstance(trainer.val_check_interval, (str, dict, timedelta)):
+        return None
+    seconds = Duration.parse(trainer.val_check_interval).seconds
+    if seconds is None:
+        raise MisconfigurationError(f"`val_check_interval={trainer.val_check_interval!r}` is not a time")
+    if trainer.validated_time is None:
+        trainer.validated_time = time.monotonic()
+    every = trainer.check_val_every_n_epoch
+
+    def due() -> bool:
+        if not trainer.enable_validation or (every is not None and (trainer.progress.epoch + 1) % every):
+            return False
+        now: float = trainer.strategy.broadcast(time.monotonic())
+        if now - (trainer.validated_time or 0) < seconds:
+            return False
+        trainer.validated_time = now
+        return True
+
+    return due
 
 
 def at_epoch_end(trainer: Trainer) -> bool:

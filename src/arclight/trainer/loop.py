@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.seeding import set_rng_state
+from arclight.fabric.warning_kinds import PossibleUserWarning
 from arclight.trainer import reporting
 from arclight.trainer.dataloading import load
 from arclight.trainer.evaluation import PROGRESS_INTERVAL, validate_during_fit
+from arclight.trainer.gradients import shown
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
+from arclight.trainer.limits import timed_validation
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import Step, build_forward, build_step
 from arclight.trainer.profilers.watching import watch, watch_transfer
@@ -90,7 +93,8 @@ def run_fit(trainer: Trainer, module: Module) -> None:
     if evaluating := sum(not part.training for part in module.modules()):
         trainer.warn(
             f"Found {evaluating} module(s) in eval mode at the start of training: they stay so; call .train() on those "
-            "not meant to be frozen"
+            "not meant to be frozen",
+            PossibleUserWarning,
         )
     while not finished(trainer):
         complete = watch(trainer, "run_training_epoch", train_epoch)(trainer, module, plan)
@@ -192,6 +196,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     log_every = trainer.log_every_n_steps or sys.maxsize  # 0: never
     log_at = progress.global_step // log_every * log_every + log_every
     clock, show_at, scheduled, stop = time.monotonic, 0.0, False, trainer.strategy.stop
+    timed = timed_validation(trainer)
     enter("training_step")
     trainer.logged.in_batches = True
     for index, batch in enumerate(trainer.train_batches(progress.epoch, progress.batch), progress.batch):
@@ -213,8 +218,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         if batch_end:
             trainer.is_last_batch = index + 1 == total
             enter("on_train_batch_end")
-            if not isinstance(output, Mapping):
-                output = {} if output is None else {"loss": output}
+            output = shown(output)
             for hook in batch_end:
                 hook(output, batch, index)
             enter("training_step")
@@ -223,7 +227,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             reporting.log_step(trainer)
         for hook in batch_save:
             hook(output, batch, index)
-        if progress.batch == validate_at:
+        if progress.batch == validate_at or (timed is not None and timed()):
             validate_during_fit(trainer, module)
             agree_on_stop(trainer)
             if trainer.should_stop and may_stop(trainer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.gradients import clip, loss_of, parameters_of
+from arclight.trainer.gradients import clip, loss_of, parameters_of, skipped
 from arclight.trainer.hooks import Hook, logging_as, module_hooks, overridden, resolve
 from arclight.trainer.managed_optimizer import ManagedOptimizer
 from arclight.trainer.module import Module
@@ -163,6 +163,7 @@ def _plain_step(trainer: Trainer, forward: Step, parts: _Parts) -> Step:
         for action in zero_first:
             action()
         if loss is None:
+            skipped(trainer)
             return None
         for hook in before_backward:
             hook(loss)
@@ -279,14 +280,16 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
     optimizer_step = watch_module(trainer, module, "optimizer_step", module.optimizer_step)
 
     def step(batch: Any, index: int) -> Any:
-        output: Any = None
+        output, ran = None, False
         share, first, last = windows.take(index)
         total = trainer.window.total
         grown = parameters_of(optimizer) if repeats and not first else []
         before = [(p, p.grad.clone()) for p in grown if p.grad is not None]
 
+        @torch.enable_grad()
         def closure() -> torch.Tensor | None:
-            nonlocal output
+            nonlocal output, ran
+            ran = True
             output = forward(batch, index)
             loss = loss_of(output)
             if first:
@@ -297,6 +300,7 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
             if loss is None:
                 if repeats:
                     raise MisconfigurationError("LBFGS needs a loss for every batch: training_step returned None")
+                skipped(trainer)
                 return None
             trainer.window.total = windows.size + (0 if first else total)
             for hook in parts.before_backward:
@@ -314,6 +318,11 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
         steps = trainer.progress.global_step
         optimizer_step(trainer.progress.epoch, index, managed, closure)
         trainer.window.count = 0
+        if trainer.progress.global_step > steps and not ran:
+            raise MisconfigurationError(
+                "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step` hook? It could "
+                "also happen because the optimizer's `step(closure)` does not run it: then call it before"
+            )
         if trainer.progress.global_step > steps:
             for action in parts.after_step:
                 action()
@@ -338,6 +347,15 @@ def _forward_only(trainer: Trainer, forward: Step) -> Step:
     return step
 
 
+def _manual_output(output: Any) -> Any:
+    if output is None or isinstance(output, (torch.Tensor, Mapping)):
+        return output
+    raise MisconfigurationError(
+        "In manual optimization, `training_step` must either return a Tensor or have no return (or a dict, which hooks get); got "
+        f"{type(output).__name__}"
+    )
+
+
 def _manual_step(trainer: Trainer, module: Module, forward: Step) -> Step:
     """``training_step`` runs its optimizers; a batch in which any of them stepped is one update."""
     progress = trainer.progress
@@ -348,13 +366,13 @@ def _manual_step(trainer: Trainer, module: Module, forward: Step) -> Step:
     if trainer.conventions.count_optimizer_steps:
         for managed in trainer.managed_optimizers:
             managed.count = partial(_count, progress)
-        return forward
+        return lambda batch, index: _manual_output(forward(batch, index))
     stepped: list[ManagedOptimizer] = []
     for managed in trainer.managed_optimizers:
         managed.count = partial(stepped.append, managed)
 
     def step(batch: Any, index: int) -> Any:
-        output = forward(batch, index)
+        output = _manual_output(forward(batch, index))
         if stepped:
             stepped.clear()
             progress.global_step += 1

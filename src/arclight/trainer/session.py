@@ -229,6 +229,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         trainer.training_values, trainer.metrics = LoggedValues("train"), Metrics()
     limits.resolve_length(trainer)
     trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
+    trainer.told_of_no_loss, trainer.validated_time = False, None
     trainer.data, trainer.num_training_batches, trainer.loader_state = {}, math.inf, {}
     trainer.batch_iterator, trainer.rng_before_validation = None, None
     trainer.logged = trainer.training_values

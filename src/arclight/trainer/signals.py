@@ -45,7 +45,7 @@ def end_by_signal(trainer: Trainer) -> None:
         path = path / f"epoch={trainer.current_epoch}-step={trainer.global_step}{trainer.checkpoint_io.suffix}"
         state.save(trainer, path)
         trainer.notice(f"SIGTERM: saved {path} and ending; ckpt_path={str(path)!r} goes on from there")
-    raise SIGTERMException(128 + signal.SIGTERM)
+    raise SIGTERMException
 
 
 def checkpoint_folder(trainer: Trainer) -> Path | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +88,10 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         reload_dataloaders_every_n_epochs: int = 0, default_root_dir: str | Path | None = None, enable_autolog_hparams: bool = True,
         run_name: str | None = None, run_folder: RunFolder | None = None, **unknown: Any,
     ) -> None:  # fmt: skip
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
-        self.settings = arguments.check(given | unknown, self.conventions)
+        given = {
+            name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")
+        } | unknown
+        self.settings = arguments.check(given, self.conventions)
         for name in arguments.ATTRIBUTES:
             setattr(self, name, getattr(self.settings, name))
         self.given = given
@@ -130,12 +134,15 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     def _reset(self) -> None:
         """The state before any run."""
         self.progress, self.window, self.state = Progress(), Window(), TrainerState()
-        self.should_stop = self.is_last_batch = self.received_sigterm = self.told_of_minimum = False
+        self.should_stop = self.is_last_batch = self.received_sigterm = self.told_of_minimum = self.told_of_no_loss = (
+            False
+        )
         self.optimizers = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.logged = self.training_values = LoggedValues("train")
         self.metrics = Metrics()
         self.last_loss: torch.Tensor | None = None
+        self.validated_time: float | None = None
         self.pending_rng: dict[str, Any] | None = None
         self.loader_state: dict[str, Any] = {}
         self.data: dict[str, StageData] = {}
@@ -143,6 +150,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.batch_iterator: BatchIterator | None = None
         self.rng_before_validation: dict[str, Any] | None = None
         self.data_seed, self.eval_batch = 0, 0
+        self.evaluated: Counter[str] = Counter()
         self.step_module: torch.nn.Module | None = None
         self.predict_loop = Predictions()
         self.close_window: Callable[[], None] | None = None
@@ -227,6 +235,10 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         if not self.strategy.launcher.runs_in_this_process:
             raise MisconfigurationError("predict_iter gives outputs of this process; use a strategy that runs in it")
         return session.predict_iter(self, model, dataloaders, datamodule, ckpt_path)
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Create a model directly on its device and in its type; ``empty_init`` leaves out first values, to be loaded."""
+        return self.strategy.module_init_context(empty_init=empty_init)
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None

@@ -45,6 +45,12 @@ class StageLoop:
         dataloading.load(self.trainer, self.stage)
 
     @property
+    def batch_progress(self) -> CountView:
+        """Batches of the newest run of this stage, and of all of this trainer."""
+        trainer = self.trainer
+        return CountView(_counts(trainer.eval_batch), _counts(trainer.evaluated[self.stage]))
+
+    @property
     def max_batches(self) -> list[int | float]:
         return self.trainer.data[self.stage].counts if self.stage in self.trainer.data else []
 

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
+from functools import wraps
+from typing import Any
+
 from arclight.compat.lightning.loops import FitLoop, StageLoop
 from arclight.trainer import Trainer as _Trainer
 from arclight.trainer.conventions import LIGHTNING
+from arclight.trainer.states import TrainerFn, TrainerStatus
 
 
 class Trainer(_Trainer):
     """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.conventions.Conventions`."""
 
     conventions = LIGHTNING
+
+    @wraps(_Trainer.__init__)  # type: ignore[misc]  # the signature that tools show
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**from_environment() | arguments)
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch under way; when a fit has ended, however it did, the number of epochs that were begun."""
+        ended = self.state.fn == TrainerFn.FITTING and self.state.status == TrainerStatus.FINISHED
+        return self.progress.epoch + (ended and self.progress.batch > 0)
 
     @property
     def fit_loop(self) -> FitLoop:
@@ -23,3 +40,15 @@ class Trainer(_Trainer):
     @property
     def test_loop(self) -> StageLoop:
         return StageLoop(self, "test")
+
+
+def from_environment() -> dict[str, Any]:
+    """Arguments from variables such as ``PL_TRAINER_MAX_STEPS=7``; those in the program's text go before them."""
+    found: dict[str, Any] = {}
+    for name in inspect.signature(_Trainer.__init__).parameters:
+        if (text := os.environ.get(f"PL_TRAINER_{name.upper()}")) is not None:
+            try:
+                found[name] = ast.literal_eval(text)
+            except (SyntaxError, ValueError):
+                found[name] = text
+    return found
