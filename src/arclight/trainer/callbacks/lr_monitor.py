@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -74,11 +75,14 @@ class LearningRateMonitor(Callback):
         self._logged_at = -1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
-        step = trainer.progress.global_step + 1  # the step that this batch is part of
+        step, every = (
+            updates(trainer) + 1,
+            trainer.log_every_n_steps or sys.maxsize,
+        )  # the step that this batch is part of
         closes = trainer.window.count + 1 >= trainer.accumulate_grad_batches  # in the batch whose step uses the rates
-        if closes and step % trainer.log_every_n_steps == 0 and step != self._logged_at:
+        if closes and step % every == 0 and step != self._logged_at:
             self._logged_at = step
-            self._log(trainer, "step", step)
+            self._log(trainer, "step", step - trainer.conventions.zero_based_rows)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Module) -> None:
         if trainer.progress.batch == 0:  # a resume in the middle of an epoch has logged this already
