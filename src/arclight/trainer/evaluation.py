@@ -86,6 +86,7 @@ def run_evaluation(trainer: Trainer, module: Module, data: StageData) -> list[di
     values, trainer.eval_batch = reporting.begin_evaluation(trainer), 0
     with without_gradients(trainer), evaluation_mode(module, hook):
         _begin(trainer, hook)
+        counts = limits.evaluated(trainer, data.limits)  # a hook may have had the data loaded anew
         trainer.strategy.copy_from_rank_zero(module.buffers())  # all ranks evaluate the model that is saved
         calls = Calls.resolve(trainer, module, hook, len(data.loaders))
         parts: list[dict[str, torch.Tensor]] = []
@@ -121,6 +122,8 @@ def predictions(trainer: Trainer, module: Module, data: StageData, keep: bool) -
     with evaluation_mode(module, hook):
         with without_gradients(trainer):
             _begin(trainer, hook)
+        if data.loaders is not state.loaders:  # a hook had them asked for again
+            trainer.predict_loop = state = Predictions.begin(trainer, data.loaders, keep)
         calls = Calls.resolve(trainer, module, hook, len(data.loaders))
         for number in _turns(data, calls):
             outputs = _outputs(trainer, module, data, data.limits, number, calls)

@@ -29,7 +29,7 @@ from arclight.trainer.optimizer_config import configured
 from arclight.trainer.profilers import watching
 from arclight.trainer.resuming import checkpoint_path
 from arclight.trainer.run import RunFolder
-from arclight.trainer.states import TrainerFn, TrainerStatus
+from arclight.trainer.states import RunEnded, TrainerFn, TrainerStatus
 from arclight.trainer.window import Window
 
 if TYPE_CHECKING:
@@ -79,7 +79,10 @@ def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any])
 
 def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> Any:
     with _telling(trainer):
-        return function(trainer, *arguments)
+        try:
+            return function(trainer, *arguments)
+        except RunEnded:
+            _teardown(trainer, trainer.lightning_module)
 
 
 @contextmanager
@@ -210,10 +213,15 @@ def _finish(trainer: Trainer, module: Module, stage: str) -> None:
         trainer.call("on_fit_end")
     for logger in trainer.loggers if trainer.is_global_zero else []:
         logger.finalize("success")
-    trainer.call_all("teardown", stage=TrainerFn(stage))
+    _teardown(trainer, module)
+
+
+def _teardown(trainer: Trainer, module: Module) -> None:
+    function = trainer.state.fn
+    trainer.call_all("teardown", stage=function)
     if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
-        watching.watch_data(trainer, trainer.datamodule, "teardown")(stage=TrainerFn(stage))
-    module.teardown(stage=TrainerFn(stage))
+        watching.watch_data(trainer, trainer.datamodule, "teardown")(stage=function)
+    module.teardown(stage=function)  # type: ignore[arg-type]
     watching.end(trainer)
 
 

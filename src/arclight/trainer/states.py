@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
+class RunEnded(Exception):  # noqa: N818 - no error
+    """Raised by a hook that has what the run was for: it ends in order, as if there were nothing left to do."""
+
+
 class TrainerStatus(StrEnum):
     """How the newest entry point stands."""
 

@@ -16,10 +16,12 @@ def _rows(**names: str) -> Rows:
 
 
 _SAME = _rows(
+    batch_size_finder="BatchSizeFinder",
     device_stats_monitor="DeviceStatsMonitor",
     early_stopping="EarlyStopping",
     finetuning="BackboneFinetuning BaseFinetuning",
     gradient_accumulation_scheduler="GradientAccumulationScheduler",
+    lr_finder="LearningRateFinder",
     lr_monitor="LearningRateMonitor",
     model_checkpoint="ModelCheckpoint",
     model_summary="ModelSummary",

@@ -112,6 +112,10 @@ _TRAINER: _Rows = (
         "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerCallable "
         "ReduceLROnPlateau",
     ),
+    ("pytorch.tuner pytorch.tuner.tuning", "arclight.trainer.tuner.tuning", "Tuner"),
+    ("pytorch.tuner.lr_finder", "arclight.trainer.tuner.lr_finder", "_LRFinder=LRFinder"),
+    ("pytorch.tuner.batch_size_scaling", "arclight.trainer.tuner.batch_size_scaling", "is_oom_error=is_out_of_memory"),
+    ("pytorch.utilities.exceptions", "arclight.trainer.states", "_TunerExitException=RunEnded"),
     ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
     ("pytorch.core.optimizer", "arclight.trainer.managed_optimizer", "LightningOptimizer=ManagedOptimizer"),
     ("pytorch.trainer.states", "arclight.trainer.states", "RunningStage TrainerFn TrainerState TrainerStatus"),

@@ -6,11 +6,13 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.trainer.callback import Callback, Checkpoint
+    from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder
     from arclight.trainer.callbacks.device_stats_monitor import DeviceStatsMonitor
     from arclight.trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from arclight.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from arclight.trainer.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from arclight.trainer.callbacks.lambda_callback import LambdaCallback
+    from arclight.trainer.callbacks.lr_finder import LearningRateFinder
     from arclight.trainer.callbacks.lr_monitor import LearningRateMonitor
     from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
     from arclight.trainer.callbacks.model_summary import ModelSummary, RichModelSummary
@@ -33,12 +35,14 @@ _FILES = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
+    "BatchSizeFinder": "batch_size_finder",
     "DeviceStatsMonitor": "device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
+    "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "lr_monitor",
     "MissingMetricError": "monitored",
     "ModelCheckpoint": "model_checkpoint",

@@ -1,0 +1,13 @@
+"""Finding a learning rate and a batch size by trial runs that leave no trace."""
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.trainer.tuner.lr_finder import LRFinder
+    from arclight.trainer.tuner.tuning import Tuner
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__, {"LRFinder": "arclight.trainer.tuner.lr_finder", "Tuner": "arclight.trainer.tuner.tuning"}
+)

@@ -1,0 +1,103 @@
+"""The tuner: searches that a trainer does before it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder
+from arclight.trainer.callbacks.lr_finder import LearningRateFinder
+
+if TYPE_CHECKING:
+    from arclight.trainer.callback import Callback
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+    from arclight.trainer.tuner.lr_finder import LRFinder
+
+_METHODS = ("fit", "validate", "test", "predict")
+
+
+class Tuner:
+    """Finds a batch size or a learning rate for what ``trainer`` is going to run, and leaves trainer and module as they were
+    but for the setting found.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def scale_batch_size(
+        self, model: Module, train_dataloaders: Any = None, val_dataloaders: Any = None, dataloaders: Any = None,
+        datamodule: Any = None, method: str = "fit", mode: str = "power", steps_per_trial: int = 3, init_val: int = 2,
+        max_trials: int = 25, batch_arg_name: str = "batch_size", margin: float = 0.05, max_val: int = 8192,
+    ) -> int | None:  # fmt: skip
+        """The largest batch size that runs out of no memory: see :class:`BatchSizeFinder` for the search's arguments.
+
+        method: the entry point it is for: fit, validate, test or predict. The data must come from the module or ``datamodule``,
+        which have the setting ``batch_arg_name``. Raises ValueError for another method and for several processes, and
+        MisconfigurationError for loaders that were made already.
+        """
+        _check(method, train_dataloaders, val_dataloaders, dataloaders)
+        if self._trainer.num_devices * self._trainer.num_nodes > 1:
+            raise ValueError("Tuning the batch size is currently not supported with distributed strategies.")
+        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        with self._first(finder):
+            if method == "fit":
+                self._trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+            else:
+                getattr(self._trainer, method)(model, dataloaders, datamodule=datamodule)
+        return finder.optimal_batch_size
+
+    def lr_find(
+        self, model: Module, train_dataloaders: Any = None, val_dataloaders: Any = None, dataloaders: Any = None,
+        datamodule: Any = None, method: str = "fit", min_lr: float = 1e-8, max_lr: float = 1, num_training: int = 100,
+        mode: str = "exponential", early_stop_threshold: float | None = 4.0, update_attr: bool = True, attr_name: str = "",
+        weights_only: bool | None = None,
+    ) -> LRFinder | None:  # fmt: skip
+        """Losses of a short fit at growing rates: see :class:`LearningRateFinder`. None in a development run.
+
+        Raises MisconfigurationError for another method than fit and for several optimizers, AttributeError where
+        ``update_attr`` finds no attribute to set. Nothing is unpickled, whatever ``weights_only`` says.
+        """
+        if method != "fit":
+            raise MisconfigurationError("method='fit' is the only valid configuration to run lr finder.")
+        _check(method, train_dataloaders, val_dataloaders, dataloaders)
+        finder = LearningRateFinder(
+            min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name, weights_only
+        )
+        with self._first(finder):
+            self._trainer.fit(model, train_dataloaders, val_dataloaders, datamodule)
+        return finder.optimal_lr
+
+    @contextmanager
+    def _first(self, finder: BatchSizeFinder | LearningRateFinder) -> Iterator[None]:
+        """``finder`` before all other callbacks, to end the run when it is done; afterwards it is gone."""
+        trainer, kind = self._trainer, type(finder)
+        if any(isinstance(callback, kind) for callback in trainer.callbacks):
+            raise ValueError(
+                f"Trainer is already configured with a `{kind.__name__}` callback: it searches in every run by itself. "
+                "Leave it out to use the Tuner"
+            )
+        finder._early_exit = True
+        first: list[Callback] = [finder]
+        trainer.callbacks = first + trainer.callbacks
+        try:
+            yield
+        finally:
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not finder]
+
+
+def _check(method: str, train: Any, val: Any, loaders: Any) -> None:
+    if method not in _METHODS:
+        raise ValueError(f"method {method!r} is invalid. Should be one of {_METHODS}.")
+    if method == "fit" and loaders is not None:
+        raise MisconfigurationError(
+            f"In tuner with method={method!r}, `dataloaders` argument should be None, please consider setting "
+            "`train_dataloaders` and `val_dataloaders` instead."
+        )
+    if method != "fit" and (train is not None or val is not None):
+        raise MisconfigurationError(
+            f"In tuner with `method`={method!r}, `train_dataloaders` and `val_dataloaders` arguments should be None, please "
+            "consider setting `dataloaders` instead."
+        )
