@@ -50,6 +50,11 @@ def check_module(trainer: Trainer, module: Module, stage: str) -> None:
         _check_predict(module)
     elif not overridden(module, name := {"validate": "validation_step"}.get(stage, "test_step"), Module):
         raise MisconfigurationError(f"No `{name}()` method defined to run `Trainer.{stage}`.")
+    if callable(getattr(module, "configure_sharded_model", None)):
+        raise NotImplementedError(
+            f"`{type(module).__name__}.configure_sharded_model` would not be called: rename it to `configure_model`, and make "
+            "only what is not there yet, since it is called before each run"
+        )
     for name in _REMOVED.get(stage, (f"{stage}_epoch_end",)):
         if callable(getattr(module, name, None)):
             raise NotImplementedError(

@@ -1,0 +1,103 @@
+"""The page for people who come from Lightning is complete, and what it names exists and is used where it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+
+import pytest
+from tests.compat import guide_table
+from tests.compat.guide_table import EVERY_NAME, GUIDE, REPOSITORY, Row
+
+import arclight as al
+import arclight.compat.lightning as L
+from arclight.trainer.conventions import LIGHTNING, OURS
+
+ROWS = {row.key: row for row in guide_table.rows()}
+WRITTEN = guide_table.written()
+TEXT = GUIDE.read_text(encoding="utf-8")
+AGAIN = "run tests/compat/guide_table.py to write the table anew"
+
+
+def test_every_name_has_a_row_and_every_row_a_name() -> None:
+    assert sorted(set(ROWS) - set(WRITTEN)) == [], AGAIN
+    assert sorted(set(WRITTEN) - set(ROWS)) == [], AGAIN
+
+
+def test_the_flags_are_those_of_the_trainer() -> None:
+    listed = {name for section, name, _ in WRITTEN if section == "Trainer's flags"}
+    ours = set(inspect.signature(al.Trainer.__init__).parameters) - {"self", "unknown", "run_name", "run_folder"}
+    assert listed == ours == set(guide_table.flags())
+
+
+@pytest.mark.parametrize("section", sorted({row.section for row in ROWS.values()}))
+def test_rows_say_where_names_are_and_what_uses_them(section: str) -> None:
+    rows = [row for row in ROWS.values() if row.section == section]
+    wrong = [f"{row.name}: {problem}" for row in rows if (problem := problem_of(row, *WRITTEN.get(row.key, ("", ""))))]
+    assert wrong == [], AGAIN
+
+
+def problem_of(row: Row, ours: str, test: str) -> str:
+    """What is wrong with a row that says ``ours`` and ``test``; empty if nothing is."""
+    if ours != row.ours:
+        return f"it is {row.ours}, not {ours}"
+    if not (REPOSITORY / test).is_file():
+        return f"there is no {test}"
+    if test != EVERY_NAME and not re.search(row.uses, (REPOSITORY / test).read_text(encoding="utf-8"), re.MULTILINE):
+        return f"{test} does not use it"
+    return ""
+
+
+def test_a_rotten_row_is_noticed() -> None:
+    row = next(row for row in ROWS.values() if row.name == "EarlyStopping")
+    test = "tests/trainer/test_early_stopping.py"
+    assert problem_of(row, row.ours, test) == ""
+    assert "there is no" in problem_of(row, row.ours, "tests/trainer/test_gone.py")
+    assert "does not use it" in problem_of(row, row.ours, "tests/optim/test_optim.py")
+    assert "it is" in problem_of(row, "arclight.Gone", test)
+
+
+def test_paths_can_be_imported() -> None:
+    for row in ROWS.values():
+        if row.section.startswith("Names of") or ".cli." in row.ours:
+            continue  # strings, or names that need jsonargparse
+        parts = row.ours.split(".")
+        start = next(n for n in range(len(parts) - 1, 0, -1) if is_module(".".join(parts[:n])))
+        thing = importlib.import_module(".".join(parts[:start]))
+        for part in parts[start:]:
+            # flags are arguments and some members are set when a trainer is made
+            thing = getattr(thing, part, None) if thing is not al.Trainer else getattr(L.Trainer, part, thing)
+        assert thing is not None or row.name.isupper(), row
+
+
+def is_module(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def test_members_of_a_trainer_are_there() -> None:
+    run = L.Trainer(accelerator="cpu", devices=1, logger=False, barebones=True)
+    missing = [row.name for row in ROWS.values() if row.section == "Trainer's members" and row.name not in dir(run)]
+    assert missing == []
+
+
+def test_each_difference_between_the_two_trainers_is_told() -> None:
+    differences = [f.name for f in dataclasses.fields(OURS) if getattr(OURS, f.name) != getattr(LIGHTNING, f.name)]
+    table = TEXT.partition("## Two trainers")[2].partition("\n## ")[0]
+    assert len(re.findall(r"^\| (?!\|)[^|`]*[`a-zA-Z]", table, re.MULTILINE)) == len(differences)
+
+
+def test_files_that_the_text_names_exist() -> None:
+    paths = set(re.findall(r"`((?:docs|tests|src|benchmarks)/[\w./-]+)`", TEXT))
+    assert paths
+    assert [path for path in sorted(paths) if not (REPOSITORY / path).exists()] == []
+
+
+def test_every_refusal_is_listed() -> None:
+    listed = TEXT.partition("### Not offered")[2]
+    assert [name for name, reason in guide_table.refused() if f"| `{name}` | {reason} |" not in listed] == [], AGAIN
