@@ -57,6 +57,29 @@ def batch_size_of(batch: Any) -> int:
     return next(batch_sizes(batch), 1)
 
 
+def part_of_batch(batch: Any, start: int, stop: int, size: int) -> Any:
+    """Samples ``start`` to ``stop`` of a batch of ``size``: slices of every tensor with that first dimension, and of lists
+    with one entry for each sample. Containers keep their types, all else stays whole.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch[start:stop] if batch.ndim and batch.shape[0] == size else batch
+    if isinstance(batch, Mapping):
+        items = {key: part_of_batch(value, start, stop, size) for key, value in batch.items()}
+        return items if type(batch) is dict else _rebuild_mapping(batch, items)
+    if isinstance(batch, list) and len(batch) == size and size not in batch_sizes(batch[0]):
+        return batch[start:stop]
+    if isinstance(batch, tuple):
+        parts = [part_of_batch(value, start, stop, size) for value in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    if isinstance(batch, list):
+        return [part_of_batch(value, start, stop, size) for value in batch]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = [field.name for field in dataclasses.fields(batch) if field.init]
+        changed = {name: part_of_batch(getattr(batch, name), start, stop, size) for name in fields}
+        return dataclasses.replace(batch, **changed)
+    return batch
+
+
 def batch_sizes(batch: Any) -> Iterator[int]:
     """The first dimension of each tensor or array in a batch (1 for a single number), in order.
 

@@ -13,10 +13,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_out_of_device_memory(error: BaseException) -> bool:
-    """CUDA's own words, or torch's error class for any accelerator."""
+    """CUDA's own words or those of Apple's devices, or torch's error class for any accelerator."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return _says(error, "CUDA", "out of memory")
+    return _says(error, "CUDA", "out of memory") or _says(error, "MPS", "out of memory")
 
 
 def is_out_of_library_memory(error: BaseException) -> bool:

@@ -48,7 +48,10 @@ def takes_index(step: Callable[..., Any]) -> bool:
 
 
 def build_step(trainer: Trainer, module: Module, forward: Step) -> Step:
-    """The one function that the loop calls per batch."""
+    """The one function that the loop calls per batch; a callback may bring its own."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "build_step"):
+            return callback.build_step(trainer, module, forward)  # type: ignore[no-any-return]
     if not module.automatic_optimization:
         return _manual_step(trainer, module, forward)
     if not trainer.optimizers:
@@ -56,7 +59,7 @@ def build_step(trainer: Trainer, module: Module, forward: Step) -> Step:
     optimizer = trainer.optimizers[0]
     if trainer.conventions.closures or overridden(module, "optimizer_step", Module) or needs_closure(optimizer):
         return _closure_step(trainer, module, forward, optimizer)
-    parts = _parts(trainer, module, optimizer)
+    parts = step_parts(trainer, module, optimizer)
     if trainer.accumulate_grad_batches > 1 or trainer.window.count:
         return _accumulating_step(trainer, module, forward, optimizer, parts)
     return _plain_step(trainer, forward, parts)
@@ -69,7 +72,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class StepParts:
     """What surrounds backward and the optimizer in this run."""
 
     zero_first: tuple[Callable[[], Any], ...]
@@ -81,7 +84,7 @@ class _Parts:
     after_step: tuple[Callable[[], Any], ...]
 
 
-def _parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_first: bool | None = None) -> _Parts:
+def step_parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_first: bool | None = None) -> StepParts:
     scaler = trainer.precision_plugin.scaler
     backward: Callable[[torch.Tensor], Any] = (
         logging_as(module, "backward", module.backward)
@@ -95,7 +98,7 @@ def _parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_first: b
         before.insert(0, lambda: scaler.unscale_(optimizer))
     zero = tuple(_zero_actions(trainer, module, optimizer))
     first = trainer.conventions.zero_grad_first if zero_first is None else zero_first
-    return _Parts(
+    return StepParts(
         zero_first=zero if first else (),
         before_backward=resolve(trainer, module, "on_before_backward"),
         backward=watch_strategy(trainer, "backward", backward),
@@ -150,7 +153,7 @@ def _scaled_step(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Callable
     return step
 
 
-def _plain_step(trainer: Trainer, forward: Step, parts: _Parts) -> Step:
+def _plain_step(trainer: Trainer, forward: Step, parts: StepParts) -> Step:
     """Forward, backward, update: one optimizer step per batch."""
     progress = trainer.progress
     zero_first, backward, optimizer_step = parts.zero_first, parts.backward, parts.optimizer_step
@@ -232,7 +235,7 @@ class _Windows:
         return True
 
 
-def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer, parts: _Parts) -> Step:
+def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer, parts: StepParts) -> Step:
     """Several batches per optimizer step."""
     windows, progress, window = _Windows(trainer, optimizer), trainer.progress, trainer.window
 
@@ -272,7 +275,7 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
 
 def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer) -> Step:
     """For optimizers that evaluate the loss themselves, and modules that override ``optimizer_step``."""
-    parts = _parts(trainer, module, optimizer, zero_first=True)
+    parts = step_parts(trainer, module, optimizer, zero_first=True)
     windows, managed = _Windows(trainer, optimizer), trainer.managed_optimizers[0]
     managed.actions = (windows.end, *_before_step(trainer, module, optimizer))
     managed.count = partial(_count, trainer.progress)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.lambda_callback import LambdaCallback
     from arclight.trainer.callbacks.lr_finder import LearningRateFinder
     from arclight.trainer.callbacks.lr_monitor import LearningRateMonitor
+    from arclight.trainer.callbacks.micro_batching import MicroBatching
     from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
     from arclight.trainer.callbacks.model_summary import ModelSummary, RichModelSummary
     from arclight.trainer.callbacks.monitored import MissingMetricError
@@ -44,6 +45,7 @@ _FILES = {
     "LambdaCallback": "lambda_callback",
     "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "lr_monitor",
+    "MicroBatching": "micro_batching",
     "MissingMetricError": "monitored",
     "ModelCheckpoint": "model_checkpoint",
     "ModelPruning": "pruning",

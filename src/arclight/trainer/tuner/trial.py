@@ -105,7 +105,7 @@ def _aside(trainer: Trainer, module: Module) -> Iterator[None]:
     """Give the trainer other objects for all that a run changes, and then its own again."""
     before, entries = dict(vars(trainer)), module.__dict__["_entries"]
     trainer.progress, trainer.window = dataclasses.replace(trainer.progress), Window()
-    trainer.state = dataclasses.replace(trainer.state)
+    trainer.state, trainer.evaluated = dataclasses.replace(trainer.state), trainer.evaluated.copy()
     trainer.metrics, trainer.logged = Metrics(), LoggedValues(trainer.logged.stage)
     trainer.training_values = trainer.logged
     trainer.optimizers = trainer.optimizers  # wrapped anew: a fit under way has hooks in the present wrappers

@@ -1,0 +1,147 @@
+"""Batches that do not fit in memory, run in parts that do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from arclight.fabric.batches import batch_size_of, part_of_batch
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.memory import free_memory, is_out_of_memory
+from arclight.trainer.callback import Callback
+from arclight.trainer.gradients import loss_of
+from arclight.trainer.hooks import overridden
+from arclight.trainer.module import Module
+from arclight.trainer.optimization import Step, StepParts, needs_closure, step_parts
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+
+class MicroBatching(Callback):
+    """When a training step runs out of memory, do it again in parts, and go on so for the rest of the run.
+
+    The batch is cut along the first dimension of its tensors into parts of at most ``micro_batch_size`` samples, a number
+    that is halved, with a notice, until the step succeeds; None to begin with whole batches. Each part's loss counts by
+    its samples and the optimizer steps once, so that for a loss that is a mean over samples the gradients are those of
+    the whole batch. What mixes samples (batch normalization, contrastive losses) sees the parts only. ``training_step``
+    and the hooks around backward run once for each part. A step that failed in backward had logged already: that batch
+    counts twice in its epoch's means.
+
+    Raises MisconfigurationError with manual optimization, several processes (of which one alone could fail),
+    ``accumulate_grad_batches`` above 1, optimizers that take a closure and an overridden ``optimizer_step``; the
+    error itself where the batch cannot be cut any smaller.
+    """
+
+    def __init__(self, micro_batch_size: int | None = None) -> None:
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise MisconfigurationError(f"micro_batch_size must be at least 1, or None, got {micro_batch_size}")
+        self.micro_batch_size = micro_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"micro_batch_size": self.micro_batch_size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.micro_batch_size = state_dict["micro_batch_size"]
+
+    def build_step(self, trainer: Trainer, module: Module, forward: Step) -> Step:
+        """The function that the loop calls per batch."""
+        self._check(trainer, module)
+        optimizer = trainer.optimizers[0]
+        parts, progress = step_parts(trainer, module, optimizer), trainer.progress
+
+        def step(batch: Any, index: int) -> Any:
+            size = batch_size_of(batch)
+            while True:
+                try:
+                    output = _backward_in_parts(
+                        trainer, forward, parts, batch, index, size, self.micro_batch_size or size
+                    )
+                except RuntimeError as error:
+                    if not self._smaller(trainer, size, error):
+                        raise
+                else:
+                    break
+                optimizer.zero_grad(set_to_none=True)  # after the error is gone, with all that its frames held
+                free_memory()
+            if output is None:
+                return None
+            for action in (*parts.before_step, parts.optimizer_step, *parts.after_step):
+                action()
+            progress.global_step += 1
+            return output
+
+        return step
+
+    def _smaller(self, trainer: Trainer, size: int, error: RuntimeError) -> bool:
+        """Whether to try again in smaller parts, whose size is then set."""
+        tried = min(size, self.micro_batch_size or size)
+        if not is_out_of_memory(error) or tried <= 1:
+            return False
+        self.micro_batch_size = (tried + 1) // 2
+        trainer.notice(
+            f"out of memory with {tried} samples at once: from here on a batch is run in parts of at most "
+            f"{self.micro_batch_size} samples, with one optimizer step for all of them"
+        )
+        return True
+
+    def _check(self, trainer: Trainer, module: Module) -> None:
+        optimizers: list[Optimizer] = trainer.optimizers
+        obstacles = {
+            "manual optimization": not module.automatic_optimization,
+            "a module without an optimizer": not optimizers,
+            "several processes": trainer.world_size > 1,
+            "accumulate_grad_batches above 1": trainer.accumulate_grad_batches > 1 or trainer.window.count > 0,
+            "an overridden optimizer_step": overridden(module, "optimizer_step", Module),
+            "an optimizer that takes a closure": any(needs_closure(optimizer) for optimizer in optimizers),
+        }
+        for obstacle, there in obstacles.items():
+            if there:
+                raise MisconfigurationError(
+                    f"MicroBatching does not go together with {obstacle}: leave out one of them, and choose a batch size that fits"
+                )
+
+
+def _backward_in_parts(
+    trainer: Trainer, forward: Step, parts: StepParts, batch: Any, index: int, size: int, at_most: int
+) -> Any:
+    """Gradients of the whole batch, and the last part's output with the whole batch's loss; None where no part had a loss."""
+    current, output = trainer.logged.batch, None
+    total: torch.Tensor | None = None
+    for action in parts.zero_first:
+        action()
+    for part, samples in _cut(batch, size, at_most):
+        if part is not batch:
+            current.set(part)
+        newest = forward(part, index)
+        loss = loss_of(newest)
+        if loss is None:
+            continue
+        share = samples / size
+        for hook in parts.before_backward:
+            hook(loss)
+        parts.backward(loss if share == 1 else loss * share)
+        for hook in parts.after_backward:
+            hook()
+        weighed = loss.detach() * share
+        output, total = newest, weighed if total is None else total + weighed
+    if total is None:
+        return None
+    current.set(batch)
+    trainer.last_loss = total
+    return {**output, "loss": total} if isinstance(output, Mapping) else total
+
+
+def _cut(batch: Any, size: int, at_most: int) -> Iterator[tuple[Any, int]]:
+    """The parts of a batch, as even as can be, with their numbers of samples."""
+    count = -(-size // at_most)
+    if count <= 1:
+        yield batch, size
+        return
+    bounds = [size * number // count for number in range(count + 1)]
+    for start, stop in pairwise(bounds):
+        yield part_of_batch(batch, start, stop, size), stop - start
