@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.checkpoint import saver as saver_module
-from arclight.trainer.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from arclight.trainer.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 
 SCORES = [3.0, 1.0, 2.0, 4.0]
 
@@ -83,6 +89,10 @@ def main() -> None:
     saver_module.write = write
 
     seen["time"] = fit(Timer("0.3s"), pause=0.02, max_epochs=99).global_step
+
+    finder = LearningRateFinder(0.01, 100.0, num_training_steps=30, update_attr=False)
+    seen["steps after a search"] = fit(finder).global_step
+    seen["search"] = finder.optimal_lr.results if finder.optimal_lr is not None else {}
 
     swa = StochasticWeightAveraging(0.05, swa_epoch_start=2)
     module = fit(swa).lightning_module

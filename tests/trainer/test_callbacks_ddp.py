@@ -28,3 +28,5 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     assert "no space for epoch=1-step=8.ckpt" in first["error"]
     assert "epoch=0-step=4.ckpt" in first["error"]
     assert 1 <= first["time"] < 99 * 4
+    assert first["steps after a search"] == 16
+    assert 2 < len(first["search"]["loss"]) < 30, "both stop where the mean of their losses diverges"
