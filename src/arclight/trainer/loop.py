@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from arclight.fabric.batches import counts_of
 from arclight.fabric.seeding import set_rng_state
 from arclight.fabric.warning_kinds import PossibleUserWarning
 from arclight.trainer import reporting
@@ -209,8 +210,10 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
                 break  # a hook asked to skip the rest of this epoch
             enter("training_step")
         output = step(batch, index)
-        progress.batch = index + 1
-        progress.batches += 1
+        progress.batch, progress.batches = index + 1, progress.batches + 1
+        samples, tokens = counts_of(batch)
+        progress.samples += samples
+        progress.tokens += tokens
         if progress.batch == total:
             scheduled = True
             for scheduler_step in plan.epoch_schedulers:

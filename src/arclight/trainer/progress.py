@@ -18,6 +18,10 @@ class Progress:
     """Optimizer updates completed."""
     batches: int = 0
     """Batches seen in all."""
+    samples: int = 0
+    """Samples in them, on this process."""
+    tokens: int = 0
+    """Tokens in them, on this process, where batches begin with a tensor (B, T) of token ids."""
     validated_at: int = -1
     """Batches of this epoch that were done at its last validation, -1 before the first."""
     ended: bool = False

@@ -35,12 +35,16 @@ def check_finite(trainer: Trainer) -> None:
         return
     if math.isfinite(loss := float(trainer.last_loss.detach())):
         return
-    progress = trainer.progress
-    raise NonFiniteLossError(
+    from arclight.trainer.diagnosis import diagnose
+
+    progress, trainer.last_loss = trainer.progress, None
+    said = (
         f"the loss is {loss} at step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch - 1}, at most "
         f"{trainer.log_every_n_steps} steps after it first was): lower the learning rate, set gradient_clip_val, or look for bad input; "
         "the checkpoints before this point are unharmed"
     )
+    found = diagnose(trainer)
+    raise NonFiniteLossError(f"{said}. {found[0].upper()}{found[1:]}" if found else said)
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""Where a loss stopped being a number: the steps since the last checkpoint are run again and watched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from arclight.data import ResumableLoader
+from arclight.fabric.batches import map_tensors
+from arclight.trainer import dataloading, state
+from arclight.trainer.gradients import loss_of
+from arclight.trainer.module import Module
+from arclight.trainer.optimization import build_forward, build_step
+from arclight.trainer.transfer import batch_transfer
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+MOST = 1000
+"""Steps that are run again at most."""
+
+
+def diagnose(trainer: Trainer) -> str:
+    """One sentence: the first step whose loss is no number, its samples, the first module whose output is none.
+
+    Resume being exact, running on from the newest checkpoint meets the same batches with the same random draws. This changes
+    the trainer, whose run is over. Only for one process and a module that the trainer optimizes; an empty text otherwise.
+    """
+    module, checkpoint = trainer.lightning_module, _checkpoint(trainer)
+    if trainer.world_size > 1 or not module.automatic_optimization or checkpoint is None:
+        return ""
+    last = trainer.progress.batches
+    saved = trainer.checkpoint_io.load_checkpoint(checkpoint)
+    if last - saved["loops"]["progress"]["batches"] > MOST:
+        return f"run from {checkpoint} with log_every_n_steps=1 to find the first such step"
+    state.load_weights(module, saved["state_dict"])
+    state.restore(trainer, saved)
+    dataloading.restore_position(trainer)
+    found = _replay(trainer, module, last)
+    return (
+        f"{found}; {checkpoint} is from before" if found else f"running on from {checkpoint}, it did not happen again"
+    )
+
+
+def _checkpoint(trainer: Trainer) -> Path | None:
+    kept = (
+        getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
+        for callback in trainer.checkpoint_callbacks
+    )
+    return next((Path(path) for path in kept if path and Path(path).exists()), None)
+
+
+def _replay(trainer: Trainer, module: Module, last: int) -> str:
+    """Train on without callbacks until a loss is no number, or up to batch ``last`` of all."""
+    from arclight.fabric.seeding import set_rng_state
+
+    if trainer.pending_rng is not None:
+        set_rng_state(trainer.pending_rng)
+        trainer.pending_rng = None
+    seen: list[Any] = []
+    forward = build_forward(trainer, module)
+
+    def watched(batch: Any, index: int) -> Any:
+        with _first_bad_module(module) as names:
+            output = forward(batch, index)
+        loss = loss_of(output)
+        if loss is not None and not math.isfinite(float(loss.detach())):
+            seen.append((index, names[0] if names else ""))
+        return output
+
+    step, move, progress = build_step(trainer, module, watched), batch_transfer(trainer, module), trainer.progress
+    while progress.batches < last:
+        start = progress.batch
+        for index, batch in enumerate(trainer.train_batches(progress.epoch, start), start):
+            batch = move(batch) if move is not None else batch
+            trainer.logged.batch.set(batch)
+            trainer.enter("training_step")
+            step(batch, index)
+            progress.batch, progress.batches = index + 1, progress.batches + 1
+            if seen:
+                return _sentence(trainer, *seen[0])
+            if progress.batches >= last:
+                break
+        progress.next_epoch()
+    return ""
+
+
+def _sentence(trainer: Trainer, index: int, name: str) -> str:
+    progress, module = trainer.progress, trainer.lightning_module
+    where = (
+        f"first in module {name!r} ({type(module.get_submodule(name)).__name__})" if name else "outside of its modules"
+    )
+    samples = _samples(trainer, progress.epoch, index)
+    of = f", samples {samples}" if samples else ""
+    return f"it was first so at step {progress.global_step} (epoch {progress.epoch}, batch {index}{of}), {where}"
+
+
+def _samples(trainer: Trainer, epoch: int, index: int) -> str:
+    """Places in the data set of a batch's samples, where the data have such places."""
+    loader = trainer.train_loader
+    if not isinstance(loader, ResumableLoader) or not loader.track_indices():
+        return ""
+    next(iter(loader.batches(epoch, index)), None)
+    indices = list(loader.indices[0]) if loader.indices else []
+    shown = ", ".join(map(str, indices[:16]))
+    return f"[{shown}{', ...' if len(indices) > 16 else ''}]"
+
+
+@contextmanager
+def _first_bad_module(module: nn.Module) -> Iterator[list[str]]:
+    """Within, names of modules whose output holds NaN or infinity, the first to give one first."""
+    names: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        def check(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                names.append(name)
+            return tensor
+
+        if not names:
+            map_tensors(output, check)
+
+    hooks = [
+        part.register_forward_hook(lambda _part, _inputs, output, name=name: look(name, output))
+        for name, part in module.named_modules()
+        if name
+    ]
+    try:
+        yield names
+    finally:
+        for hook in hooks:
+            hook.remove()
