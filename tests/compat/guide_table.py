@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 
 import arclight as al
-from arclight.compat.lightning import Trainer
 from arclight.compat.lightning.names import NAMES
 from arclight.compat.lightning.refused import REFUSED
 from arclight.fabric.strategies import STRATEGY_REGISTRY
@@ -144,7 +143,7 @@ def rows() -> list[Row]:
 def flags() -> list[str]:
     """The arguments of the Trainer that Lightning's has, too."""
     ours_only = {"run_name", "run_folder", "unknown", "self"}
-    return [name for name in inspect.signature(Trainer.__init__).parameters if name not in ours_only]
+    return [name for name in inspect.signature(al.Trainer.__init__).parameters if name not in ours_only]
 
 
 @cache
