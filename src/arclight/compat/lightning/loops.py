@@ -10,6 +10,7 @@ from arclight.trainer.loop import finished
 
 if TYPE_CHECKING:
     from arclight.trainer import Trainer
+    from arclight.trainer.prediction import Predictions
 
 
 @dataclass
@@ -53,6 +54,17 @@ class StageLoop:
     @property
     def max_batches(self) -> list[int | float]:
         return self.trainer.data[self.stage].counts if self.stage in self.trainer.data else []
+
+
+class PredictLoop(StageLoop):
+    """``trainer.predict_loop``: what a prediction keeps, too."""
+
+    def __init__(self, trainer: Trainer, kept: Predictions) -> None:
+        super().__init__(trainer, "predict")
+        self.kept = kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["kept"], name)
 
 
 class EpochLoop:

@@ -8,9 +8,10 @@ import os
 from functools import wraps
 from typing import Any
 
-from arclight.compat.lightning.loops import FitLoop, StageLoop
+from arclight.compat.lightning.loops import FitLoop, PredictLoop, StageLoop
 from arclight.trainer import Trainer as _Trainer
 from arclight.trainer.conventions import LIGHTNING
+from arclight.trainer.prediction import Predictions
 from arclight.trainer.states import TrainerFn, TrainerStatus
 
 
@@ -40,6 +41,14 @@ class Trainer(_Trainer):
     @property
     def test_loop(self) -> StageLoop:
         return StageLoop(self, "test")
+
+    @property
+    def predict_loop(self) -> Any:
+        return PredictLoop(self, self._predictions)
+
+    @predict_loop.setter
+    def predict_loop(self, kept: Predictions) -> None:
+        self._predictions = kept
 
 
 def from_environment() -> dict[str, Any]:
