@@ -25,7 +25,7 @@ from arclight.trainer.module import Module
 from arclight.trainer.optimization import Step, build_forward, build_step
 from arclight.trainer.profilers.watching import watch, watch_transfer
 from arclight.trainer.schedulers import scheduler_steps
-from arclight.trainer.signals import end_by_signal
+from arclight.trainer.signals import end_by_signal, requeue_job
 from arclight.trainer.transfer import batch_transfer
 
 if TYPE_CHECKING:
@@ -130,9 +130,13 @@ def stops_here(trainer: Trainer) -> bool:
     """
     stop = trainer.strategy.stop
     if trainer.should_stop:
-        trainer.strategy.request_stop("SIGTERM" if trainer.received_sigterm else "should_stop")
+        trainer.strategy.request_stop(
+            "SIGTERM" if trainer.received_sigterm else "requeue" if trainer.requeue else "should_stop"
+        )
     if not stop.asked or not stop.due(trainer.progress.batches):
         return False
+    if trainer.requeue or "requeue" in stop.reason:
+        requeue_job(trainer)
     if trainer.received_sigterm or "SIGTERM" in stop.reason:
         end_by_signal(trainer)
     trainer.should_stop = True

@@ -83,7 +83,7 @@ def send(trainer: Trainer, values: dict[str, torch.Tensor], step: int | None = N
             row = {"epoch": trainer.progress.epoch, **row}
             step = row_number(trainer)
     for logger in trainer.loggers:
-        logger.log_metrics(metrics=row, step=step)
+        logger.log_metrics(metrics=dict(row), step=step)
         logger.save()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arclight.fabric.environments import SLURMEnvironment
 from arclight.trainer.run import RunFolder
+from arclight.trainer.signals import requeue_checkpoint
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -39,8 +41,17 @@ def _chosen(trainer: Trainer, entry_point: str, choice: str | Path | None, fit_b
             f"You can pass `.{entry_point}(ckpt_path='best')` or `'last'`, or the model, to say which and silence this"
         )
         choice = "best"
+    if choice is None and entry_point == "fit" and SLURMEnvironment.detect():
+        choice = "hpc" if requeue_checkpoint(trainer) is not None else None
     if choice is None:
         return None
+    if choice == "hpc":
+        if (newest := requeue_checkpoint(trainer)) is None:
+            raise NoCheckpointError(
+                f'`.{entry_point}(ckpt_path="hpc")` is set but no HPC checkpoint was found in {trainer.default_root_dir}. '
+                f"Please pass an exact checkpoint path to `.{entry_point}(ckpt_path=...)`"
+            )
+        return newest
     if choice == "best":
         return _best(trainer, entry_point)
     if choice == "last":

@@ -114,6 +114,7 @@ def _tell_of(trainer: Trainer, error: BaseException) -> None:
         trainer.call_all("on_exception", error)
     if hasattr(trainer.datamodule, "on_exception"):
         trainer.datamodule.on_exception(error)
+    trainer.strategy.on_exception(error)
     for logger in trainer._loggers or []:
         logger.finalize("failed")
     watching.break_off(trainer)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
@@ -152,6 +153,11 @@ def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
     trainer.progress.load_state_dict(loops["progress"])
+    if trainer.max_epochs not in (-1, None) and trainer.progress.epoch > trainer.max_epochs:
+        raise MisconfigurationError(
+            f"You restored a checkpoint with current_epoch={trainer.progress.epoch}, but you have set "
+            f"Trainer(max_epochs={trainer.max_epochs}): raise it, or start afresh"
+        )
     trainer.metrics.callback = dict(loops.get("metrics", {}))
     if "rng" not in loops:
         trainer.notice(

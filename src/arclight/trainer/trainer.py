@@ -134,9 +134,9 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     def _reset(self) -> None:
         """The state before any run."""
         self.progress, self.window, self.state = Progress(), Window(), TrainerState()
-        self.should_stop = self.is_last_batch = self.received_sigterm = self.told_of_minimum = self.told_of_no_loss = (
-            False
-        )
+        self.should_stop = self.is_last_batch = self.received_sigterm = self.requeue = self.told_of_minimum = (
+            self.told_of_no_loss
+        ) = False
         self.optimizers = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.logged = self.training_values = LoggedValues("train")

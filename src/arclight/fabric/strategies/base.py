@@ -331,6 +331,9 @@ class Strategy:
 
     # -- collectives: with one process each is the identity --------------------------------------------------------
 
+    def on_exception(self, exception: BaseException) -> None:
+        """A run has failed; for strategies that hold something of it."""
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
 
