@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from arclight.cli.arguments import UsageError, read_recipe, recipe_parser
+from arclight.cli.own_module import named_module
 from arclight.cli.train import build_task, make_trainer, run_of
 
 
@@ -18,6 +19,10 @@ def test(arguments: list[str]) -> None:
 
 
 def evaluate(stage: str, arguments: list[str]) -> None:
+    if (own := named_module(arguments)) is not None:
+        from arclight.cli.own_run import own_run
+
+        return own_run(stage, own, arguments[1:])
     parser = recipe_parser(stage, f"Measure a checkpoint on the {'validation' if stage == 'validate' else stage} data.")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="PATH", help="a checkpoint; default: the newest beside a run's recipe.toml"
@@ -30,6 +35,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
     if options.json is not None and trainer.is_global_zero:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return None
 
 
 def newest_checkpoint(run: Path | None) -> Path:

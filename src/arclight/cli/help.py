@@ -14,7 +14,8 @@ from arclight.recipe import MISSING, Setting, explain
 INTRODUCTION = """
 A recipe is a .toml or .yaml file, my_runs.py:function or package.module:function. Every field below may also be
 typed, as in --trainer.max_epochs 3 or --task.optimizer.kind sgd; it then wins over the file. A list is typed 1,2 and
-the absence of a value none. A class of your own is kind = "package.module:Class".
+the absence of a value none. A class of your own is kind = "package.module:Class". A Module of your own needs no recipe:
+name it first, as package.module:Model --data package.module:Data; --help after it lists its arguments.
 """
 TYPE_WIDTH = 28
 """Space for the type and default of a field, in characters; longer ones push the explanation to the next line."""
@@ -23,18 +24,23 @@ TYPE_WIDTH = 28
 def recipe_help(parser: ArgumentParser, schema: type) -> str:
     """``parser``'s own options and the fields of ``schema``, as wide as the terminal."""
     width = min(shutil.get_terminal_size((120, 24)).columns, 130)
-    settings = explain(schema)
+    lines = [parser.format_help().rstrip(), "", *textwrap.wrap(INTRODUCTION, width)]
+    return "\n".join([*lines, *listing(explain(schema), width)])
+
+
+def listing(settings: list[Setting], width: int) -> list[str]:
+    """The settings table by table, each with its type, default and explanation."""
     fields = {setting.path: setting for setting in settings if not setting.path.endswith(".kind")}
     tables: dict[tuple[str, str], list[Setting]] = {}
     for setting in settings:
         tables.setdefault((setting.path.rpartition(".")[0], setting.kind), []).append(setting)
-    lines = [parser.format_help().rstrip(), "", *textwrap.wrap(INTRODUCTION, width)]
+    lines: list[str] = []
     for (table, kind), rows in tables.items():
         lines += ["", *heading(table, kind, fields.get(table), rows[0], width)]
         shown_rows = [row for row in rows if row.path != f"{table}.kind" and (row.path, "") not in tables]
         longest = max(len(row.path.rpartition(".")[2]) for row in shown_rows)
         lines += [line for row in shown_rows for line in described(row, longest, width)]
-    return "\n".join(lines)
+    return lines
 
 
 def heading(table: str, kind: str, field: Setting | None, first: Setting, width: int) -> list[str]:

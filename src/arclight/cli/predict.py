@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli.arguments import Parser
+from arclight.cli.own_module import named_module
 
 
 def predict(arguments: list[str]) -> None:
-    parser = Parser(prog="arclight predict", description="Find objects in images, folders, patterns and videos.")
+    if (own := named_module(arguments)) is not None:
+        from arclight.cli.own_run import own_run
+
+        return own_run("predict", own, arguments[1:])
+    parser = Parser(
+        prog="arclight predict",
+        description="Find objects in images, folders, patterns and videos; or, with package.module:Model first, let a module of your own predict.",
+    )
     parser.add_argument(
         "source", nargs="+", metavar="SOURCE", help="an image, a folder, a pattern such as 'a/*.jpg', or a video"
     )
@@ -43,6 +51,7 @@ def predict(arguments: list[str]) -> None:
     print(f"{len(found)} images, {sum(map(len, found.values()))} objects, {len(frames.skipped)} files skipped")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return None
 
 
 def summary(labels: list[str]) -> str:

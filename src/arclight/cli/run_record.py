@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.recipe import write
@@ -12,14 +13,16 @@ from arclight.trainer.run import write_atomically
 
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
-    from arclight.trainer import Module, Trainer
+    from arclight.trainer import Module, RunFolder, Trainer
 
 
 class RunRecord(Callback):
     """Writes recipe.toml and environment.json when the run starts, and log.txt while it goes on."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.text = write(recipe)  # now, so that a recipe which cannot be written stops the run before it starts
+    def __init__(self, recipe: Recipe | str) -> None:
+        self.text = (
+            recipe if isinstance(recipe, str) else write(recipe)
+        )  # now, so that a recipe which cannot be written stops the run before it starts
         self.handler: logging.Handler | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -27,10 +30,17 @@ class RunRecord(Callback):
         if not trainer.is_global_zero:
             return
         run = trainer.run_folder
-        write_atomically(run.recipe, f"# arclight train {run.recipe} repeats this run.\n\n{self.text}")
+        self.keep(run)
         run.write_environment(command=sys.argv)
         self.handler = run.log_handler()
         logging.getLogger("arclight").addHandler(self.handler)
+
+    def keep(self, run: RunFolder) -> None:
+        """Write the settings where the run keeps them."""
+        self.write(run.recipe, f"arclight train {run.recipe}")
+
+    def write(self, path: Path, command: str) -> None:
+        write_atomically(path, f"# {command} repeats this run.\n\n{self.text}")
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         if self.handler is not None:

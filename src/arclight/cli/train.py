@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import UsageError, read_recipe, recipe_parser
+from arclight.cli.own_module import named_module
 
 if TYPE_CHECKING:
+    from arclight.cli.own_module import OwnRun
     from arclight.cli.schema import Recipe
     from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
 
 
 def train(arguments: list[str]) -> None:
+    if (own := named_module(arguments)) is not None:
+        from arclight.cli.own_run import own_run
+
+        return own_run("train", own, arguments[1:])
     parser = recipe_parser("train", "Train as a recipe says, into a new run folder.")
     parser.add_argument(
         "--resume",
@@ -29,6 +35,11 @@ def train(arguments: list[str]) -> None:
     module, data = build_task(recipe)
     trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe), RunReport()], run_folder=folder)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return report_places(trainer)
+
+
+def report_places(trainer: Trainer) -> None:
+    """Say where the run, its best checkpoint and its report are."""
     if trainer.is_global_zero:
         print(f"\nThe run is in {trainer.run_folder.path}")
         if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
@@ -52,7 +63,7 @@ def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
     return module, data
 
 
-def make_trainer(recipe: Recipe, **objects: Any) -> Trainer:
+def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
     """A trainer as the recipe says, writing where the recipe says. Raises UsageError where its settings do not fit."""
     from arclight import Trainer
 
@@ -62,7 +73,7 @@ def make_trainer(recipe: Recipe, **objects: Any) -> Trainer:
         raise UsageError(f"trainer: {error}") from error
 
 
-def callbacks(recipe: Recipe) -> list[Callback]:
+def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
     """The callbacks that the recipe has settings for."""
     from arclight import LearningRateMonitor
 
@@ -70,8 +81,8 @@ def callbacks(recipe: Recipe) -> list[Callback]:
     return [LearningRateMonitor(), *(part.build() for part in parts)]
 
 
-def resume_from(place: str | None) -> tuple[RunFolder | None, str | Path | None]:
-    """The run folder to go on in (None for a new or the newest one) and the checkpoint to start from."""
+def resume_from(place: str | None, flag: str = "--resume") -> tuple[RunFolder | None, str | Path | None]:
+    """The run folder to go on in (None for a new or the newest one) and the checkpoint to start from, as ``flag`` says."""
     from arclight.checkpoint import find_last
     from arclight.trainer import RunFolder
 
@@ -81,10 +92,10 @@ def resume_from(place: str | None) -> tuple[RunFolder | None, str | Path | None]
     if (path / "checkpoints").is_dir():
         found = find_last(path / "checkpoints")
         if found is None:
-            raise UsageError(f"--resume: {path} has no checkpoint to go on from")
+            raise UsageError(f"{flag}: {path} has no checkpoint to go on from")
         return RunFolder.open(path), found
     if not path.is_dir():
-        raise UsageError(f"--resume: {path} is neither a run folder nor a checkpoint")
+        raise UsageError(f"{flag}: {path} is neither a run folder nor a checkpoint")
     inside_a_run = path.parent.name == "checkpoints"
     return (RunFolder.open(path.parent.parent) if inside_a_run else None), path
 

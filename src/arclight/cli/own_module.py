@@ -1,0 +1,241 @@
+"""A person's own module and data as a run: every argument of their constructors is a setting, typed as it is annotated.
+
+``arclight train package.module:Model --data package.module:Data --model.hidden 64 --config a.toml --config b.toml``: the
+files are laid over each other in the order named, the flags over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from arclight.cli.arguments import UsageError
+from arclight.recipe import MISSING, Imported, RecipeError, read, write
+from arclight.trainer.settings import EMA, Checkpointing, Stopping, TrainerSettings
+
+TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnRun:
+    """One run of a module of your own, completely described."""
+
+    model: Imported
+    """The module: kind = "package.module:Class" and the arguments of its constructor."""
+    data: Imported | None = None
+    """The data module, likewise; none where the module has loaders of its own."""
+    name: str | None = None
+    """What the run is called; its files lie in <root>/<name>/<number>/. None: as the module's class, in lower case."""
+    root: Path = Path("runs")
+    """Folder of all runs."""
+    seed: int = 0
+    """Seed of every random stream, from 0 to 2**32 - 1."""
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    """How long, how precisely and where to train."""
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    """Which checkpoints are kept."""
+    stopping: Stopping | None = None
+    """Stop early when a value no longer improves."""
+    ema: EMA | None = None
+    """Keep an exponential moving average of the weights and evaluate with it."""
+
+
+def named_module(arguments: Sequence[str]) -> type | None:
+    """The Module class that the first word names as ``package.module:Name``; None where it is anything else.
+
+    Raises UsageError where the word has that form, is no file, and names nothing.
+    """
+    if not arguments or not TARGET.fullmatch(arguments[0]) or arguments[0].partition(":")[0].endswith(".py"):
+        return None
+    if Path(arguments[0]).exists():
+        return None
+    found = imported(arguments[0])
+    if not isinstance(found, type):
+        return None
+    from arclight.trainer import Module
+
+    return found if issubclass(found, Module) else None
+
+
+def imported(target: str) -> Any:
+    """What ``package.module:Name`` names; the current folder is looked in too, after all that is installed."""
+    if not TARGET.fullmatch(target):
+        raise UsageError(f"{target} names no class: write package.module:Name")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    place, _, name = target.partition(":")
+    try:
+        module = importlib.import_module(place)
+    except ImportError as error:
+        raise UsageError(f"{target} cannot be imported: {error}") from error
+    if not hasattr(module, name):
+        raise UsageError(f"{target}: {place} has no {name}")
+    return getattr(module, name)
+
+
+def target_of(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def parameters(cls: type) -> dict[str, tuple[Any, Any]]:
+    """Name to (type, default) of what the constructor takes; Any where nothing is annotated, MISSING for no default."""
+    try:
+        hints = typing.get_type_hints(cls.__init__, include_extras=True)  # type: ignore[misc]
+    except NameError as error:
+        raise UsageError(
+            f"{target_of(cls)}: {error} where the constructor's arguments are annotated; import it outside TYPE_CHECKING"
+        ) from error
+    return {
+        p.name: (hints.get(p.name, Any), MISSING if p.default is p.empty else p.default)
+        for p in inspect.signature(cls).parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+
+
+def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> OwnRun:
+    """The run that ``options.config``, ``options.data`` and the flags describe. Raises UsageError with every problem."""
+    table: dict[str, Any] = {}
+    for path in options.config:
+        table = overlaid(table, load_config(path))
+    for name in ("model", "data"):
+        if isinstance(table.get(name), str):
+            table[name] = {"kind": table[name]}
+    settings = table.setdefault("model", {})
+    if isinstance(settings, dict):
+        if "kind" in settings and imported(str(settings["kind"])) is not model:
+            raise UsageError(f"--config is for model.kind = {settings['kind']}, not for {target_of(model)}")
+        settings["kind"] = target_of(model)
+    data = data_class(options, table)
+    if data is None and ("data" in table or any(word.startswith("--data.") for word in flags)):
+        raise UsageError("the data has settings but no class: name it with --data package.module:Class")
+    hints = {"trainer": typing.get_type_hints(TrainerSettings)}
+    for name, cls in (("model", model), ("data", data)):
+        if cls is not None:
+            hints[name] = {argument: hint for argument, (hint, _) in parameters(cls).items()}
+    rest = numbers_before_text(flags, hints, table)
+    try:
+        run = read(OwnRun, table, rest)
+    except RecipeError as error:
+        if len(error.problems) == 1:
+            raise
+        lines = "".join(f"\n  {problem}" for problem in error.problems)
+        raise UsageError(f"{target_of(model)} cannot be run:{lines}") from error
+    if run.model.target != target_of(model):
+        raise UsageError(f"--model.kind is {run.model.target}, but {target_of(model)} was named first")
+    return run
+
+
+def data_class(options: argparse.Namespace, table: dict[str, Any]) -> type | None:
+    """The class of the data, named by ``--data`` or else by a file, noted in ``table``.
+
+    Another one than the file's takes none of the file's settings.
+    """
+    from arclight.trainer import DataModule
+
+    settings = table.get("data")
+    before = settings.get("kind") if isinstance(settings, dict) else None
+    target = options.data if options.data is not None else before
+    if target is None:
+        return None
+    found = imported(str(target))
+    if not isinstance(found, type) or not issubclass(found, DataModule):
+        raise UsageError(f"--data: {target} is not a subclass of arclight.DataModule")
+    same = before is None or imported(str(before)) is found
+    table["data"] = {**(settings if isinstance(settings, dict) and same else {}), "kind": target_of(found)}
+    return found
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--config: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``, table by table; a table of another kind replaces the one below."""
+    both = dict(below)
+    for name, value in above.items():
+        under = below.get(name)
+        if isinstance(value, Mapping) and isinstance(under, Mapping):
+            same = "kind" not in value or "kind" not in under or value["kind"] == under["kind"]
+            both[name] = overlaid(under, value) if same else dict(value)
+        else:
+            both[name] = value
+    return both
+
+
+def numbers_before_text(flags: Sequence[str], hints: Mapping[str, Any], table: dict[str, Any]) -> list[str]:
+    """Flags without those of a type such as ``int | str`` that say a number: these go to ``table``, as numbers.
+
+    A recipe takes what is typed for such a type as text, since all that is typed is text; a person who types 5 means 5.
+    """
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+    rest, words = [], list(flags)
+    while words:
+        flag, equals, text = words.pop(0).partition("=")
+        spelled = [f"{flag}{equals}{text}"]
+        if not equals and words and not words[0].startswith("--"):
+            text = words.pop(0)
+            spelled.append(text)
+        place, _, name = flag.removeprefix("--").partition(".")
+        hint = hints.get(place, {}).get(name)
+        if str in typing.get_args(hint):
+            with contextlib.suppress(tomllib.TOMLDecodeError, ValidationError, PydanticUserError):
+                value = tomllib.loads(f"x = {text}")["x"]
+                if isinstance(value, int | float):
+                    TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+                    above = table.setdefault(place, {})
+                    above[name] = value
+                    continue
+        rest += spelled
+    return rest
+
+
+def config_text(run: OwnRun) -> str:
+    """The run as TOML that ``--config`` reads back, defaults of the constructors included."""
+    return write(
+        dataclasses.replace(run, model=completed(run.model), data=run.data and completed(run.data)),
+    )
+
+
+def completed(made: Imported) -> Imported:
+    """``made`` with the defaults that it leaves out, where they are data that reads back as the same value."""
+    cls, arguments = imported(made.target), {}
+    given = {name: value.value if isinstance(value, Enum) else value for name, value in made.arguments.items()}
+    for name, (_, default) in parameters(cls).items():
+        if name in given:
+            arguments[name] = given[name]
+        elif default is not MISSING:
+            plain = default.value if isinstance(default, Enum) else default
+            with contextlib.suppress(RecipeError):
+                table = tomllib.loads(write(Imported(target=made.target, arguments={**given, name: plain})))
+                table.pop("kind")
+                if read(cls, table).arguments[name] == default:
+                    arguments[name] = plain
+    return Imported(target=made.target, arguments=arguments)
+
+
+def argument_docs(cls: type) -> dict[str, str]:
+    """The first line that the docstrings of the class and its constructor say about each argument."""
+    text = "\n".join(inspect.getdoc(part) or "" for part in (cls, cls.__init__))  # type: ignore[misc]
+    docs = {}
+    for name in parameters(cls):
+        said = re.search(rf"^\s*(?::param\s+)?(?:\w+\s+)?`*{name}`*\s*(?:\([^)\n]*\))?:\s+(\S.*)$", text, re.MULTILINE)
+        docs[name] = said.group(1).strip() if said else ""
+    return docs
