@@ -54,12 +54,14 @@ def run(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 def whole(tmp_path: Path) -> dict[str, torch.Tensor]:
     (tmp_path / "whole").mkdir()
     run(tmp_path / "whole").check_returncode()
-    weights: dict[str, torch.Tensor] = torch.load(tmp_path / "whole" / "end.pt")
+    weights: dict[str, torch.Tensor] = torch.load(tmp_path / "whole" / "end.pt", weights_only=True)
     return weights
 
 
 def same(folder: Path, whole: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(value, whole[name]) for name, value in torch.load(folder / "end.pt").items())
+    return all(
+        torch.equal(value, whole[name]) for name, value in torch.load(folder / "end.pt", weights_only=True).items()
+    )
 
 
 def test_sigterm_saves_ends_with_143_and_the_run_goes_on_to_the_same_bits(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from arclight import checkpoint as checkpoints
 from arclight.fabric.strategies import Strategy
+from arclight.trainer.fabric_checkpoint import save_file
 
 _RENAMED = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
 _POSITION = ("progress", "logged", "metrics", "precision", "rng", "window", "data")
@@ -77,21 +75,7 @@ class TorchCheckpointIO(CheckpointIO):
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
                 "`TorchCheckpointIO`: implement your own `CheckpointIO` and pass it as Trainer(plugins=...)"
             )
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except OSError as error:
-            raise checkpoints.CheckpointError(
-                f"could not write {target}: {error}; what was there before is unharmed"
-            ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_file(checkpoint, Path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ class StateIO:
         if storage_options is not None:
             raise TypeError("storage_options belong to a checkpoint IO of your own: pass one as Fabric(plugins=...)")
         if Path(path).suffix in _FILES:
-            _save_file(checkpoint, Path(path))
+            save_file(checkpoint, Path(path))
         else:
             checkpoints.save(path, checkpoint)
 
@@ -44,13 +43,14 @@ class StateIO:
             return checkpoints.load(path, map_location=map_location or "cpu")
         if path.suffix == ".safetensors":
             return checkpoints.load_weights(path)
-        return _load_file(path, map_location or "cpu")
+        return checkpoints.read_pickled(path, map_location or "cpu")
 
     def remove_checkpoint(self, path: str | Path) -> None:
         checkpoints.remove(path)
 
 
-def _save_file(state: dict[str, Any], path: Path) -> None:
+def save_file(state: dict[str, Any], path: Path) -> None:
+    """One file of ``torch.save`` that needs no unpickling. Raises CheckpointError, and leaves what was there, where that cannot be."""
     if path.is_dir():
         raise checkpoints.CheckpointError(f"{path} is a folder, which one file cannot replace: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def _save_file(state: dict[str, Any], path: Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        _load_file(temporary, "cpu")  # maps the file, so that this reads no tensor
+        checkpoints.read_pickled(temporary)  # maps the file, so that this reads no tensor
         os.replace(temporary, path)
     except OSError as error:
         raise checkpoints.CheckpointError(
@@ -68,17 +68,3 @@ def _save_file(state: dict[str, Any], path: Path) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _load_file(path: Path, map_location: Any) -> Any:
-    try:
-        return torch.load(path, map_location=map_location, weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise checkpoints.CheckpointError(
-            f"{path} holds objects that only unpickling could restore, and unpickling runs code from the file: save plain "
-            "numbers, text and tensors (state dicts) instead"
-        ) from error
-    except RuntimeError as error:
-        raise checkpoints.CheckpointError(
-            f"{path} is damaged or not a file of torch.save ({str(error).splitlines()[0]}): fetch or write it again"
-        ) from error
