@@ -260,6 +260,7 @@ def test_every_mistake_is_told_at_once(own: Path, typed: Typed) -> None:
         ),
         (f"train {NAMED} --model.hidden 0", "model: hidden must be positive"),
         ("train own_line:Line --model.hidden 3 --model.lr", "--model.lr needs a value"),
+        ("train own_line:Line --config wrong.toml --model.limit 5", "--config: model must be a table of settings"),
         ("train own_line:Plain", "own_line:Plain must return a Recipe, it returned <own_line.Plain"),
         (
             f"validate {NAMED} --model.hidden 3 --ckpt_path last",
@@ -268,6 +269,7 @@ def test_every_mistake_is_told_at_once(own: Path, typed: Typed) -> None:
     ],
 )
 def test_a_mistake_is_told_plainly(own: Path, typed: Typed, line: str, said: str) -> None:
+    Path("wrong.toml").write_text("model = 3")
     Path("other.toml").write_text('[model]\nkind = "own_line:Points"\n')
     status, _, err = typed(line)
     assert status == 2, err

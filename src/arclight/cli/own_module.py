@@ -114,11 +114,12 @@ def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> 
     for name in ("model", "data"):
         if isinstance(table.get(name), str):
             table[name] = {"kind": table[name]}
+    if wrong := [name for name in ("model", "data", "trainer") if not isinstance(table.get(name, {}), dict)]:
+        raise UsageError(f"--config: {', '.join(wrong)} must be a table of settings")
     settings = table.setdefault("model", {})
-    if isinstance(settings, dict):
-        if "kind" in settings and imported(str(settings["kind"])) is not model:
-            raise UsageError(f"--config is for model.kind = {settings['kind']}, not for {target_of(model)}")
-        settings["kind"] = target_of(model)
+    if "kind" in settings and imported(str(settings["kind"])) is not model:
+        raise UsageError(f"--config is for model.kind = {settings['kind']}, not for {target_of(model)}")
+    settings["kind"] = target_of(model)
     data = data_class(options, table)
     if data is None and ("data" in table or any(word.startswith("--data.") for word in flags)):
         raise UsageError("the data has settings but no class: name it with --data package.module:Class")
