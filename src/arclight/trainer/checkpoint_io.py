@@ -89,11 +89,17 @@ class TorchCheckpointIO(CheckpointIO):
         checkpoints.remove(path)
 
 
+_OURS = {*_RENAMED.values(), *_POSITION}
+
+
 def to_tree(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a checkpoint folder: what says how far training is lies beside the weights, not below ``loops``."""
+    """The entries of a checkpoint folder: what says how far training is lies beside the weights, not below ``loops``.
+
+    What a user's hook added under one of these names gets another.
+    """
     loops = checkpoint.get("loops", {})
     tree = {
-        _RENAMED.get(key, key): value
+        f"user_{key}" if key in _OURS else _RENAMED.get(key, key): value
         for key, value in checkpoint.items()
         if key not in ("loops", "epoch", "global_step")
     }
@@ -102,7 +108,7 @@ def to_tree(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def from_tree(tree: dict[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`to_tree`."""
-    back = {new: old for old, new in _RENAMED.items()}
+    back = {new: old for old, new in _RENAMED.items()} | {f"user_{key}": key for key in _OURS}
     checkpoint = {back.get(key, key): value for key, value in tree.items() if key not in _POSITION}
     checkpoint["loops"] = {key: tree[key] for key in _POSITION if key in tree}
     progress = tree.get("progress", {})

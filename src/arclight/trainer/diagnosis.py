@@ -37,12 +37,17 @@ def diagnose(trainer: Trainer) -> str:
         return ""
     last = trainer.progress.batches
     saved = trainer.checkpoint_io.load_checkpoint(checkpoint)
+    if "optimizer_states" not in saved:
+        return ""
     if last - saved["loops"]["progress"]["batches"] > MOST:
         return f"run from {checkpoint} with log_every_n_steps=1 to find the first such step"
-    state.load_weights(module, saved["state_dict"])
-    state.restore(trainer, saved)
-    dataloading.restore_position(trainer)
-    found = _replay(trainer, module, last)
+    try:
+        state.load_weights(module, saved["state_dict"])
+        state.restore(trainer, saved)
+        dataloading.restore_position(trainer)
+        found = _replay(trainer, module, last)
+    except Exception as error:  # whatever it is, the user is to hear of the loss first
+        return f"running on from {checkpoint} to find where it began ended with {type(error).__name__}: {error}"
     return (
         f"{found}; {checkpoint} is from before" if found else f"running on from {checkpoint}, it did not happen again"
     )
@@ -76,7 +81,7 @@ def _replay(trainer: Trainer, module: Module, last: int) -> str:
 
     step, move, progress = build_step(trainer, module, watched), batch_transfer(trainer, module), trainer.progress
     while progress.batches < last:
-        start = progress.batch
+        start, before = progress.batch, progress.batches
         for index, batch in enumerate(trainer.train_batches(progress.epoch, start), start):
             batch = move(batch) if move is not None else batch
             trainer.logged.batch.set(batch)
@@ -87,6 +92,8 @@ def _replay(trainer: Trainer, module: Module, last: int) -> str:
                 return _sentence(trainer, *seen[0])
             if progress.batches >= last:
                 break
+        if progress.batches == before:
+            return ""  # data that can be read only once
         progress.next_epoch()
     return ""
 

@@ -18,6 +18,7 @@ from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.dataloading import StageData
 from arclight.trainer.hooks import Hook, callback_hooks, logging_as, overridden
 from arclight.trainer.module import Module
+from arclight.trainer.states import TrainerFn
 from arclight.trainer.prediction import Predictions
 from arclight.trainer.profilers.watching import watch_items, watch_strategy, watch_transfer
 from arclight.trainer.signatures import check_loader_index, note_iterator, takes, takes_iterator
@@ -215,6 +216,8 @@ def _outputs(
         trainer.enter(f"{hook}_step")
         output = calls.step(batch, *((index, *which) if calls.takes_index else which))
         trainer.eval_batch += 1
+        if trainer.received_sigterm and trainer.state.fn != TrainerFn.FITTING:
+            raise SIGTERMException  # there is nothing to save
         if calls.end:
             trainer.enter(f"on_{hook}_batch_end")
             for function in calls.end:

@@ -167,5 +167,7 @@ def estimated_steps(trainer: Trainer) -> Count:
     """Optimizer steps of the whole fit; infinity where neither limit nor length is known."""
     if trainer.max_epochs == -1 or trainer.num_training_batches == math.inf:
         return trainer.max_steps if trainer.max_steps != -1 else math.inf
-    steps: Count = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches) * trainer.max_epochs
+    batches, window, epochs = trainer.num_training_batches, trainer.accumulate_grad_batches, trainer.max_epochs
+    spans = trainer.conventions.windows_span_epochs
+    steps: Count = math.ceil(batches * epochs / window) if spans else math.ceil(batches / window) * epochs
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)

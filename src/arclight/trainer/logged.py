@@ -216,11 +216,11 @@ class Entry:
         self.total, self.weight, self.last, self.weights = (
             state["total"],
             state["weight"],
-            state["last"],
+            None if state["last"] is None else state["last"].clone(),  # read from a file, it counts as changed in place
             list(state["weights"]),
         )
         self.folded = state["folded"]
-        self.pending = list(state["pending"].unbind()) if state["pending"] is not None else []
+        self.pending = list(state["pending"].clone().unbind()) if state["pending"] is not None else []
         if self.settings.metric_attribute is not None:
             self.metric = restore_metric(module, self.settings.metric_attribute, state["metric"])
 

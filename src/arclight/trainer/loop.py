@@ -118,9 +118,16 @@ def finished(trainer: Trainer) -> bool:
 
 
 def agree_on_stop(trainer: Trainer) -> None:
-    """At a moment that all ranks reach: if one of them was told to stop, all are. A collective where there are several."""
-    if trainer.world_size > 1:
-        trainer.should_stop = trainer.strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+    """At a moment that all ranks reach: if one of them was told to stop, all are. A collective where there are several.
+
+    A signal that came in between is acted on.
+    """
+    told = trainer.strategy.all_gather_object((trainer.should_stop, trainer.requeue, trainer.received_sigterm))
+    trainer.should_stop, trainer.requeue, trainer.received_sigterm = (any(flags) for flags in zip(*told, strict=True))
+    if trainer.requeue:
+        requeue_job(trainer)
+    if trainer.received_sigterm:
+        end_by_signal(trainer)
 
 
 def stops_here(trainer: Trainer) -> bool:
@@ -176,7 +183,8 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
                 raise
             complete = True  # the step asked its iterator for more than there was
     reporting.check_finite(trainer)
-    if complete and trainer.window.count and progress.epoch + 1 == trainer.max_epochs and trainer.close_window:
+    ends = not trainer.conventions.windows_span_epochs or progress.epoch + 1 == trainer.max_epochs
+    if complete and ends and trainer.window.count and trainer.close_window:
         trainer.close_window()  # the last batch was not known to be the last
     if complete and trainer.validates_when_epoch_is_over():
         validate_during_fit(trainer, module)
@@ -211,6 +219,8 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         if batch_start:
             enter("on_train_batch_start")
             if -1 in [hook(batch, index) for hook in batch_start]:
+                if not trainer.conventions.windows_span_epochs:
+                    trainer.window.count = 0
                 break  # a hook asked to skip the rest of this epoch
             enter("training_step")
         output = step(batch, index)

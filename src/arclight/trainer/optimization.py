@@ -278,7 +278,8 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
     parts = step_parts(trainer, module, optimizer, zero_first=True)
     windows, managed = _Windows(trainer, optimizer), trainer.managed_optimizers[0]
     managed.actions = (windows.end, *_before_step(trainer, module, optimizer))
-    managed.count = partial(_count, trainer.progress)
+    stepped: list[ManagedOptimizer] = []
+    managed.count = partial(stepped.append, managed)
     repeats = isinstance(optimizer, torch.optim.LBFGS)
     optimizer_step = watch_module(trainer, module, "optimizer_step", module.optimizer_step)
 
@@ -318,19 +319,30 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
             with trainer.strategy.accumulating(trainer.step_module or module):
                 closure()
             return output
-        steps = trainer.progress.global_step
-        optimizer_step(trainer.progress.epoch, index, managed, closure)
+        module.optimizer_step(trainer.progress.epoch, index, managed, closure)
         trainer.window.count = 0
-        if trainer.progress.global_step > steps and not ran:
+        if stepped and not ran:
             raise MisconfigurationError(
                 "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step` hook? It could "
                 "also happen because the optimizer's `step(closure)` does not run it: then call it before"
             )
-        if trainer.progress.global_step > steps:
-            for action in parts.after_step:
-                action()
+        counted()
         return output
 
+    def counted() -> None:
+        """What follows an update; it counts only now, so that hooks and schedules see the number of the one before."""
+        if stepped:
+            for action in parts.after_step:
+                action()
+            trainer.progress.global_step += len(stepped) if trainer.conventions.count_optimizer_steps else 1
+            stepped.clear()
+
+    def close() -> None:
+        module.optimizer_step(trainer.progress.epoch, trainer.progress.batch - 1, managed, lambda: None)
+        trainer.window.count = 0
+        counted()
+
+    trainer.close_window = close
     return step
 
 

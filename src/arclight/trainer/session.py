@@ -239,6 +239,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     limits.resolve_length(trainer)
     trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
     trainer.told_of_no_loss, trainer.validated_time = False, None
+    trainer.received_sigterm = trainer.requeue = False
     trainer.data, trainer.num_training_batches, trainer.loader_state = {}, math.inf, {}
     trainer.batch_iterator, trainer.rng_before_validation = None, None
     trainer.logged = trainer.training_values

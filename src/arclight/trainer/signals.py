@@ -102,7 +102,11 @@ def end_by_signal(trainer: Trainer) -> None:
 
     path = checkpoint_folder(trainer)
     if path is not None:
-        path = path / f"epoch={trainer.current_epoch}-step={trainer.global_step}{trainer.checkpoint_io.suffix}"
+        suffix = trainer.checkpoint_io.suffix
+        name = f"epoch={trainer.current_epoch}-step={trainer.global_step}"
+        if suffix and (keeps := next((c for c in trainer.checkpoint_callbacks if getattr(c, "save_last", None)), None)):
+            name = keeps.CHECKPOINT_NAME_LAST  # one file that ckpt_path="last" finds
+        path = path / f"{name}{suffix}"
         state.save(trainer, path)
         trainer.notice(f"SIGTERM: saved {path} and ending; ckpt_path={str(path)!r} goes on from there")
     raise SIGTERMException
