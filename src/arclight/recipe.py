@@ -231,7 +231,7 @@ def _spellings(hint: Any, text: str) -> Iterator[Any]:
             return float(part)  # .5 is a number to people, though not to TOML
         return part
 
-    yield from (value(text), text) if hint is Any else (text, value(text))
+    yield from (value(text), text) if hint is Any or {int, float} & {*typing.get_args(hint)} else (text, value(text))
     if not text.startswith("["):
         parts = [part.strip() for part in text.split(",")]
         yield from (parts, [value(part) for part in parts])

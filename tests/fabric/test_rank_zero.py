@@ -15,6 +15,7 @@ from arclight.fabric.rank_zero import known_rank, rank_zero_only, rank_zero_warn
 def nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(rank_zero_only, "_rank", None)  # whatever a test before has fixed it to
 
 
 def test_a_process_alone_is_rank_zero_and_others_keep_silent(monkeypatch: pytest.MonkeyPatch) -> None:

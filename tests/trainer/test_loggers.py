@@ -236,13 +236,13 @@ def test_files_may_lie_in_any_store() -> None:
 
 
 def test_fabrics_loggers_take_the_parent_of_all_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = fabric_loggers.CSVLogger(root_dir=tmp_path, name="x", flush_logs_every_n_steps=2)
+    rows = fabric_loggers.FabricCSVLogger(root_dir=tmp_path, name="x", flush_logs_every_n_steps=2)
     assert (rows.root_dir, rows.log_dir) == (str(tmp_path), str(tmp_path / "x" / "version_0"))
     rows.log_metrics({"a": 1})
     assert not (tmp_path / "x").exists()
     rows.log_metrics({"a": 2})
     assert read_metrics(Path(rows.log_dir) / "metrics.csv")["a"] == [(0, 1.0), (1, 2.0)]
-    board = fabric_loggers.TensorBoardLogger(tmp_path, "x", sub_dir="s")
+    board = fabric_loggers.FabricTensorBoardLogger(tmp_path, "x", sub_dir="s")
     assert (board.root_dir, board.log_dir) == (str(tmp_path), str(tmp_path / "x" / "version_1" / "s"))
     board.log_graph(torch.nn.Linear(2, 1), torch.zeros(1, 2))
     board.finalize("success")

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 
 from arclight.data.combined import Count
+from arclight.fabric.errors import SIGTERMException
 from arclight.fabric.seeding import rng_state
 from arclight.trainer import dataloading, limits, reporting
 from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.dataloading import StageData
 from arclight.trainer.hooks import Hook, callback_hooks, logging_as, overridden
 from arclight.trainer.module import Module
-from arclight.trainer.states import TrainerFn
 from arclight.trainer.prediction import Predictions
 from arclight.trainer.profilers.watching import watch_items, watch_strategy, watch_transfer
 from arclight.trainer.signatures import check_loader_index, note_iterator, takes, takes_iterator
+from arclight.trainer.states import TrainerFn
 from arclight.trainer.transfer import batch_transfer
 
 if TYPE_CHECKING:

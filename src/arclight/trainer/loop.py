@@ -117,6 +117,12 @@ def finished(trainer: Trainer) -> bool:
     return trainer.should_stop and may_stop(trainer)
 
 
+def drop_window(trainer: Trainer) -> None:
+    """Forget an accumulation window whose epoch was cut short, where windows end with epochs."""
+    if not trainer.conventions.windows_span_epochs:
+        trainer.window.count = 0
+
+
 def agree_on_stop(trainer: Trainer) -> None:
     """At a moment that all ranks reach: if one of them was told to stop, all are. A collective where there are several.
 
@@ -219,15 +225,13 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         if batch_start:
             enter("on_train_batch_start")
             if -1 in [hook(batch, index) for hook in batch_start]:
-                if not trainer.conventions.windows_span_epochs:
-                    trainer.window.count = 0
+                drop_window(trainer)
                 break  # a hook asked to skip the rest of this epoch
             enter("training_step")
         output = step(batch, index)
         progress.batch, progress.batches = index + 1, progress.batches + 1
         samples, tokens = counts_of(batch)
-        progress.samples += samples
-        progress.tokens += tokens
+        progress.samples, progress.tokens = progress.samples + samples, progress.tokens + tokens
         if progress.batch == total:
             scheduled = True
             for scheduler_step in plan.epoch_schedulers:

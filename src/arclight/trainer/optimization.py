@@ -319,31 +319,33 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
             with trainer.strategy.accumulating(trainer.step_module or module):
                 closure()
             return output
-        module.optimizer_step(trainer.progress.epoch, index, managed, closure)
+        optimizer_step(trainer.progress.epoch, index, managed, closure)
         trainer.window.count = 0
-        if stepped and not ran:
-            raise MisconfigurationError(
-                "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step` hook? It could "
-                "also happen because the optimizer's `step(closure)` does not run it: then call it before"
-            )
-        counted()
+        _after_closure(trainer, parts, stepped, ran)
         return output
 
-    def counted() -> None:
-        """What follows an update; it counts only now, so that hooks and schedules see the number of the one before."""
-        if stepped:
-            for action in parts.after_step:
-                action()
-            trainer.progress.global_step += len(stepped) if trainer.conventions.count_optimizer_steps else 1
-            stepped.clear()
-
     def close() -> None:
-        module.optimizer_step(trainer.progress.epoch, trainer.progress.batch - 1, managed, lambda: None)
+        optimizer_step(trainer.progress.epoch, trainer.progress.batch - 1, managed, lambda: None)
         trainer.window.count = 0
-        counted()
+        _after_closure(trainer, parts, stepped, True)
 
     trainer.close_window = close
     return step
+
+
+def _after_closure(trainer: Trainer, parts: Any, stepped: list[ManagedOptimizer], ran: bool) -> None:
+    """What follows an update; it counts only now, so that hooks and schedules see the number of the one before."""
+    if not stepped:
+        return
+    if not ran:
+        raise MisconfigurationError(
+            "The closure hasn't been executed. HINT: did you call `optimizer_closure()` in your `optimizer_step` hook? It could "
+            "also happen because the optimizer's `step(closure)` does not run it: then call it before"
+        )
+    for action in parts.after_step:
+        action()
+    trainer.progress.global_step += len(stepped) if trainer.conventions.count_optimizer_steps else 1
+    stepped.clear()
 
 
 def _count(progress: Any) -> None:

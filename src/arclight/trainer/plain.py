@@ -7,7 +7,7 @@ import importlib
 import sys
 from argparse import Namespace
 from enum import Enum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, Enum):
         return {"enum": _place(type(value)), "name": value.name}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        fields = {n: {"path": str(v)} if isinstance(v, PurePath) else encode(v) for n, v in given.items()}
         return {"dataclass": _place(type(value)), "fields": fields}
     if is_omegaconf(value):
         from omegaconf import OmegaConf
@@ -65,6 +66,8 @@ def decode(value: Any) -> Any:
             return cls(**{key: decode(item) for key, item in value["fields"].items() if key in known})
         if value.keys() == {"enum", "name"}:
             return _find(value["enum"], lambda cls: issubclass(cls, Enum))[value["name"]]
+        if value.keys() == {"path"} and isinstance(value["path"], str):
+            return Path(value["path"])
         if value.keys() == {"omegaconf"}:
             from arclight.fabric.extras import require
 

@@ -56,12 +56,16 @@ _TRAINER: _Rows = (
     ("pytorch.loggers pytorch.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "CSVLogger"),
     ("pytorch.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "ExperimentWriter"),
     ("fabric.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "_ExperimentWriter=ExperimentWriter"),
-    ("fabric.loggers fabric.loggers.csv_logs", f"{_LOGGERS}.fabric_loggers", "CSVLogger"),
+    ("fabric.loggers fabric.loggers.csv_logs", f"{_LOGGERS}.fabric_loggers", "CSVLogger=FabricCSVLogger"),
     ("pytorch.loggers pytorch.loggers.mlflow", f"{_LOGGERS}.mlflow_logger", "MLFlowLogger"),
     ("pytorch.loggers.mlflow", f"{_LOGGERS}.mlflow_logger", "_get_resolve_tags"),
     ("pytorch.loggers.neptune", f"{_LOGGERS}.neptune_logger", "NeptuneLogger"),
     ("pytorch.loggers pytorch.loggers.tensorboard", f"{_LOGGERS}.tensorboard_logger", "TensorBoardLogger"),
-    ("fabric.loggers fabric.loggers.tensorboard", f"{_LOGGERS}.fabric_loggers", "TensorBoardLogger"),
+    (
+        "fabric.loggers fabric.loggers.tensorboard",
+        f"{_LOGGERS}.fabric_loggers",
+        "TensorBoardLogger=FabricTensorBoardLogger",
+    ),
     (
         "pytorch.loggers.utilities",
         f"{_LOGGERS}.artifacts",

@@ -22,7 +22,7 @@ class _Rooted(FolderLogger):
         return os.path.join(self.save_dir, self.name)
 
 
-class CSVLogger(_Rooted, csv_logger.CSVLogger):
+class FabricCSVLogger(_Rooted, csv_logger.CSVLogger):
     """``root_dir/name/version_<version>/metrics.csv``; rows are written every ``flush_logs_every_n_steps`` rows."""
 
     def __init__(
@@ -36,7 +36,7 @@ class CSVLogger(_Rooted, csv_logger.CSVLogger):
         super().__init__(root_dir, name, version, prefix, flush_logs_every_n_steps)
 
 
-class TensorBoardLogger(_Rooted, tensorboard_logger.TensorBoardLogger):
+class FabricTensorBoardLogger(_Rooted, tensorboard_logger.TensorBoardLogger):
     """Event files in ``root_dir/name/version_<version>[/sub_dir]``; ``log_graph`` is a method that always writes."""
 
     def __init__(
