@@ -273,7 +273,8 @@ def main() -> None:
         "cpu_ten_logs_bar_over_raw": statistics.median(ratio["Trainer, 10 logged values, bar"]),
         "cpu_fabric_over_raw": statistics.median(ratio["Fabric"]),
         "fit_fixed_milliseconds": set_up_milliseconds(runs["Trainer"]) - set_up_milliseconds(raw),
-        "import_over_torch": import_seconds("arclight, torch; arclight.Trainer") / import_seconds("torch"),
+        "import_over_torch": import_seconds("arclight, torch") / import_seconds("torch"),
+        "import_trainer_over_torch": import_seconds("arclight, torch; arclight.Trainer") / import_seconds("torch"),
         "async_save_blocked_over_torch_save": blocked_by_saving(50 if options.quick else 500),
     }
     if "Lightning" in runs:
