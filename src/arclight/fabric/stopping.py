@@ -92,11 +92,6 @@ class StopSignal:
             raise TimeoutError(f"a stop was asked for ({self.reason or 'no reason given'}), but {self._silent()}")
         return self._agreed is not None and position >= self._agreed
 
-    @property
-    def agreed(self) -> int | None:
-        """The position where all ranks stop, once they agree on one."""
-        return self._agreed
-
     def _silent(self) -> str:
         if self._lost:
             return f"the other ranks are out of reach: {self._lost}"

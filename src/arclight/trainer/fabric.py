@@ -65,7 +65,6 @@ class Fabric(FabricProcesses):
             list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] * (callbacks is not None)
         )
         self._loggers = list(loggers) if isinstance(loggers, (list, tuple)) else [loggers] * (loggers is not None)
-        self._models_setup = 0
         self._launched = False
         if started_by_command_line():
             if type(self).run is not FabricProcesses.run:
@@ -125,7 +124,6 @@ class Fabric(FabricProcesses):
     def _wrap_module(self, prepared: nn.Module, bare: nn.Module, how: Any) -> FabricModule:
         if how is not None:
             prepared = compiled_again(prepared, how)
-        self._models_setup += 1
         if hasattr(bare, "_fabric"):  # an arclight.Module: what it logs or gathers goes through this object
             bare._fabric = self  # type: ignore[assignment]
             if bare not in self._callbacks:

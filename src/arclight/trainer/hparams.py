@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import nn
 
 from arclight.fabric.rank_zero import rank_zero_warn
@@ -239,25 +241,31 @@ def given_hyperparameters(arguments: dict[str, Any]) -> Iterator[None]:
 
 
 def hyperparameters_to_log(*owners: Any) -> dict[str, Any] | None:
-    """What loggers get of a module and its data module; None where neither asked for it.
+    """What loggers get of a module and its data module, as it was when saved; None where neither asked for it.
 
     Raises RuntimeError where both have a name with different values.
     """
-    asked = [dict(o.hparams_initial) for o in owners if isinstance(o, HyperparametersMixin) and o._log_hyperparams]
+    asked = [owner for owner in owners if getattr(owner, "_log_hyperparams", False)]
     merged: dict[str, Any] = {}
-    for values in asked:
-        differing = [name for name in values if name in merged and not _same(merged[name], values[name])]
+    for owner in asked:
+        given = {name: value for name, value in owner.hparams_initial.items() if name != "_class_path"}
+        differing = [name for name in given if name in merged and not _same(merged[name], given[name])]
         if differing:
             raise RuntimeError(
-                f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
-                "LightningDataModule's hparams but have different values."
+                f"Error while merging hparams: the keys {differing} are present in both the module's and the data module's "
+                "hparams, with different values; rename one, leave it out with save_hyperparameters(ignore=...), or pass "
+                "logger=False to one of them"
             )
-        merged |= values
+        merged |= given
     return merged if asked else None
 
 
 def _same(left: Any, right: Any) -> bool:
-    return type(left) is type(right) and bool(left == right)
+    if left is right:
+        return True
+    if type(left) is not type(right) or isinstance(left, torch.Tensor):
+        return False
+    return bool(np.array_equal(left, right) if isinstance(left, np.ndarray) else left == right)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

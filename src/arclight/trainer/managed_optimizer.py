@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
@@ -39,8 +38,9 @@ class ManagedOptimizer:
             raise MisconfigurationError(
                 f"When `optimizer.step(closure)` is called, the closure should be a function, got {type(closure).__name__}"
             )
-        scaler = self._trainer.precision_plugin.scaler if self._trainer is not None else None
-        result = self._plain(closure, kwargs) if scaler is None else self._scaled(scaler, closure, kwargs)
+        precision = self._trainer.precision_plugin if self._trainer is not None else None
+        scaled = precision is not None and precision.scaler is not None
+        result = self._scaled(precision, closure, kwargs) if scaled else self._plain(closure, kwargs)
         self.count()
         return result
 
@@ -53,11 +53,7 @@ class ManagedOptimizer:
 
         return self._optimizer.step(closure=run, **kwargs)
 
-    def _scaled(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        if isinstance(self._optimizer, torch.optim.LBFGS):
-            raise MisconfigurationError(
-                "AMP and the LBFGS optimizer are not compatible: it runs the closure several times per step; use 32-true or bf16-mixed"
-            )
+    def _scaled(self, precision: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         result = closure() if closure is not None else None
         if result is None and self._trainer is not None and self._trainer.lightning_module.automatic_optimization:
             return None  # nothing was scaled: the batch was skipped
@@ -65,8 +61,7 @@ class ManagedOptimizer:
         for action in self.actions:
             action()
         self._unscaled = False
-        scaler.step(self._optimizer, **kwargs)
-        scaler.update()
+        precision.optimizer_step(self._optimizer, **kwargs)
         return result
 
     # Found on the optimizer's class otherwise, whose versions read attributes that only the real one has.
@@ -85,10 +80,10 @@ class ManagedOptimizer:
 
     def unscale(self) -> None:
         """Take the scale out of 16-bit gradients, once between two steps."""
-        scaler = self._trainer.precision_plugin.scaler if self._trainer is not None else None
-        if scaler is not None and not self._unscaled:
+        precision = self._trainer.precision_plugin if self._trainer is not None else None
+        if precision is not None and precision.scaler is not None and not self._unscaled:
             self._unscaled = True
-            scaler.unscale_(self._optimizer)
+            precision.unscale_gradients(self._optimizer)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:

@@ -95,7 +95,7 @@ def step_parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_firs
         backward = _scaled_backward(backward, scaler)
     before = list(_before_step(trainer, module, optimizer))
     if scaler is not None and before:
-        before.insert(0, lambda: scaler.unscale_(optimizer))
+        before.insert(0, partial(trainer.precision_plugin.unscale_gradients, optimizer))
     zero = tuple(_zero_actions(trainer, module, optimizer))
     first = trainer.conventions.zero_grad_first if zero_first is None else zero_first
     return StepParts(
@@ -105,7 +105,10 @@ def step_parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_firs
         after_backward=resolve(trainer, module, "on_after_backward"),
         before_step=tuple(before),
         optimizer_step=watch_module(
-            trainer, module, "optimizer_step", _scaled_step(optimizer, scaler) if scaler is not None else optimizer.step
+            trainer,
+            module,
+            "optimizer_step",
+            partial(trainer.precision_plugin.optimizer_step, optimizer) if scaler is not None else optimizer.step,
         ),
         after_step=(() if first else zero) + tuple(scheduler_steps(trainer, module, "step")),
     )
@@ -143,14 +146,6 @@ def _scaled_backward(
     backward: Callable[[torch.Tensor], Any], scaler: torch.amp.GradScaler
 ) -> Callable[[torch.Tensor], Any]:
     return lambda loss: backward(scaler.scale(loss))
-
-
-def _scaled_step(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> Callable[[], Any]:
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
 
 
 def _plain_step(trainer: Trainer, forward: Step, parts: StepParts) -> Step:

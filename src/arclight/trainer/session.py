@@ -20,8 +20,9 @@ from arclight.trainer.dataloading import StageData, attach, load, restore_positi
 from arclight.trainer.defaults import check_state_keys, checkpoints_last
 from arclight.trainer.evaluation import predictions, run_evaluation
 from arclight.trainer.hooks import overridden
+from arclight.trainer.hparams import hyperparameters_to_log
 from arclight.trainer.logged import LoggedValues
-from arclight.trainer.loggers.beginning import log_beginning, open_experiments, run_hyperparams
+from arclight.trainer.loggers.beginning import log_beginning, open_experiments
 from arclight.trainer.loop import finished, run_fit
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
@@ -263,7 +264,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0
     loggers = loggers if trainer.is_global_zero else []
     if trainer.given["enable_autolog_hparams"]:
-        log_beginning(loggers, module, run_hyperparams(module, trainer.datamodule))
+        log_beginning(loggers, module, hyperparameters_to_log(module, trainer.datamodule))
     if saved is not None:
         state.restore(trainer, saved)
         restore_position(trainer)

@@ -102,7 +102,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.accelerator = self.strategy.accelerator
         self._precision_choice = precision
         self.precision_plugin = self.strategy.precision
-        own_files = FolderCheckpointIO if self.conventions.run_folders else TorchCheckpointIO
+        own_files = TorchCheckpointIO if self.conventions.checkpoint_suffix else FolderCheckpointIO
         self.checkpoint_io: CheckpointIO = self.strategy.checkpoint_io or own_files()
         self.default_root_dir = os.path.expanduser(
             default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd())

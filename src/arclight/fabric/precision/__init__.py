@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from arclight.fabric.precision.choice import resolve_precision as resolve_precision
     from arclight.fabric.precision.float8 import Float8Precision as Float8Precision
     from arclight.fabric.precision.mixed import MixedPrecision as MixedPrecision
-    from arclight.fabric.precision.mixed import ScaledOptimizer as ScaledOptimizer
     from arclight.fabric.precision.one_type import DoublePrecision as DoublePrecision
     from arclight.fabric.precision.one_type import HalfPrecision as HalfPrecision
     from arclight.fabric.precision.transformer_engine import TransformerEnginePrecision as TransformerEnginePrecision
@@ -26,7 +25,6 @@ __getattr__, __dir__, __all__ = lazy(
         "HalfPrecision": "arclight.fabric.precision.one_type",
         "MixedPrecision": "arclight.fabric.precision.mixed",
         "Precision": "arclight.fabric.precision.base",
-        "ScaledOptimizer": "arclight.fabric.precision.mixed",
         "TransformerEnginePrecision": "arclight.fabric.precision.transformer_engine",
         "resolve_precision": "arclight.fabric.precision.choice",
     },

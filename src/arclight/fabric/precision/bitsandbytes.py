@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from arclight.fabric.precision.base import DefaultDtype, Precision, floats_to
+from arclight.fabric.precision.one_type import OneType
 
 _BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 
 _MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
 
-class BitsandbytesPrecision(Precision):
+class BitsandbytesPrecision(OneType):
     """Linear layers become bitsandbytes' own, whose weights are quantized when they arrive on a CUDA GPU.
 
     ``mode``: ``nf4`` or ``fp4`` (with ``-dq`` the scales are quantized too), ``int8`` for inference, ``int8-training``. ``dtype`` is
@@ -50,18 +49,6 @@ class BitsandbytesPrecision(Precision):
         if not any(isinstance(layer, there) for layer in module.modules()):
             self._replace(module, bitsandbytes.nn, "")
         return module
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return DefaultDtype(self.dtype)
-
-    def convert_input(self, data: Any) -> Any:
-        return floats_to(data, self.dtype)
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return DefaultDtype(self.dtype)
-
-    def convert_output(self, data: Any) -> Any:
-        return floats_to(data, torch.get_default_dtype())
 
     def _replace(self, module: nn.Module, layers: Any, prefix: str) -> None:
         for name, layer in module.named_children():

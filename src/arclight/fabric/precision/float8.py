@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,8 +59,3 @@ def _multiplies_in_float8(device: str) -> bool:
     if device == "cuda":
         return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     return device == "cpu"
-
-
-def is_float8(layer: Any) -> bool:
-    """Whether a layer is one that :class:`Float8Precision` converted."""
-    return type(layer).__module__.startswith("torchao.float8")

@@ -72,20 +72,3 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
-
-
-class ScaledOptimizer:
-    """An optimizer for gradients that a scaler has scaled: ``step`` takes the scale out, and skips gradients that overflowed.
-
-    Everything else is the optimizer's own.
-    """
-
-    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        self.optimizer, self.scaler = optimizer, scaler
-
-    def step(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)

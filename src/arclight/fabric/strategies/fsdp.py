@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -140,14 +139,6 @@ class FSDPStrategy(ShardedStrategy):
                 "optimizer after setting up the model"
             )
         return super().setup_optimizer(optimizer)
-
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules on the host (or nowhere yet if ``empty_init``); memory on the device is for shares."""
-        stack = ExitStack()
-        if empty_init:
-            stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
         if module not in self._roots:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -110,14 +109,6 @@ class ModelParallelStrategy(ShardedStrategy):
         for optimizer in optimizers:
             redirect(optimizer, replaced)
         return prepared, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
-
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules on the host, or nowhere yet if ``empty_init``: set-up gives them memory and values."""
-        stack = ExitStack()
-        if empty_init:
-            stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
         if module in self._placed:

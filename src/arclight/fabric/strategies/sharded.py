@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ class ShardedStrategy(ParallelStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Done with the sharing out: a whole model may be too large for one device."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """New modules on the host, or nowhere yet if ``empty_init``: memory on the device is for shares."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         from arclight.fabric.sharding import load_whole_moments

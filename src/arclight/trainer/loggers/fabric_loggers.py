@@ -14,10 +14,6 @@ class _Rooted(FolderLogger):
     def root_dir(self) -> str:
         return self.save_dir
 
-    @property
-    def _root_dir(self) -> str:
-        return self.save_dir
-
     def _versions(self) -> str:
         return os.path.join(self.save_dir, self.name)
 

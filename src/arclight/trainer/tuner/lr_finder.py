@@ -38,7 +38,6 @@ class LRFinder:
             raise MisconfigurationError(f"rates that grow by a factor must be positive, got {lr_min} and {lr_max}")
         self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
         self.results: dict[str, list[float]] = {}
-        self._total_batch_idx = 0
         self._optimal_idx: int | None = None
 
     def rate(self, step: int) -> float:
@@ -119,7 +118,6 @@ def lr_find(
     if len(ramp.losses) < finder.num_training:
         trainer.say(f"LR finder stopped early after {len(ramp.losses)} steps due to diverging loss.")
     finder.results = trainer.strategy.broadcast({"lr": ramp.rates, "loss": ramp.losses})
-    finder._total_batch_idx = ramp.batches - 1
     if update_attr and (rate := finder.suggestion()) is not None:
         set_setting(module, name, rate)
         _apply(trainer, rate)
