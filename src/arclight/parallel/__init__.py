@@ -1,0 +1,23 @@
+"""One model over many devices: the plan of a mesh, and how it is applied from outside to a model that knows nothing of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.parallel.initial import Constant, Normal, draw, initialize
+    from arclight.parallel.plan import Plan, PlanError
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Constant": "arclight.parallel.initial",
+        "Normal": "arclight.parallel.initial",
+        "Plan": "arclight.parallel.plan",
+        "PlanError": "arclight.parallel.plan",
+        "draw": "arclight.parallel.initial",
+        "initialize": "arclight.parallel.initial",
+    },
+)

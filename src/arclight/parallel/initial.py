@@ -1,0 +1,110 @@
+"""First weights as a function of (seed, parameter name), whatever the mesh.
+
+A module declares how its parameters begin in an attribute ``initial``: a mapping from the parameter's name, seen from that
+module, to a distribution. Each tensor is drawn in blocks of rows that have random streams of their own, so that a process which
+keeps a share draws little more than that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_BLOCK = 1 << 20
+"""Elements of a block: what is drawn beyond a share is less than two of them."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A normal distribution around 0, cut off at ``cut`` standard deviations on both sides (never where None)."""
+
+    std: float
+    cut: float | None = 3.0
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+
+Initial = Normal | Constant
+
+
+def declared(model: nn.Module) -> dict[str, Initial]:
+    """The distribution of every parameter that a module of ``model`` declares, under its full name; outer modules overrule inner ones."""
+    found: dict[str, Initial] = {}
+    for prefix, module in reversed(list(model.named_modules(remove_duplicate=False))):
+        own: Mapping[str, Initial] = getattr(module, "initial", {})
+        found |= {f"{prefix}.{name}" if prefix else name: distribution for name, distribution in own.items()}
+    return found
+
+
+def draw(
+    name: str, shape: torch.Size | tuple[int, ...], distribution: Initial, seed: int, part: tuple[slice, ...] | None = None
+) -> torch.Tensor:  # fmt: skip
+    """The first value of the parameter ``name``, float32 on the CPU, or the ``part`` of it.
+
+    A function of (seed, name) alone: each block of rows is drawn by a generator seeded with SHA-256 of seed, name and number.
+    """
+    shape = tuple(shape)
+    part = part if part is not None else tuple(slice(0, size) for size in shape)
+    bounds = [where.indices(size)[:2] for where, size in zip(part, shape, strict=True)]
+    out = torch.empty([stop - start for start, stop in bounds])
+    if isinstance(distribution, Constant):
+        return out.fill_(distribution.value)
+    if not out.numel():
+        return out
+    if not shape:
+        return _block(name, 0, (1,), distribution, seed)[0]
+    rows = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+    first, last = bounds[0]
+    for number in range(first // rows, (last - 1) // rows + 1):
+        begin, end = number * rows, min((number + 1) * rows, shape[0])
+        block = _block(name, number, (end - begin, *shape[1:]), distribution, seed)
+        low, high = max(begin, first), min(end, last)
+        out[low - first : high - first] = block[(slice(low - begin, high - begin), *part[1:])]
+    return out
+
+
+def _block(name: str, number: int, shape: tuple[int, ...], distribution: Normal, seed: int) -> torch.Tensor:
+    digest = hashlib.sha256(f"{seed}\0{name}\0{number}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    values = torch.empty(shape)
+    if distribution.cut is None:
+        return values.normal_(0.0, distribution.std, generator=generator)
+    limit = distribution.cut * distribution.std
+    return nn.init.trunc_normal_(values, 0.0, distribution.std, -limit, limit, generator=generator)
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, seed: int) -> None:
+    """Give every parameter of ``model`` its first value in place; a share (DTensor) gets its part of the whole.
+
+    Raises KeyError for a parameter that no module declares.
+    """
+    distributions = declared(model)
+    for name, parameter in model.named_parameters():
+        if name not in distributions:
+            raise KeyError(
+                f"no module declares how {name} begins: put it into the `initial` of the module that holds it"
+            )
+        distribution = distributions[name]
+        own: torch.Tensor = parameter
+        part = None
+        if isinstance(parameter, DTensor):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            lengths, offsets = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            part = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+            own = parameter.to_local()
+        own.copy_(draw(name, parameter.shape, distribution, seed, part))

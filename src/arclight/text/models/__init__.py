@@ -1,0 +1,31 @@
+"""Language models, one readable file per family: single-device code that declares how it may be spread and how it begins.
+
+``sharding`` of a module names for its children (``""`` is the module itself) how tensor parallelism cuts them: ``column`` and
+``row`` (a linear map by its outputs or inputs), ``vocabulary`` (embeddings by rows), ``head`` (the output by its rows, for a
+loss that is computed on shares), ``sequence`` (computed on parts of the sequence), ``sequence_gather`` (the same, and whole
+afterwards), ``gather`` (a module whose input must be whole). ``initial`` gives the distribution of first weights: see
+`arclight.parallel.initial`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.text.models.decoder import Decoder, DecoderConfig
+    from arclight.text.models.llama import Llama, LlamaConfig
+    from arclight.text.models.zoo import build_model, model_names
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Decoder": "arclight.text.models.decoder",
+        "DecoderConfig": "arclight.text.models.decoder",
+        "Llama": "arclight.text.models.llama",
+        "LlamaConfig": "arclight.text.models.llama",
+        "build_model": "arclight.text.models.zoo",
+        "model_names": "arclight.text.models.zoo",
+    },
+)

@@ -1,0 +1,36 @@
+"""Keys and values of earlier tokens, kept while text is generated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Room for ``length`` tokens of ``batch`` sequences, layer by layer; memory is taken when a layer first writes."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.batch, self.length = batch, length
+        self.used = 0
+        """Tokens held; the decoder moves it on once all layers have written."""
+        self._layers: dict[str, tuple[Tensor, ...]] = {}
+
+    def extend(self, layer: str, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append the tensors (B, K, T, C) of a step; all tokens so far. Raises ValueError where the room is used up."""
+        stop = self.used + new[0].shape[2]
+        if stop > self.length:
+            raise ValueError(f"the cache has room for {self.length} tokens; {stop} are needed: make it longer")
+        if layer not in self._layers:
+            self._layers[layer] = tuple(x.new_empty(*x.shape[:2], self.length, x.shape[3]) for x in new)
+        for kept, x in zip(self._layers[layer], new, strict=True):
+            kept[:, :, self.used : stop] = x
+        return tuple(kept[:, :, :stop] for kept in self._layers[layer])
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these sequences (indices into the batch)."""
+        self.batch = len(rows)
+        self._layers = {name: tuple(x[rows] for x in kept) for name, kept in self._layers.items()}
+
+    def places(self, new: int, device: torch.device) -> Tensor:
+        """Places of the next ``new`` tokens."""
+        return torch.arange(self.used, self.used + new, device=device)

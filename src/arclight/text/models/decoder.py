@@ -1,0 +1,104 @@
+"""The trunk that all language models share: embeddings, blocks, norm, output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arclight.parallel.initial import Normal
+from arclight.text.models.attention import Mask
+from arclight.text.models.cache import KVCache
+from arclight.text.models.layers import RMSNorm, Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What the trunk must know; families add what their blocks must."""
+
+    vocab_size: int
+    dim: int
+    layers: int
+    max_positions: int = 8192
+    norm_eps: float = 1e-5
+    tied: bool = False
+    """Whether the output uses the embeddings' weights."""
+    std: float = 0.02
+    """Standard deviation of first weights; those that add to the residual stream have std / sqrt(2 layers)."""
+
+    @property
+    def std_out(self) -> float:
+        return self.std / math.sqrt(2 * self.layers)
+
+
+@dataclass
+class Surroundings:
+    """What every block of one forward pass gets beside the hidden states."""
+
+    masks: dict[str, Mask]
+    rotation: Rotation | None
+    cache: KVCache | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Decoder(nn.Module):
+    """Token ids (B, T) to logits (B, T, V). A pipeline stage is this with parts deleted (None): ids become hidden states (B, T, D)."""
+
+    sharding: ClassVar[dict[str, str]] = {"tok_embeddings": "vocabulary", "norm": "sequence_gather", "output": "head"}
+
+    def __init__(self, config: DecoderConfig, block: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(number): block(number) for number in range(config.layers)})
+        self.norm: nn.Module | None = self.final_norm(config)
+        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.initial = {"tok_embeddings.weight": Normal(config.std), "output.weight": Normal(config.dim**-0.5)}
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def final_norm(self, config: DecoderConfig) -> nn.Module:
+        return RMSNorm(config.dim, config.norm_eps)
+
+    def forward(
+        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:  # fmt: skip
+        """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation."""
+        h_BTD = self.hidden(tokens_BT, positions, documents, cache)
+        return h_BTD if self.output is None else self.output(h_BTD)
+
+    def hidden(
+        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:  # fmt: skip
+        """What ``output`` maps to logits: (B, T, D)."""
+        new = tokens_BT.shape[1]
+        around = self.surroundings(new, tokens_BT.device, positions, documents, cache)
+        h_BTD = self.embed(tokens_BT, around) if self.tok_embeddings is not None else tokens_BT
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, around)
+        if cache is not None:
+            cache.used += new
+        return self.norm(h_BTD) if self.norm is not None else h_BTD
+
+    def embed(self, tokens_BT: Tensor, around: Surroundings) -> Tensor:
+        assert self.tok_embeddings is not None
+        h_BTD: Tensor = self.tok_embeddings(tokens_BT)
+        return h_BTD
+
+    def surroundings(
+        self, new: int, device: torch.device, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
+    ) -> Surroundings:  # fmt: skip
+        """Masks and rotation of a pass over ``new`` tokens."""
+        places = torch.arange(new, device=device) if cache is None else cache.places(new, device)
+        mask = Mask(documents_q=documents, documents_k=documents)
+        if cache is not None and cache.used:
+            mask = Mask(index_q=places)
+        return Surroundings({"full": mask}, self.rotation(places if positions is None else positions), cache)
+
+    def rotation(self, positions: Tensor) -> Rotation | None:
+        """Angles at ``positions``; None for models without rotary embeddings."""
+        return None

@@ -1,0 +1,71 @@
+"""Models by name: each family's sizes, from one that trains on a laptop in minutes to the published ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from torch import nn
+
+from arclight.text.models.layers import RopeScaling
+from arclight.text.models.llama import Llama, LlamaConfig
+
+Family = tuple[type[nn.Module], dict[str, Any]]
+
+_STRETCHED = RopeScaling()
+_LLAMA3: dict[str, Any] = {
+    "debug": LlamaConfig(vocab_size=2048, dim=256, layers=6, heads=8, kv_heads=4, hidden=704, max_positions=2048),
+    "1b": LlamaConfig(
+        vocab_size=128256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, max_positions=131072, tied=True,
+        rope_scaling=RopeScaling(factor=32.0),
+    ),
+    "3b": LlamaConfig(
+        vocab_size=128256, dim=3072, layers=28, heads=24, kv_heads=8, hidden=8192, max_positions=131072, tied=True,
+        rope_scaling=RopeScaling(factor=32.0),
+    ),
+    "8b": LlamaConfig(
+        vocab_size=128256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, max_positions=131072,
+        rope_scaling=_STRETCHED,
+    ),
+    "70b": LlamaConfig(
+        vocab_size=128256, dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672, max_positions=131072,
+        rope_scaling=_STRETCHED,
+    ),
+    "405b": LlamaConfig(
+        vocab_size=128256, dim=16384, layers=126, heads=128, kv_heads=8, hidden=53248, max_positions=131072,
+        rope_scaling=_STRETCHED,
+    ),
+}  # fmt: skip
+
+FAMILIES: dict[str, Family] = {"llama3": (Llama, _LLAMA3)}
+
+
+def model_names() -> list[str]:
+    """All names that :func:`build_model` knows."""
+    return [f"{family}-{size}" for family, (_, sizes) in FAMILIES.items() for size in sizes]
+
+
+def model_config(name: str, **overrides: Any) -> Any:
+    """The configuration called ``name``, with fields replaced. Raises ValueError for an unknown name or field, and names the nearest."""
+    family, _, size = name.rpartition("-")
+    if family not in FAMILIES or size not in FAMILIES[family][1]:
+        near = difflib.get_close_matches(name, model_names(), 3, 0.4) or model_names()
+        raise ValueError(f"there is no model {name!r}; there is {', '.join(near)}")
+    config = FAMILIES[family][1][size]
+    fields = [field.name for field in dataclasses.fields(config)]
+    for key in overrides:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1, 0.4) or fields
+            raise ValueError(f"{name} has no {key!r} to set; did you mean {', '.join(near)}?")
+    return dataclasses.replace(config, **overrides)
+
+
+def build_model(name: str, **overrides: Any) -> nn.Module:
+    """The model called ``name`` (see :func:`model_names`), its configuration changed by ``overrides``.
+
+    Its weights are torch's defaults until `arclight.parallel.initialize` draws them or a checkpoint is loaded.
+    """
+    config = model_config(name, **overrides)
+    family = FAMILIES[name.rpartition("-")[0]][0]
+    return family(config)

@@ -1,0 +1,64 @@
+"""Models by name, their first weights, and generation's cache beside the whole pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from arclight.parallel import Normal, draw, initialize
+from arclight.text import build_model
+from arclight.text.models.cache import KVCache
+
+
+def test_names_and_fields_that_do_not_exist_name_the_nearest() -> None:
+    with pytest.raises(ValueError, match="llama3-8b"):
+        build_model("llama3-8B")
+    with pytest.raises(ValueError, match="did you mean heads"):
+        build_model("llama3-debug", head=3)
+
+
+def test_first_weights_depend_on_seed_and_name_only() -> None:
+    models = [build_model("llama3-debug", layers=count) for count in (1, 2)]
+    for model in models:
+        torch.randn(len(model.layers))  # the global generator has no say
+        initialize(model, seed=3)
+    small, large = (dict(model.named_parameters()) for model in models)
+    assert torch.equal(small["layers.0.attention.wq.weight"], large["layers.0.attention.wq.weight"])
+    assert not torch.equal(large["layers.0.attention.wq.weight"], large["layers.1.attention.wq.weight"])
+
+
+@pytest.mark.parametrize("shape", [(3000, 700), (5,), (2, 300, 4000), ()])
+def test_a_part_of_a_tensor_is_drawn_as_in_the_whole(shape: tuple[int, ...]) -> None:
+    whole = draw("w", shape, Normal(0.5), seed=1)
+    part = tuple(slice(size // 3, size - size // 4) for size in shape)
+    assert torch.equal(draw("w", shape, Normal(0.5), seed=1, part=part), whole[part])
+    if whole.numel() > 1000:
+        assert whole.std() == pytest.approx(0.5 * 0.9866, rel=0.01)  # of a normal cut off at three deviations
+        assert whole.abs().max() <= 1.5
+
+
+def test_a_parameter_that_nobody_declares_is_named() -> None:
+    with pytest.raises(KeyError, match="weight"):
+        initialize(torch.nn.Linear(2, 2), seed=0)
+
+
+def test_a_cache_changes_nothing_but_the_work() -> None:
+    model = build_model("llama3-debug", layers=2)
+    initialize(model, seed=0)
+    tokens = torch.randint(0, 2048, (2, 48))
+    whole, cache = model(tokens), KVCache(2, 48)
+    steps = [model(part, cache=cache) for part in tokens.split([20, 1, 1, 26], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="room for 48"):
+        model(tokens[:, :1], cache=cache)
+
+
+def test_packed_documents_do_not_see_one_another() -> None:
+    model = build_model("llama3-debug", layers=2)
+    initialize(model, seed=0)
+    tokens = torch.randint(0, 2048, (1, 30))
+    documents = torch.tensor([[0] * 11 + [1] * 19])
+    positions = torch.cat((torch.arange(11), torch.arange(19)))[None]
+    packed = model(tokens, positions, documents)
+    alone = torch.cat((model(tokens[:, :11]), model(tokens[:, 11:])), 1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
