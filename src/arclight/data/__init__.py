@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from arclight.data.combined import CombinedLoader
     from arclight.data.loader import ResumableLoader
     from arclight.data.seeding import derive_seed, isolated_rng
+    from arclight.data.token_shards import TokenShards
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -16,6 +17,7 @@ __getattr__, __dir__, __all__ = lazy(
         "CombinedLoader": "arclight.data.combined",
         "ResumableCombination": "arclight.data.combination",
         "ResumableLoader": "arclight.data.loader",
+        "TokenShards": "arclight.data.token_shards",
         "derive_seed": "arclight.data.seeding",
         "isolated_rng": "arclight.data.seeding",
     },

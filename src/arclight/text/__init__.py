@@ -8,7 +8,10 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.text.models.zoo import build_model, model_names
+    from arclight.text.tokenizer import ByteTokenizer, Tokenizer
 
 __getattr__, __dir__, __all__ = lazy(
-    __name__, {"build_model": "arclight.text.models.zoo", "model_names": "arclight.text.models.zoo"}
+    __name__,
+    dict.fromkeys(("build_model", "model_names"), "arclight.text.models.zoo")
+    | dict.fromkeys(("ByteTokenizer", "Tokenizer"), "arclight.text.tokenizer"),
 )

@@ -1,0 +1,321 @@
+"""Text to token ids and back: byte-level BPE through HF tokenizers, or plain bytes with nothing to install."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.fabric.extras import require
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+_CONFIG, _MODEL = "tokenizer_config.json", "tokenizer.json"
+_ROLES = ("bos_token", "eos_token", "pad_token")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be read or trained."""
+
+
+class Tokenizer:
+    """Turns text into token ids and back. Made by `train` or `load`, or a `ByteTokenizer`.
+
+    ``bos``, ``eos`` and ``pad`` are ids, or None where the vocabulary has none. ``names`` gives the token of each id and
+    ``pieces`` the bytes it stands for (empty for special tokens; None where a token's text depends on its neighbours).
+    """
+
+    names: list[str]
+    pieces: list[bytes] | None = None
+    specials: frozenset[int] = frozenset()
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    chat_templates: dict[str, str]
+
+    @staticmethod
+    def train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Byte-level BPE learned from ``documents``; the same documents in the same order give the same vocabulary.
+
+        Three of the ``vocab_size`` tokens are special, 256 are single bytes: any text can be written, whatever was
+        learned. Raises TokenizerError where the text is too small for so many tokens, or the number is.
+        """
+        return _train(documents, vocab_size)
+
+    @staticmethod
+    def load(path: str | Path) -> Tokenizer:
+        """A tokenizer from a folder (tokenizer.json, tokenizer_config.json) or from a ``tokenizer.json`` of any kind.
+
+        Raises FileNotFoundError where there is none, TokenizerError where it cannot be read.
+        """
+        path = Path(path)
+        folder = path if path.is_dir() else path.parent
+        config = _read_config(folder / _CONFIG)
+        if path.is_dir() and config.get("kind") == "bytes":
+            return ByteTokenizer()
+        model = path / _MODEL if path.is_dir() else path
+        if not model.is_file():
+            raise FileNotFoundError(f"{path} holds no tokenizer: neither a {_MODEL} nor a {_CONFIG} of kind bytes")
+        try:
+            engine = _tokenizers().Tokenizer.from_file(str(model))
+        except Exception as error:  # the library raises plain Exception for whatever is wrong with a file
+            raise TokenizerError(f"{model} is no tokenizer that can be read: {error}") from error
+        return HFTokenizer(engine, config)
+
+    # -- what kinds differ in --------------------------------------------------------------------------------------
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """Token ids of each text, on several threads where the kind can. Special tokens in a text are ordinary text."""
+        raise NotImplementedError(type(self).__name__)
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False, specials: bool = False) -> list[int]:
+        """Token ids of a text; with ``specials``, what is spelt like a special token is one, as in a chat template."""
+        ids = self._encode(text, specials)
+        return [*self._one(self.bos, bos, "bos"), *ids, *self._one(self.eos, eos, "eos")]
+
+    def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
+        """The text of token ids; ``specials``: whether special tokens are shown. Half a character becomes U+FFFD."""
+        raise NotImplementedError(type(self).__name__)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write what `load` reads into ``folder``."""
+        raise NotImplementedError(type(self).__name__)
+
+    def _encode(self, text: str, specials: bool) -> list[int]:
+        raise NotImplementedError(type(self).__name__)
+
+    # -- what they share -------------------------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the vocabulary: which token each id is. Shards and models of other digests do not fit."""
+        return hashlib.sha256(json.dumps([self.names, sorted(self.specials)]).encode()).hexdigest()
+
+    @cached_property
+    def token_bytes(self) -> npt.NDArray[np.int32]:
+        """Bytes of text that each id stands for, (V,); 0 for special tokens."""
+        pieces = self.pieces
+        if pieces is not None:
+            return np.array([len(piece) for piece in pieces], np.int32)
+        lengths = [len(self.decode([token]).encode()) for token in range(self.vocab_size)]
+        return np.array(lengths, np.int32)
+
+    def bytes_per_token(self, texts: Sequence[str]) -> float:
+        """UTF-8 bytes of the texts for each token they become; 0 for no text."""
+        tokens = sum(ids.size for ids in self.encode_batch(texts))
+        return sum(len(text.encode()) for text in texts) / tokens if tokens else 0.0
+
+    def stream(self) -> StreamDecoder:
+        """Decodes tokens as they come, whole characters only."""
+        return StreamDecoder(self)
+
+    def _one(self, token: int | None, wanted: bool, role: str) -> list[int]:
+        if wanted and token is None:
+            raise TokenizerError(f"this tokenizer has no {role} token")
+        return [token] if wanted and token is not None else []
+
+
+class ByteTokenizer(Tokenizer):
+    """Ids 0 to 255 are bytes; then bos, eos and pad."""
+
+    def __init__(self) -> None:
+        self.names = [f"<0x{byte:02X}>" for byte in range(256)] + [BOS, EOS, PAD]
+        self.pieces = [bytes([byte]) for byte in range(256)] + [b"", b"", b""]
+        self.bos, self.eos, self.pad = 256, 257, 258
+        self.specials, self.chat_templates = frozenset((256, 257, 258)), {}
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def _encode(self, text: str, specials: bool) -> list[int]:
+        if not specials:
+            return list(text.encode())
+        parts = re.split("(" + "|".join(map(re.escape, (BOS, EOS, PAD))) + ")", text)
+        named = {BOS: 256, EOS: 257, PAD: 258}
+        return [token for part in parts for token in ([named[part]] if part in named else part.encode())]
+
+    def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
+        return _join(self, ids, specials)
+
+    def save(self, folder: str | Path) -> Path:
+        return _write_config(Path(folder), {"kind": "bytes"})
+
+
+class HFTokenizer(Tokenizer):
+    """Any ``tokenizer.json``, run by the HF tokenizers library."""
+
+    def __init__(self, engine: Any, config: dict[str, Any]) -> None:
+        self._config = config
+        self._engine, self._described = engine, json.loads(engine.to_str())
+        self._engine.no_truncation()  # either would change documents without a word
+        self._engine.no_padding()
+        self._engine.encode_special_tokens = True
+        vocab: dict[str, int] = engine.get_vocab(with_added_tokens=True)
+        self.names = [""] * (max(vocab.values(), default=-1) + 1)
+        for name, number in vocab.items():
+            self.names[number] = name
+        added = engine.get_added_tokens_decoder()
+        self.specials = frozenset(number for number, token in added.items() if token.special)
+        self.pieces = self._pieces({number: token.content for number, token in added.items()})
+        self.bos, self.eos, self.pad = (self._role(vocab, role) for role in _ROLES)
+        templates = config.get("chat_template") or {}
+        if isinstance(templates, list):
+            templates = {entry["name"]: entry["template"] for entry in templates}
+        self.chat_templates = {"default": templates} if isinstance(templates, str) else templates
+
+    @cached_property
+    def _with_specials(self) -> Any:
+        engine = _tokenizers().Tokenizer.from_str(self._engine.to_str())
+        engine.encode_special_tokens = False
+        return engine
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        found = self._engine.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in found]
+
+    def _encode(self, text: str, specials: bool) -> list[int]:
+        engine = self._with_specials if specials else self._engine
+        ids: list[int] = engine.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
+        if self.pieces is not None:
+            return _join(self, ids, specials)
+        text: str = self._engine.decode([int(token) for token in ids], skip_special_tokens=not specials)
+        return text
+
+    def save(self, folder: str | Path) -> Path:
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._engine.save(str(folder / _MODEL))
+        return _write_config(folder, self._config)
+
+    def _role(self, vocab: dict[str, int], role: str) -> int | None:
+        said = self._config.get(role)
+        name = said.get("content") if isinstance(said, dict) else said
+        if name is None:  # a lone tokenizer.json tells no roles, except by the names that ours have
+            name = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}[role]
+            return vocab.get(name)
+        if name not in vocab:
+            raise TokenizerError(f"{_CONFIG} names {name!r} as its {role}, which is not in the vocabulary")
+        return vocab[name]
+
+    def _pieces(self, added: dict[int, str]) -> list[bytes] | None:
+        """The bytes of each token, where the decoder does no more than join them."""
+        decoder = self._described.get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        table = _byte_letters()
+        pieces = [b"" if i in self.specials else added.get(i, "").encode() for i in range(self.vocab_size)]
+        for number, name in enumerate(self.names):
+            if number not in added:
+                pieces[number] = bytes(table[letter] for letter in name)
+        return pieces
+
+
+class StreamDecoder:
+    """Text from tokens one by one: what `push` gives is never taken back, and never half a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        self._shown, self._waiting = list[int](), list[int]()
+
+    def push(self, *ids: int) -> str:
+        """The characters that these tokens complete."""
+        pieces = self._tokenizer.pieces
+        if pieces is not None:
+            return self._bytes.decode(b"".join(pieces[token] for token in ids))
+        self._waiting += ids
+        new = self._new()
+        if new.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""  # the start of a character, most likely
+        self._shown, self._waiting = self._waiting or self._shown, []
+        return new
+
+    def end(self) -> str:
+        """What is left: U+FFFD for a character that never was completed."""
+        return self._bytes.decode(b"", final=True) if self._tokenizer.pieces is not None else self._new()
+
+    def _new(self) -> str:
+        """The text of the waiting tokens, which may depend on those before (a space between words)."""
+        before = self._tokenizer.decode(self._shown)
+        return self._tokenizer.decode(self._shown + self._waiting)[len(before) :]
+
+
+def _join(tokenizer: Tokenizer, ids: Iterable[int], specials: bool) -> str:
+    pieces, names = tokenizer.pieces or [], tokenizer.names
+    shown = tokenizer.specials if specials else frozenset[int]()
+    return b"".join(names[t].encode() if t in shown else pieces[t] for t in ids).decode("utf-8", "replace")
+
+
+def _train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    smallest = 256 + len(_ROLES)
+    if vocab_size < smallest:
+        raise TokenizerError(
+            f"vocab_size {vocab_size}: need at least {smallest}, for every byte and the special tokens"
+        )
+    library = _tokenizers()
+    engine = library.Tokenizer(library.models.BPE())
+    # Numbers in groups of three digits; otherwise the library's own rule for words, spaces and signs.
+    digits = library.pre_tokenizers.Split(library.Regex(r"\p{N}{1,3}"), "isolated")
+    letters = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    engine.pre_tokenizer = library.pre_tokenizers.Sequence([digits, letters])
+    engine.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS, PAD],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    engine.train_from_iterator(documents, trainer)
+    learned = engine.get_vocab_size()
+    if learned < vocab_size:
+        raise TokenizerError(
+            f"the text gives {learned} tokens only, not vocab_size {vocab_size}: use more text or a smaller vocabulary"
+        )
+    return HFTokenizer(engine, dict(zip(_ROLES, (BOS, EOS, PAD), strict=True)))
+
+
+def _tokenizers() -> Any:
+    library = require("tokenizers", extra="text")
+    if "TOKENIZERS_PARALLELISM" not in os.environ and not getattr(_tokenizers, "told", False):
+        # Its threads do not survive a fork: in a forked child it must do without, and need not say so each time.
+        os.register_at_fork(after_in_child=lambda: os.environ.setdefault("TOKENIZERS_PARALLELISM", "false"))
+        _tokenizers.told = True  # type: ignore[attr-defined]
+    return library
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter to byte of byte-level vocabularies: printable bytes are themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is no JSON: {error}") from error
+    return config
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return folder
