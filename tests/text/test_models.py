@@ -9,6 +9,8 @@ from arclight.parallel import Normal, draw, initialize
 from arclight.text import build_model
 from arclight.text.models.cache import KVCache
 
+DENSE = ("llama3-debug", "qwen3-debug", "gpt2-debug")
+
 
 def test_names_and_fields_that_do_not_exist_name_the_nearest() -> None:
     with pytest.raises(ValueError, match="llama3-8b"):
@@ -42,8 +44,9 @@ def test_a_parameter_that_nobody_declares_is_named() -> None:
         initialize(torch.nn.Linear(2, 2), seed=0)
 
 
-def test_a_cache_changes_nothing_but_the_work() -> None:
-    model = build_model("llama3-debug", layers=2)
+@pytest.mark.parametrize("name", DENSE)
+def test_a_cache_changes_nothing_but_the_work(name: str) -> None:
+    model = build_model(name, layers=2)
     initialize(model, seed=0)
     tokens = torch.randint(0, 2048, (2, 48))
     whole, cache = model(tokens), KVCache(2, 48)
@@ -53,8 +56,9 @@ def test_a_cache_changes_nothing_but_the_work() -> None:
         model(tokens[:, :1], cache=cache)
 
 
-def test_packed_documents_do_not_see_one_another() -> None:
-    model = build_model("llama3-debug", layers=2)
+@pytest.mark.parametrize("name", DENSE)
+def test_packed_documents_do_not_see_one_another(name: str) -> None:
+    model = build_model(name, layers=2)
     initialize(model, seed=0)
     tokens = torch.randint(0, 2048, (1, 30))
     documents = torch.tensor([[0] * 11 + [1] * 19])
@@ -62,3 +66,30 @@ def test_packed_documents_do_not_see_one_another() -> None:
     packed = model(tokens, positions, documents)
     alone = torch.cat((model(tokens[:, :11]), model(tokens[:, 11:])), 1)
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5)
+
+
+PUBLISHED = {  # millions of parameters, tied ones once
+    "llama3-1b": 1235.8, "llama3-3b": 3212.7, "llama3-8b": 8030.3, "llama3-70b": 70553.7, "llama3-405b": 405853.4,
+    "qwen3-0.6b": 596.0, "qwen3-1.7b": 1720.6, "qwen3-4b": 4022.5, "qwen3-8b": 8190.7, "qwen3-14b": 14768.3,
+    "qwen3-32b": 32762.1, "gpt2-124m": 124.4, "gpt2-350m": 354.8, "gpt2-774m": 774.0, "gpt2-1.5b": 1557.6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_their_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(name)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[name], abs=0.06)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_sequences_padded_at_the_left_are_as_alone(name: str) -> None:
+    model = build_model(name, layers=2)
+    initialize(model, seed=0)
+    tokens = torch.randint(0, 2048, (2, 20))
+    cache = KVCache(2, 20, padding=torch.tensor([0, 7]))
+    logits = torch.cat([model(part, cache=cache) for part in tokens.split([12, 1, 7], 1)], 1)
+    torch.testing.assert_close(logits[0], model(tokens[:1])[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits[1, 7:], model(tokens[1:, 7:])[0], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="leave them out"):
+        model(tokens, documents=torch.zeros_like(tokens), cache=cache)

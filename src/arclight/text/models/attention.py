@@ -41,7 +41,7 @@ class Mask:
     @property
     def plain(self) -> bool:
         """Whether the mask is the lower triangle (or nothing at all) over equal places of queries and keys."""
-        tensors = (self.index_q, self.index_k, self.documents_q, self.positions_q)
+        tensors = (self.index_q, self.index_k, self.documents_q)
         return self.window is None and self.chunk is None and all(tensor is None for tensor in tensors)
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:

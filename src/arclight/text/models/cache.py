@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from arclight.text.models.attention import Mask
+
 
 class KVCache:
-    """Room for ``length`` tokens of ``batch`` sequences, layer by layer; memory is taken when a layer first writes."""
+    """Room for ``length`` tokens of ``batch`` sequences, layer by layer; memory is taken when a layer first writes.
 
-    def __init__(self, batch: int, length: int) -> None:
-        self.batch, self.length = batch, length
+    padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of different lengths end together.
+    """
+
+    def __init__(self, batch: int, length: int, padding: Tensor | None = None) -> None:
+        self.batch, self.length, self.padding = batch, length, padding
         self.used = 0
         """Tokens held; the decoder moves it on once all layers have written."""
         self._layers: dict[str, tuple[Tensor, ...]] = {}
@@ -29,8 +34,18 @@ class KVCache:
     def keep(self, rows: Tensor) -> None:
         """Keep only these sequences (indices into the batch)."""
         self.batch = len(rows)
+        self.padding = None if self.padding is None else self.padding[rows]
         self._layers = {name: tuple(x[rows] for x in kept) for name, kept in self._layers.items()}
 
-    def places(self, new: int, device: torch.device) -> Tensor:
-        """Places of the next ``new`` tokens."""
-        return torch.arange(self.used, self.used + new, device=device)
+    def mask(self, new: int, device: torch.device) -> tuple[Mask, Tensor]:
+        """What the next ``new`` tokens see, and their places in their sequences, (T,) or (B, T)."""
+        places = torch.arange(self.used, self.used + new, device=device)
+        if self.padding is None:
+            return Mask(index_q=places if self.used else None), places
+        columns, padding = torch.arange(self.used + new, device=device)[None], self.padding.to(device)[:, None]
+        meant, positions = (columns >= padding).long(), (columns - padding).clamp(min=0)
+        mask = Mask(
+            index_q=places, documents_q=meant[:, self.used :], documents_k=meant,
+            positions_q=positions[:, self.used :], positions_k=positions,
+        )  # fmt: skip
+        return mask, positions[:, self.used :]

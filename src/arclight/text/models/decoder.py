@@ -40,6 +40,8 @@ class Surroundings:
     """What every block of one forward pass gets beside the hidden states."""
 
     masks: dict[str, Mask]
+    positions: Tensor
+    """Place of each token in its document, (T,) or (B, T)."""
     rotation: Rotation | None
     cache: KVCache | None = None
     extra: dict[str, Any] = field(default_factory=dict)
@@ -93,11 +95,18 @@ class Decoder(nn.Module):
         self, new: int, device: torch.device, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
     ) -> Surroundings:  # fmt: skip
         """Masks and rotation of a pass over ``new`` tokens."""
-        places = torch.arange(new, device=device) if cache is None else cache.places(new, device)
-        mask = Mask(documents_q=documents, documents_k=documents)
-        if cache is not None and cache.used:
-            mask = Mask(index_q=places)
-        return Surroundings({"full": mask}, self.rotation(places if positions is None else positions), cache)
+        if cache is None:
+            mask = Mask(documents_q=documents, documents_k=documents, positions_q=positions, positions_k=positions)
+            places = torch.arange(new, device=device) if positions is None else positions
+        elif positions is None and documents is None:
+            mask, places = cache.mask(new, device)
+        else:
+            raise ValueError("with a cache, positions and documents follow from what it holds: leave them out")
+        return Surroundings(self.masks(mask), places, self.rotation(places), cache)
+
+    def masks(self, mask: Mask) -> dict[str, Mask]:
+        """The masks that the blocks choose from by name; ``mask`` is causal, within documents."""
+        return {"full": mask}
 
     def rotation(self, positions: Tensor) -> Rotation | None:
         """Angles at ``positions``; None for models without rotary embeddings."""

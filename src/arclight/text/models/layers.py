@@ -28,6 +28,12 @@ class RMSNorm(nn.RMSNorm):
         return self.weight * wide.to(x.dtype)
 
 
+class LayerNorm(nn.LayerNorm):
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016)."""
+
+    initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Llama 3.1's stretching of slow rotations (Grattafiori et al. 2024)."""

@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from arclight.text.models.gpt2 import GPT2, GPT2Config
 from arclight.text.models.layers import RopeScaling
 from arclight.text.models.llama import Llama, LlamaConfig
+from arclight.text.models.qwen3 import Qwen3, Qwen3Config
 
 Family = tuple[type[nn.Module], dict[str, Any]]
 
@@ -38,7 +40,27 @@ _LLAMA3: dict[str, Any] = {
     ),
 }  # fmt: skip
 
-FAMILIES: dict[str, Family] = {"llama3": (Llama, _LLAMA3)}
+_QWEN3: dict[str, Any] = {
+    "debug": Qwen3Config(
+        vocab_size=2048, dim=256, layers=6, heads=8, kv_heads=4, head_dim=48, hidden=704, max_positions=2048, tied=True
+    ),
+    "0.6b": Qwen3Config(vocab_size=151936, dim=1024, layers=28, heads=16, kv_heads=8, hidden=3072, tied=True),
+    "1.7b": Qwen3Config(vocab_size=151936, dim=2048, layers=28, heads=16, kv_heads=8, hidden=6144, tied=True),
+    "4b": Qwen3Config(vocab_size=151936, dim=2560, layers=36, heads=32, kv_heads=8, hidden=9728, tied=True),
+    "8b": Qwen3Config(vocab_size=151936, dim=4096, layers=36, heads=32, kv_heads=8, hidden=12288),
+    "14b": Qwen3Config(vocab_size=151936, dim=5120, layers=40, heads=40, kv_heads=8, hidden=17408),
+    "32b": Qwen3Config(vocab_size=151936, dim=5120, layers=64, heads=64, kv_heads=8, hidden=25600),
+}
+
+_GPT2: dict[str, Any] = {
+    "debug": GPT2Config(vocab_size=2048, dim=256, layers=6, heads=8),
+    "124m": GPT2Config(vocab_size=50257, dim=768, layers=12, heads=12),
+    "350m": GPT2Config(vocab_size=50257, dim=1024, layers=24, heads=16),
+    "774m": GPT2Config(vocab_size=50257, dim=1280, layers=36, heads=20),
+    "1.5b": GPT2Config(vocab_size=50257, dim=1600, layers=48, heads=25),
+}
+
+FAMILIES: dict[str, Family] = {"llama3": (Llama, _LLAMA3), "qwen3": (Qwen3, _QWEN3), "gpt2": (GPT2, _GPT2)}
 
 
 def model_names() -> list[str]:
