@@ -1,0 +1,29 @@
+"""Pipeline parallelism: a model cut into stages on several processes, micro-batches running through them by a schedule.
+
+The schedule owns forward and backward of a step, so a module's steps are written on one function and otherwise unaware of it:
+
+    class LanguageModel(al.Module):
+        runner = None                                    # a strategy puts one here where the model is cut
+
+        def split_batch(self, batch):                    # what each stage gets
+            return (batch["tokens"],), {"positions": ..., "documents": ...}, batch["labels"]
+
+        def loss(self, output, targets):                 # of one micro-batch, by the last stage
+            return cross_entropy_sum(output, targets), (targets != IGNORED).sum()
+
+        def batch_weight(self, batch):                   # what an update over several processes and batches is the mean of
+            return (batch["labels"] != IGNORED).sum()
+
+        def training_step(self, batch):
+            total, count = batch_loss(self, batch)
+            self.log("loss", total / count)              # the same value on every process of a pipeline
+            return total / count
+
+        def validation_step(self, batch):                # under no_grad the schedule runs forwards only
+            total, count = batch_loss(self, batch)
+            self.log("val_loss", total / count, batch_size=int(count))
+
+`arclight.parallel.running` has this protocol with its exact terms. All processes of a pipeline (and of its ``tp`` and ``cp``
+groups) must be given the same batch. ``model`` stays one module with the original names, of which each process keeps what
+its stages need.
+"""

@@ -1,0 +1,51 @@
+"""The loss of a batch, in a process that may hold a part of the model or of the sequences only."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Split = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""Positional and keyword arguments of the model, and the targets of the loss."""
+
+
+class Runnable(Protocol):
+    """What a module offers so that plans with ``pp`` or ``cp`` can run its steps: plain attributes, no base class.
+
+    The module writes its steps on :func:`batch_loss` and is otherwise as for one process; it returns ``total / count`` as its
+    loss, and has a ``batch_weight`` that is this count for the whole batch.
+    """
+
+    model: nn.Module
+    """What is cut into stages, and whose parameters are the module's. Its stages call it, or what is left of it."""
+    runner: Any
+    """None in one process. A strategy puts a callable here: ``runner(module, batch) -> (total, count)``."""
+
+    def split_batch(self, batch: Any) -> Split:
+        """``(args, kwargs, targets)``.
+
+        ``args`` go to the first stage, and from there what each stage returns goes to the next. ``kwargs`` go to every stage.
+        ``targets`` go with the last stage's output into :meth:`loss`. Tensors have samples in dimension 0 and, where there are
+        two dimensions or more and ``cp`` is used, the sequence in dimension 1; all else reaches every micro-batch as it is.
+        Under ``cp`` the kwargs must contain ``positions`` (B, T): no process can count them from its own part.
+        """
+        ...
+
+    def loss(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """The loss summed over all that counts in ``targets``, and their number; called once for each micro-batch."""
+        ...
+
+
+def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
+    """``(total, count)`` of a batch, for any step of ``module``; both are scalars, and ``total`` has its gradient.
+
+    In one process: one forward and the loss. On several, what the strategy's runner does: the gradients of a pipeline are
+    computed in here already, and ``total.backward()`` only scales them and makes them known. ``count`` is that of the whole
+    batch, and the mean of ``total`` over processes that share its sequences is the whole batch's.
+    """
+    if module.runner is not None:
+        total, count = module.runner(module, batch)
+        return total, count
+    args, kwargs, targets = module.split_batch(batch)
+    return module.loss(module.model(*args, **kwargs), targets)
