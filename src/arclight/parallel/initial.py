@@ -40,10 +40,24 @@ Initial = Normal | Constant
 
 def declared(model: nn.Module) -> dict[str, Initial]:
     """The distribution of every parameter that a module of ``model`` declares, under its full name; outer modules overrule inner ones."""
-    found: dict[str, Initial] = {}
-    for prefix, module in reversed(list(model.named_modules(remove_duplicate=False))):
+    return {name: distribution for name, (_, distribution) in _declared(model).items()}
+
+
+def _declared(model: nn.Module) -> dict[str, tuple[str, Initial]]:
+    """By full name: the name that the draw goes by, which is seen from the outermost module that declares anything, and the distribution.
+
+    So a model draws the same weights alone and as a part of something else.
+    """
+    found: dict[str, tuple[str, Initial]] = {}
+    tops: list[str] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
         own: Mapping[str, Initial] = getattr(module, "initial", {})
-        found |= {f"{prefix}.{name}" if prefix else name: distribution for name, distribution in own.items()}
+        top = next((top for top in tops if not top or prefix == top or prefix.startswith(f"{top}.")), None)
+        if own and top is None:
+            tops.append(top := prefix)
+        for name, distribution in own.items():
+            full = f"{prefix}.{name}" if prefix else name
+            found.setdefault(full, (full.removeprefix(f"{top}.") if top else full, distribution))
     return found
 
 
@@ -90,13 +104,13 @@ def initialize(model: nn.Module, seed: int) -> None:
 
     Raises KeyError for a parameter that no module declares.
     """
-    distributions = declared(model)
+    distributions = _declared(model)
     for name, parameter in model.named_parameters():
         if name not in distributions:
             raise KeyError(
                 f"no module declares how {name} begins: put it into the `initial` of the module that holds it"
             )
-        distribution = distributions[name]
+        stem, distribution = distributions[name]
         own: torch.Tensor = parameter
         part = None
         if isinstance(parameter, DTensor):
@@ -107,4 +121,4 @@ def initialize(model: nn.Module, seed: int) -> None:
             )
             part = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
             own = parameter.to_local()
-        own.copy_(draw(name, parameter.shape, distribution, seed, part))
+        own.copy_(draw(stem, parameter.shape, distribution, seed, part))

@@ -80,6 +80,16 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
     def configure_model(self) -> None:
         """Create layers on their device, just before they are needed."""
 
+    def batch_weight(self, batch: Any) -> float | torch.Tensor:
+        """How much the loss of ``batch`` counts: of how many valid tokens, boxes, ... it is the mean.
+
+        Override it where batches have unequal numbers of what the loss is a mean of. An update then follows the gradient of the
+        mean over all of them, in whatever batches of the window and processes they are; a step that looks at a part of the
+        batch only (processes that share its sequences) returns a loss whose mean over those processes is the batch's.
+        By default a batch of an accumulation window counts with its samples, and every process counts alike.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no batch_weight(batch)")
+
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from arclight.trainer.managed_optimizer import ManagedOptimizer
 from arclight.trainer.module import Module
 from arclight.trainer.profilers.watching import watch_module, watch_strategy
 from arclight.trainer.schedulers import scheduler_steps
+from arclight.trainer.weighing import Windows, weighted
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -62,6 +63,9 @@ def build_step(trainer: Trainer, module: Module, forward: Step) -> Step:
     parts = step_parts(trainer, module, optimizer)
     if trainer.accumulate_grad_batches > 1 or trainer.window.count:
         return _accumulating_step(trainer, module, forward, optimizer, parts)
+    if trainer.strategy.world_size > 1 and overridden(module, "batch_weight", Module):
+        forward, backward = weighted(trainer, module, forward, parts.backward)
+        parts = replace(parts, backward=backward)
     return _plain_step(trainer, forward, parts)
 
 
@@ -180,59 +184,9 @@ def _plain_step(trainer: Trainer, forward: Step, parts: StepParts) -> Step:
     return step
 
 
-class _Windows:
-    """When accumulation windows begin and end, and how their batches count.
-
-    Ours: the gradient is the mean over the window's samples, not a mean of means: each loss counts with its batch's size, so a
-    smaller last batch and a shorter last window come out right; batches of other ranks may differ in size too, so several
-    processes agree on a window's samples, once for each.
-    """
-
-    def __init__(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        self.trainer, self.optimizer, self.window = trainer, optimizer, trainer.window
-        several_batches = trainer.accumulate_grad_batches > 1 or trainer.window.count > 0
-        self.weigh, self.several = (
-            trainer.conventions.weigh_windows and several_batches,
-            trainer.strategy.world_size > 1,
-        )
-
-    def take(self, index: int) -> tuple[float, bool, bool]:
-        """For batch ``index``: the factor for its loss, whether it is the window's first, whether its last."""
-        trainer, window = self.trainer, self.window
-        size = trainer.logged.batch.size() if self.weigh else 1
-        first = window.count == 0
-        if first:
-            window.begin(trainer.accumulate_grad_batches, 1 if self.several or not self.weigh else max(1, size))
-        window.count += 1
-        last = window.count >= window.length or (index + 1 == trainer.num_training_batches and self._closes())
-        self.size = size
-        return size / window.first_size / window.length, first, last
-
-    def _closes(self) -> bool:
-        """Whether the end of this epoch ends the window too."""
-        trainer = self.trainer
-        return not trainer.conventions.windows_span_epochs or trainer.progress.epoch + 1 == trainer.max_epochs
-
-    def end(self) -> bool:
-        """Close the window and make its gradients a mean; False where every batch of it was skipped."""
-        window, samples = self.window, self.window.total
-        window.count = 0
-        gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
-        if not gradients:
-            return False
-        if not self.weigh:
-            return True
-        if self.several:
-            total = torch.tensor(float(samples), device=gradients[0].device)
-            samples = float(self.trainer.strategy.all_reduce(total))
-        if self.several or samples != window.first_size * window.length:  # shorter, or uneven batches
-            torch._foreach_mul_(gradients, window.first_size * window.length / samples)
-        return True
-
-
 def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer, parts: StepParts) -> Step:
     """Several batches per optimizer step."""
-    windows, progress, window = _Windows(trainer, optimizer), trainer.progress, trainer.window
+    windows, progress, window = Windows(trainer, module, optimizer), trainer.progress, trainer.window
 
     def update() -> None:
         if not windows.end() and windows.weigh:
@@ -245,7 +199,7 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
         progress.global_step += 1
 
     def step(batch: Any, index: int) -> Any:
-        share, first, last = windows.take(index)
+        share, first, last = windows.take(index, batch)
         with nullcontext() if last else trainer.strategy.accumulating(trainer.step_module or module):
             output = forward(batch, index)
             loss = loss_of(output)
@@ -271,7 +225,7 @@ def _accumulating_step(trainer: Trainer, module: Module, forward: Step, optimize
 def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Optimizer) -> Step:
     """For optimizers that evaluate the loss themselves, and modules that override ``optimizer_step``."""
     parts = step_parts(trainer, module, optimizer, zero_first=True)
-    windows, managed = _Windows(trainer, optimizer), trainer.managed_optimizers[0]
+    windows, managed = Windows(trainer, module, optimizer), trainer.managed_optimizers[0]
     managed.actions = (windows.end, *_before_step(trainer, module, optimizer))
     stepped: list[ManagedOptimizer] = []
     managed.count = partial(stepped.append, managed)
@@ -280,7 +234,7 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
 
     def step(batch: Any, index: int) -> Any:
         output, ran = None, False
-        share, first, last = windows.take(index)
+        share, first, last = windows.take(index, batch)
         total = trainer.window.total
         grown = parameters_of(optimizer) if repeats and not first else []
         before = [(p, p.grad.clone()) for p in grown if p.grad is not None]

@@ -20,12 +20,12 @@ class Window:
     """Batches so far; 0 between two windows."""
     length: int = 1
     """Batches that the window was begun for."""
-    first_size: int = 0
+    first_size: Any = 0
     """Samples of the window's first batch, the unit that the losses are scaled in."""
-    total: float = 0
-    """Samples so far on this rank, without those of skipped batches."""
+    total: Any = 0
+    """Samples (or what the module counts) so far on this rank, without those of skipped batches."""
 
-    def begin(self, length: int, size: int) -> None:
+    def begin(self, length: int, size: Any) -> None:
         """Start a window of ``length`` batches, whose losses are scaled in units of ``size`` samples."""
         self.length, self.first_size, self.total = length, size, 0
 
@@ -38,7 +38,7 @@ class Window:
             "count": self.count,
             "length": self.length,
             "first_size": self.first_size,
-            "total": self.total,
+            "total": float(self.total),
             "gradients": gradients,
         }
 

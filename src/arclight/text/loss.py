@@ -1,0 +1,126 @@
+"""Cross-entropy of a language model without its logits in memory: in float32, in chunks, over vocabularies in parts.
+
+`torch.nn.functional.linear_cross_entropy` of torch 2.13 is one to two percent off in bfloat16, hence this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+IGNORED = -100
+"""The label of a token that is not to be predicted."""
+CHUNK_ELEMENTS = 1 << 22
+"""Logits held at a time: 16 MiB of float32, in which a few hundred rows keep the matrix products busy."""
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None, softcap: float | None = None
+) -> Tensor:  # fmt: skip
+    """The sum over labels that are not -100 of -log softmax(hidden weight^T)[label], float32.
+
+    hidden: (..., D). weight: (V, D), or a DTensor whose rows lie on the processes of one mesh dimension; then every process
+    must call this with the same hidden states, and their gradient is whole on each of them. labels: (...), int64.
+    chunk: rows of logits at a time (default: about four million logits). softcap: logits become softcap * tanh(logits / softcap).
+    Gradients are computed on the way forward and kept in the place of logits: each matrix product is done once.
+    """
+    group, first, rows = None, 0, weight
+    if isinstance(weight, DTensor):
+        rows, group, first = _own_rows(weight)
+    flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    size = chunk or max(256, CHUNK_ELEMENTS // rows.shape[0])
+    total: Tensor = _Chunked.apply(flat, rows, targets, size, group, first, softcap)
+    return total
+
+
+def cross_entropy_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    """The same sum for logits (..., V) that are there already."""
+    wide = logits.reshape(-1, logits.shape[-1]).float()
+    return torch.nn.functional.cross_entropy(wide, labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+
+
+def _own_rows(weight: DTensor) -> tuple[Tensor, Any, int]:
+    """The rows of this process, the group of processes that have the others, and the number of its first row."""
+    cut = [i for i, placement in enumerate(weight.placements) if isinstance(placement, Shard)]
+    if len(cut) > 1 or any(weight.placements[i] != Shard(0) for i in cut):
+        raise ValueError(
+            f"the output's weight is placed {weight.placements}; the loss needs it cut by rows over one dimension"
+        )
+    own = weight.to_local()
+    if not cut:
+        return own, None, 0
+    mesh = weight.device_mesh
+    size, rank = mesh.size(cut[0]), mesh.get_local_rank(cut[0])
+    if weight.shape[0] % size:
+        raise ValueError(f"a vocabulary of {weight.shape[0]} does not divide by {size}: pad it (vocab_size)")
+    return own, mesh.get_group(cut[0]), rank * own.shape[0]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, group: Any, first: int, softcap: float | None
+    ) -> Tensor:  # fmt: skip
+        dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else None
+        w_VD = weight.to(dtype or hidden.dtype)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), size):
+                h_ND, labels_N = hidden[start : start + size].to(w_VD.dtype), labels[start : start + size]
+                logits_NV = (h_ND @ w_VD.T).float()
+                losses_N, d_logits_NV = _losses(
+                    logits_NV, labels_N, group, first, softcap, wants_hidden or wants_weight
+                )
+                total += losses_N.sum()
+                if d_logits_NV is None:
+                    continue
+                d_logits_NV = d_logits_NV.to(w_VD.dtype)
+                if d_hidden is not None:
+                    d_hidden[start : start + size] = d_logits_NV @ w_VD
+                if d_weight is not None:
+                    d_weight += d_logits_NV.T @ h_ND
+        if group is not None and d_hidden is not None:
+            dist.all_reduce(d_hidden, group=group)
+        ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden, d_weight = (None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors)
+        return d_hidden, d_weight, None, None, None, None, None
+
+
+def _losses(
+    logits_NV: Tensor, labels_N: Tensor, group: Any, first: int, softcap: float | None, with_gradient: bool
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Each row's loss, 0 where its label is ignored, and its gradient by the logits."""
+    slope = None
+    if softcap is not None:
+        squashed = (logits_NV / softcap).tanh()
+        slope, logits_NV = 1 - squashed.square(), softcap * squashed
+    valid_N = labels_N != IGNORED
+    own_N = valid_N & (labels_N >= first) & (labels_N < first + logits_NV.shape[1])
+    index_N1 = torch.where(own_N, labels_N - first, 0)[:, None]
+    peak_N1 = logits_NV.amax(-1, keepdim=True)
+    if group is not None:
+        dist.all_reduce(peak_N1, dist.ReduceOp.MAX, group=group)
+    shifted_NV = logits_NV - peak_N1
+    picked_N = torch.where(own_N, shifted_NV.gather(1, index_N1)[:, 0], 0.0)
+    weights_NV = shifted_NV.exp_()
+    both_2N = torch.stack((weights_NV.sum(-1), picked_N))
+    if group is not None:
+        dist.all_reduce(both_2N, group=group)
+    sums_N, picked_N = both_2N
+    losses_N = torch.where(valid_N, sums_N.log() - picked_N, 0.0)
+    if not with_gradient:
+        return losses_N, None
+    d_NV = weights_NV.mul_((valid_N / sums_N)[:, None])
+    d_NV.scatter_add_(1, index_N1, -own_N.to(d_NV.dtype)[:, None])
+    return losses_N, d_NV if slope is None else d_NV * slope

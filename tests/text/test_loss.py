@@ -1,0 +1,70 @@
+"""Cross-entropy in chunks beside float64 and torch's own, whole and over a vocabulary in parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from arclight.text.loss import IGNORED, cross_entropy, cross_entropy_of_logits
+
+
+def example(rows: int = 75, width: int = 32, vocabulary: int = 300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, rows // 3, width, generator=generator)
+    weight = torch.randn(vocabulary, width, generator=generator)
+    labels = torch.randint(0, vocabulary, hidden.shape[:2], generator=generator)
+    labels[0, :4] = IGNORED
+    return hidden, weight, labels
+
+
+def reference(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    h, w = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    loss = F.cross_entropy((h @ w.T).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss.detach(), *torch.autograd.grad(loss, (h, w))
+
+
+@pytest.mark.parametrize("chunk", [7, 75, None])
+def test_loss_and_gradients_equal_float64(chunk: int | None) -> None:
+    hidden, weight, labels = example()
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = cross_entropy(h, w, labels, chunk=chunk)
+    (loss / 3).backward()
+    want, dh, dw = reference(hidden, weight, labels)
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(h.grad.double() * 3, dh, rtol=0, atol=1e-5)
+    torch.testing.assert_close(w.grad.double() * 3, dw, rtol=0, atol=2e-5)
+    torch.testing.assert_close(cross_entropy_of_logits(hidden @ weight.T, labels), loss.detach())
+
+
+def test_in_bfloat16_the_loss_stays_within_a_thousandth() -> None:
+    hidden, weight, labels = example()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cross_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(
+        float(reference(hidden.detach(), weight.detach(), labels)[0]), rel=1e-3
+    )
+    assert weight.grad.dtype == torch.float32
+
+
+def test_without_valid_labels_the_loss_is_zero_and_has_no_gradient() -> None:
+    hidden, weight, labels = example()
+    hidden.requires_grad_()
+    loss = cross_entropy(hidden, weight, torch.full_like(labels, IGNORED))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert not hidden.grad.any()
+
+
+def test_capped_logits() -> None:
+    hidden, weight, labels = example()
+    h = hidden.clone().requires_grad_()
+    loss = cross_entropy(h, weight, labels, softcap=5.0)
+    loss.backward()
+    same = hidden.double().requires_grad_()
+    capped = 5 * ((same @ weight.double().T) / 5).tanh()
+    want = F.cross_entropy(capped.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    want.backward()
+    torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(h.grad.double(), same.grad, rtol=0, atol=1e-5)
