@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.text.interchange import from_hf, to_hf
     from arclight.text.models.zoo import build_model, model_names
     from arclight.text.tokenizer import ByteTokenizer, Tokenizer
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     dict.fromkeys(("build_model", "model_names"), "arclight.text.models.zoo")
+    | dict.fromkeys(("from_hf", "to_hf"), "arclight.text.interchange")
     | dict.fromkeys(("ByteTokenizer", "Tokenizer"), "arclight.text.tokenizer"),
 )

@@ -1,0 +1,149 @@
+"""From a Hugging Face folder to one of our models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight.fabric.tying import find_shared_parameters, set_shared_parameters
+from arclight.text.interchange.families import Family, family_of_model, family_of_type
+from arclight.text.interchange.keys import Key
+from arclight.text.interchange.names import own_part, same_tensors, tensors
+from arclight.text.interchange.safetensors_folder import Folder, dtype_named
+
+
+def from_hf(
+    folder: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> nn.Module:  # fmt: skip
+    """The model in a folder as Hugging Face writes them; nothing is downloaded.
+
+    model: fill this one, in its own types: whole, on meta (it moves to ``device``), shared out (each process reads its part
+    only), or a pipeline stage (its parameters only). Otherwise a new one is made, in ``dtype`` (None: that of config.json).
+    Raises FileNotFoundError where the folder or its files are missing, ValueError where config.json asks for what the family
+    here does not do, differs from ``model``'s, or where tensors are missing, left over or of other shapes: all are named.
+    """
+    theirs = read_config(Path(folder))
+    family = family_of_type(theirs.get("model_type", ""))
+    ours = family.read(theirs)
+    with torch.device("meta"):
+        whole = family.model(family.config(**ours))
+    if model is None:
+        model = whole
+        for parameter in whole.parameters():
+            parameter.data = parameter.data.to(dtype or dtype_named(theirs.get("dtype") or theirs.get("torch_dtype")))
+    else:
+        _check_same(model, family, ours)
+    if any(tensor.is_meta for tensor in tensors(model).values()):
+        tied = find_shared_parameters(model)
+        model = set_shared_parameters(model.to_empty(device=device), tied)
+    source = Folder(Path(folder), family.prefix, _blocks(theirs))
+    _fill(model, whole, family, source)
+    return model
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder; raises FileNotFoundError with what to do where there is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder; nothing is downloaded here: fetch the model's files yourself, then name their folder"
+        )
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is no folder of a Hugging Face model")
+    theirs: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return theirs
+
+
+def _check_same(model: nn.Module, family: Family, ours: dict[str, Any]) -> None:
+    if family_of_model(model) is not family:
+        raise ValueError(f"the folder has a model of {family.model_type}; the given one is a {type(model).__name__}")
+    other = {name: (value, own) for name, value in ours.items() if (own := getattr(model.config, name)) != value}
+    for name in ("std", "head_dim"):  # how it began says nothing about how it computes; shapes are compared anyway
+        other.pop(name, None)
+    if other:
+        told = ", ".join(
+            f"{name} is {value!r} in the folder, {own!r} in the model" for name, (value, own) in other.items()
+        )
+        raise ValueError(f"the given model is another one: {told}")
+
+
+def _blocks(theirs: dict[str, Any]) -> tuple[int, int] | None:
+    settings = theirs.get("quantization_config")
+    if settings is None:
+        return None
+    if settings.get("quant_method") != "fp8" or len(settings.get("weight_block_size") or ()) != 2:
+        raise ValueError(
+            f"weights are quantized as {settings.get('quant_method')!r} with blocks {settings.get('weight_block_size')}; "
+            "only 'fp8' in blocks of two dimensions can be read"
+        )
+    height, width = settings["weight_block_size"]
+    return height, width
+
+
+def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) -> Key | None:
+    """The first key, of the parameter under any of its names, all of whose tensors the file has."""
+    for name in names:
+        for rule in family.keys:
+            key = rule.match(name)
+            if key is not None and all(theirs in source for theirs, _ in key.files(shape)):
+                return key
+    return None
+
+
+def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder) -> None:
+    everything, targets = tensors(whole), tensors(model)
+    missing, wrong, used = [], [], set()
+    jobs: list[tuple[Tensor, Key]] = []
+    for names in same_tensors(everything):
+        shape = everything[names[0]].shape
+        key = _found(names, family, shape, source)
+        wanted = [name for name in names if name in targets]
+        if key is None:
+            missing += wanted[:1]
+            continue
+        files = key.files(shape)
+        used |= {theirs for theirs, _ in files}
+        wrong += [
+            f"{theirs} is {source.shape(theirs)}, {key.ours} needs {expected}"
+            for theirs, expected in files
+            if source.shape(theirs) != expected
+        ]
+        used |= _copies(names, key, family, shape, source)
+        jobs += [(tensor, key) for tensor in {id(targets[name]): targets[name] for name in wanted}.values()]
+    left = [name for name in sorted(source.names() - used) if not name.endswith(family.ignored)]
+    unknown = [name for name in targets if name not in everything]
+    for what, names in (
+        ("the folder lacks the weights of", missing),
+        ("the folder has weights that the model has no place for:", left),
+        ("the model has weights that its configuration knows nothing of:", unknown),
+        ("shapes differ:", wrong),
+    ):
+        if names:
+            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            raise ValueError(f"{source.folder}: {what} {', '.join(names[:20])}{more}")
+    with torch.no_grad():
+        for tensor, key in jobs:
+            own, bounds = own_part(tensor)
+            if own.numel():
+                own.copy_(key.read(bounds, tensor.shape, source.read))
+
+
+def _copies(names: list[str], used: Key, family: Family, shape: torch.Size, source: Folder) -> set[str]:
+    """Files of the same parameter under its other names. Raises ValueError where a tied parameter's differ."""
+    copies = set()
+    for name in names:
+        for rule in family.keys:
+            key = rule.match(name)
+            if key is None or key.ours == used.ours or not all(theirs in source for theirs, _ in key.files(shape)):
+                continue
+            copies |= {theirs for theirs, _ in key.files(shape)}
+            bounds = tuple((0, size) for size in shape)
+            if not torch.equal(key.read(bounds, shape, source.read), used.read(bounds, shape, source.read)):
+                raise ValueError(
+                    f"{source.folder}: config.json ties {used.theirs} and {key.theirs}, but the file has two that differ; "
+                    "if they are meant to, set tie_word_embeddings to false there"
+                )
+    return copies

@@ -1,0 +1,139 @@
+"""From one of our models to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from arclight.text.interchange.families import Family, family_of_model
+from arclight.text.interchange.keys import Piece, pieces
+from arclight.text.interchange.names import same_tensors, tensors
+
+
+class SavesFolder(Protocol):
+    """A tokenizer that writes its files into a folder."""
+
+    def save(self, folder: Path) -> Any: ...
+
+
+def to_hf(
+    model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB", tokenizer: SavesFolder | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Write ``model`` as a folder that Hugging Face's ``AutoModelForCausalLM`` opens: config.json, safetensors, tokenizer.
+
+    A model that is shared out is put together tensor by tensor; every process calls this, rank 0 writes. max_shard_size: bytes
+    of a file, a number or such as "500MB". dtype: that of the written weights, None for their own. The folder appears when it
+    is complete. Raises FileExistsError where something is already there, ValueError for a pipeline stage.
+    """
+    folder, family, limit = Path(folder), family_of_model(model), _bytes(max_shard_size)
+    held = tensors(model)
+    keys = []
+    for names in same_tensors(held):
+        key = next((key for rule in family.keys if (key := rule.match(names[0])) is not None), None)
+        if key is None:
+            raise ValueError(f"{names[0]} has no name at Hugging Face in the table of {family.model_type}")
+        keys.append(key)
+    if model.tok_embeddings is None or model.output is None:
+        raise ValueError("this is a pipeline stage; a folder needs the whole model")
+    todo = list(pieces(keys, {name: tensor.shape for name, tensor in held.items()}))
+    alone = not torch.distributed.is_initialized()
+    writes = alone or torch.distributed.get_rank() == 0
+    taken = [writes and folder.exists() and any(folder.iterdir())]
+    if not alone:
+        torch.distributed.broadcast_object_list(taken)  # all raise, or those without a file would wait for rank 0
+    if taken[0]:
+        raise FileExistsError(f"{folder} is not empty; name another folder or move what is there")
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    if writes:
+        partial.mkdir(parents=True)
+    try:
+        _write_shards(todo, held, limit, dtype, partial if writes else None)
+        if writes:
+            _write_rest(model, family, tokenizer, dtype, partial)
+            if folder.exists():
+                folder.rmdir()
+            partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(
+    todo: list[Piece], held: dict[str, Tensor], limit: int, dtype: torch.dtype | None, folder: Path | None
+) -> None:  # fmt: skip
+    types = [_written(held[piece.keys[0].ours], piece, dtype) for piece in todo]
+    sizes = [torch.Size(piece.shape).numel() * kind.itemsize for piece, kind in zip(todo, types, strict=True)]
+    shards = list(_shards(sizes, limit))
+    last: dict[str, Tensor] = {}
+
+    def whole(name: str) -> Tensor:
+        if name not in last:
+            if len(last) >= 3:  # a tensor's parts are used together, its experts one after the other
+                last.clear()
+            own = held[name].detach()
+            last[name] = (own.full_tensor() if isinstance(own, DTensor) else own).cpu()
+        return last[name]
+
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        count = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+        file, out = f"model{count}.safetensors", {}
+        for place in shard:
+            made = todo[place].make(whole).to(types[place])
+            if folder is not None:
+                out[todo[place].theirs] = made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
+                index[todo[place].theirs] = file
+        if folder is not None:
+            save_file(out, folder / file, {"format": "pt"})
+    if folder is not None and len(shards) > 1:
+        content = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(index.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _written(tensor: Tensor, piece: Piece, dtype: torch.dtype | None) -> torch.dtype:
+    keeps = dtype is None or piece.keys[0].exact or not tensor.is_floating_point()
+    return tensor.dtype if keeps or dtype is None else dtype
+
+
+def _shards(sizes: list[int], limit: int) -> Iterator[list[int]]:
+    """Places of tensors in the order given, in files of at most ``limit`` bytes; a larger tensor has its own."""
+    shard: list[int] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        if shard and total + size > limit:
+            yield shard
+            shard, total = [], 0
+        shard.append(place)
+        total += size
+    yield shard
+
+
+def _write_rest(
+    model: nn.Module, family: Family, tokenizer: SavesFolder | None, dtype: torch.dtype | None, folder: Path
+) -> None:  # fmt: skip
+    first = next(model.parameters()).dtype
+    content = family.write(model.config) | {"dtype": str(dtype or first).removeprefix("torch.")}  # type: ignore[arg-type]
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, int):
+        found: int | None = size
+    else:
+        match = re.fullmatch(r"(\d+)\s*([KMG]?)i?B", size.strip(), re.IGNORECASE)
+        found = match and int(match[1]) * 1000 ** " KMG".index(match[2].upper() or " ")
+    if not found or found <= 0:
+        raise ValueError(f"max_shard_size {size!r} is no size; write bytes as a number, or such as '500MB' or '5GB'")
+    return found

@@ -1,0 +1,210 @@
+"""Models to and from Hugging Face folders, beside transformers on random weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.text.hf_models import CASES, hf_folder
+from torch.nn.functional import cross_entropy
+
+from arclight.text import ByteTokenizer, build_model, from_hf, to_hf
+
+
+def tokens(seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 256, (2, 48), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    root = tmp_path_factory.mktemp("hf")
+    return {case: (root / case, hf_folder(case, root / case)) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_transformers(case: str, folders: Any) -> None:
+    folder, theirs = folders[case]
+    ours, ids = from_hf(folder), tokens()
+    logits, expected = ours(ids), theirs(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    for out in (logits, expected):
+        cross_entropy(out[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    with (
+        torch.no_grad()
+    ):  # gradients compared in places of ours: a model whose weights are their gradients is written and read
+        for parameter in theirs.parameters():
+            parameter.data, parameter.grad = parameter.grad, None
+    theirs.save_pretrained(folder.with_name(f"{case}-gradients"))
+    gradients = dict(from_hf(folder.with_name(f"{case}-gradients")).named_parameters())
+    assert len(gradients) == len(list(ours.named_parameters()))
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_round_trip_keeps_every_bit_and_transformers_opens_it(case: str, folders: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = from_hf(folders[case][0])
+    to_hf(model, tmp_path / "out", max_shard_size="100KB")
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    assert max(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")) < 150_000
+    again = from_hf(tmp_path / "out")
+    assert again.config == model.config
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    torch.testing.assert_close(model(tokens()), theirs(tokens()).logits, rtol=0, atol=1e-5)
+
+
+def test_tied_weights_are_written_once_and_stay_tied(folders: Any, tmp_path: Path) -> None:
+    model = from_hf(folders["qwen3-tied"][0])
+    assert model.output.weight is model.tok_embeddings.weight
+    to_hf(model, tmp_path / "out")
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    assert "lm_head.weight" not in file
+    save_file(
+        file | {"lm_head.weight": file["model.embed_tokens.weight"].clone()}, tmp_path / "out" / "model.safetensors"
+    )
+    torch.testing.assert_close(from_hf(tmp_path / "out")(tokens()), model(tokens()), rtol=0, atol=0)
+    save_file(file | {"lm_head.weight": file["model.embed_tokens.weight"] + 1}, tmp_path / "out" / "model.safetensors")
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        from_hf(tmp_path / "out")
+
+
+def test_files_of_the_trunk_alone_have_no_prefix(folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["gpt2"]
+    shutil.copytree(folder, tmp_path / "bare")
+    file = load_file(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): value for name, value in file.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)  # the triangle that old files have, nothing learned
+    save_file(bare, tmp_path / "bare" / "model.safetensors")
+    torch.testing.assert_close(from_hf(tmp_path / "bare")(tokens()), from_hf(folder)(tokens()), rtol=0, atol=0)
+
+
+def test_a_given_model_is_filled_in_its_own_type_and_place(folders: Any) -> None:
+    folder, _ = folders["qwen3-tied"]
+    whole = from_hf(folder)
+    with torch.device("meta"):
+        model = type(whole)(whole.config).to(torch.bfloat16)
+    del model.layers["1"]
+    model.norm = None  # what a pipeline stage lacks, the folder has for others
+    model = from_hf(folder, model=model)
+    assert model.output.weight is model.tok_embeddings.weight
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, whole.get_parameter(name).bfloat16()), name
+    assert from_hf(folder, dtype=torch.float64).norm.weight.dtype == torch.float64
+
+
+def test_what_does_not_fit_is_named(folders: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing is downloaded"):
+        from_hf("meta-llama/Llama-3.1-8B")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        from_hf(tmp_path)
+    shutil.copytree(folders["llama"][0], tmp_path / "m")
+    settings = json.loads((tmp_path / "m" / "config.json").read_text())
+    file = load_file(tmp_path / "m" / "model.safetensors")
+
+    def changed(match: str, weights: dict[str, Any] | None = None, **fields: Any) -> None:
+        (tmp_path / "m" / "config.json").write_text(json.dumps(settings | fields))
+        save_file(weights if weights is not None else file, tmp_path / "m" / "model.safetensors")
+        with pytest.raises(ValueError, match=match):
+            from_hf(tmp_path / "m")
+
+    changed("knows only 'silu'", hidden_act="relu")
+    changed("model_type 'mamba'", model_type="mamba")
+    changed("as 'yarn'", rope_parameters={"rope_type": "yarn", "factor": 4.0})
+    changed("quantized as 'gptq'", quantization_config={"quant_method": "gptq"})
+    changed("lacks the weights of layers.3.attention_norm.weight", num_hidden_layers=4)
+    changed(r"no place for: model\.layers\.2\.input_layernorm", num_hidden_layers=2)
+    changed(r"shapes differ: model\.layers\.0\.mlp", intermediate_size=128)
+    changed("lacks the weights of norm.weight", {k: v for k, v in file.items() if k != "model.norm.weight"})
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="must be converted to safetensors"):
+        from_hf(tmp_path / "m")
+    with pytest.raises(ValueError, match="layers is 3 in the folder, 6 in the model"):
+        from_hf(folders["llama"][0], model=build_model("llama3-debug"))
+    with pytest.raises(ValueError, match="the given one is a Qwen3"):
+        from_hf(folders["llama"][0], model=build_model("qwen3-debug", layers=1))
+
+
+def test_writing_spoils_nothing(folders: Any, tmp_path: Path) -> None:
+    model = from_hf(folders["llama"][0])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(FileExistsError, match="not empty"):
+        to_hf(model, tmp_path / "out")
+    with pytest.raises(ValueError, match="is no size"):
+        to_hf(model, tmp_path / "new", max_shard_size="5 apples")
+    with pytest.raises(TypeError, match="Linear has no names at Hugging Face"):
+        to_hf(torch.nn.Linear(2, 2), tmp_path / "new")
+    model.output = None
+    with pytest.raises(ValueError, match="pipeline stage"):
+        to_hf(model, tmp_path / "new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]
+
+
+def test_weights_in_another_type_and_the_tokenizer_beside_them(folders: Any, tmp_path: Path) -> None:
+    model = from_hf(folders["llama"][0])
+    to_hf(model, tmp_path / "out", dtype=torch.bfloat16, tokenizer=ByteTokenizer())
+    again = from_hf(tmp_path / "out")
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    assert torch.equal(again.norm.weight, model.norm.weight.bfloat16())
+    assert ByteTokenizer.load(tmp_path / "out").encode("é") == [195, 169]
+
+
+def test_eight_bit_blocks_are_multiplied_by_their_scales(folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["llama"]
+    shutil.copytree(folder, tmp_path / "m")
+    file = load_file(folder / "model.safetensors")
+    weights: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for name, value in file.items():
+        weights[name] = expected[name] = value
+        if not name.endswith("proj.weight"):
+            continue
+        rows, columns = -(-value.shape[0] // 40), -(-value.shape[1] // 24)  # blocks that do not divide
+        scales = torch.rand(rows, columns) + 0.5
+        small = torch.zeros_like(value, dtype=torch.float8_e4m3fn)
+        whole = torch.empty_like(value)
+        for i in range(value.shape[0]):
+            for j in range(value.shape[1]):
+                small[i, j] = (value[i, j] / scales[i // 40, j // 24]).to(torch.float8_e4m3fn)
+                whole[i, j] = small[i, j].float() * scales[i // 40, j // 24]
+            if name != "model.layers.0.self_attn.q_proj.weight":
+                break  # one matrix by hand, cell by cell; of the others a row is enough to see
+        if name == "model.layers.0.self_attn.q_proj.weight":
+            weights[name], weights[f"{name}_scale_inv"], expected[name] = small, scales, whole
+    save_file(weights, tmp_path / "m" / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [40, 24]}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(settings))
+    model = from_hf(tmp_path / "m")
+    assert torch.equal(model.layers["0"].attention.wq.weight, expected["model.layers.0.self_attn.q_proj.weight"])
+    assert torch.equal(model.layers["1"].attention.wq.weight, expected["model.layers.1.self_attn.q_proj.weight"])
+
+
+def test_two_processes_read_and_write_their_shares(folders: Any, tmp_path: Path) -> None:
+    launcher = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    script, cases = Path(__file__).with_name("shared_out_script.py"), ["llama", "gpt2", "qwen3-tied"]
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), *(str(folders[case][0]) for case in cases)], check=False,
+        env=environment, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for case in cases:
+        assert done.stdout.count(f"passed {case}") == 2, done.stdout
+        written, original = from_hf(tmp_path / case), from_hf(folders[case][0])
+        for name, parameter in original.named_parameters():
+            assert torch.equal(parameter, written.get_parameter(name)), name
