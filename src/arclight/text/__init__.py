@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.text.interchange import from_hf, to_hf
+    from arclight.text.interchange.reading import from_hf
+    from arclight.text.interchange.writing import to_hf
     from arclight.text.models.zoo import build_model, model_names
     from arclight.text.tokenizer import ByteTokenizer, Tokenizer
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     dict.fromkeys(("build_model", "model_names"), "arclight.text.models.zoo")
-    | dict.fromkeys(("from_hf", "to_hf"), "arclight.text.interchange")
+    | {"from_hf": "arclight.text.interchange.reading", "to_hf": "arclight.text.interchange.writing"}
     | dict.fromkeys(("ByteTokenizer", "Tokenizer"), "arclight.text.tokenizer"),
 )

@@ -16,7 +16,6 @@ from arclight._lazy import lazy
 if TYPE_CHECKING:
     from arclight.text.models.decoder import Decoder, DecoderConfig
     from arclight.text.models.llama import Llama, LlamaConfig
-    from arclight.text.models.zoo import build_model, model_names
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -25,7 +24,5 @@ __getattr__, __dir__, __all__ = lazy(
         "DecoderConfig": "arclight.text.models.decoder",
         "Llama": "arclight.text.models.llama",
         "LlamaConfig": "arclight.text.models.llama",
-        "build_model": "arclight.text.models.zoo",
-        "model_names": "arclight.text.models.zoo",
     },
 )
