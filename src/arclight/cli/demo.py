@@ -14,7 +14,8 @@ from arclight.cli.arguments import Parser
 from arclight.cli.schema import Recipe
 from arclight.cli.train import build_task, callbacks, make_trainer
 from arclight.deploy.settings import Int8
-from arclight.optim.settings import AdamW, Cosine
+from arclight.optim.schedule_settings import Cosine
+from arclight.optim.settings import AdamW
 from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
 from arclight.vision.settings import Augment, Detection
 

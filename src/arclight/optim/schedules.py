@@ -1,4 +1,8 @@
-"""Learning-rate schedules: pure functions of the step, as factors of the peak rate."""
+"""Learning-rate schedules: pure functions of the step, as factors of the peak rate.
+
+The steps of a run are 0 to ``total_steps - 1``. A decay ends at ``total_steps``, one step behind the last, so that the last
+step still learns where ``final`` is 0. A phase's length is a number of steps (an int) or a share of ``total_steps`` (a float).
+"""
 
 from __future__ import annotations
 
@@ -10,35 +14,134 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+    "sqrt": lambda share: math.sqrt(1 - share),
+    "1-sqrt": lambda share: 1 - math.sqrt(share),
+}
+"""What is left of the rate (1 to 0) at a share of the decay. ``1-sqrt``: Hägele et al. 2024, section 4."""
+
+
+def phase(length: float, total_steps: int) -> int:
+    """Steps of a phase that is given as a number of steps or as a share. Raises ValueError for neither."""
+    if isinstance(length, int):
+        steps = length
+    elif 0 <= length <= 1:
+        steps = int(length * total_steps)
+    else:
+        raise ValueError(
+            f"{length} is no share of the steps, which lies in [0, 1]; for a number of steps write an integer"
+        )
+    if not 0 <= steps <= max(0, total_steps):
+        raise ValueError(f"a phase of {steps} steps does not fit into a run of {total_steps}")
+    return steps
+
 
 def _warmed_up(step: int, warmup_steps: int) -> float:
     """Linear factor of the warm-up; its first step already moves."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 
+def _decayed(step: int, start: int, end: int, shape: str, final: float) -> float:
+    """1 up to ``start``, ``final`` from ``end`` on."""
+    share = min(1.0, max(0, step - start) / max(1, end - start))
+    return final + (1 - final) * DECAYS[shape](share)
+
+
 def cosine(step: int, *, total_steps: int, warmup: float, final: float) -> float:
-    """Linear warm-up over ``warmup * total_steps``, then half a cosine from 1 to ``final``."""
-    warmup_steps = int(warmup * total_steps)
+    """Linear warm-up, then half a cosine from 1 to ``final``."""
+    warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
         return _warmed_up(step, warmup_steps)
-    share = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share))
+    return _decayed(step, warmup_steps, total_steps, "cosine", final)
 
 
-def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: float) -> float:
-    """Warm-up, stable, then linear decay over the last ``decay * total_steps`` (Hu et al. 2024, MiniCPM)."""
-    warmup_steps, decay_steps = int(warmup * total_steps), max(1, int(decay * total_steps))
+def linear(step: int, *, total_steps: int, warmup: float, final: float) -> float:
+    """Linear warm-up, then a straight line from 1 to ``final``."""
+    warmup_steps = phase(warmup, total_steps)
     if step < warmup_steps:
         return _warmed_up(step, warmup_steps)
-    share = min(1.0, max(0, step - (total_steps - decay_steps)) / decay_steps)
-    return 1 - (1 - final) * share
+    return _decayed(step, warmup_steps, total_steps, "linear", final)
+
+
+def wsd(step: int, *, total_steps: int, warmup: float, decay: float, final: float, shape: str = "linear") -> float:
+    """Warm-up, stable, then a decay of one of the :data:`DECAYS` over the last ``decay`` steps (Hu et al. 2024, MiniCPM)."""
+    warmup_steps, decay_steps = phase(warmup, total_steps), max(1, phase(decay, total_steps))
+    if step < warmup_steps:
+        return _warmed_up(step, warmup_steps)
+    return _decayed(step, total_steps - decay_steps, total_steps, shape, final)
+
+
+def inverse_sqrt(step: int, *, total_steps: int, warmup: float, timescale: int = 0) -> float:
+    """Linear warm-up, then ``sqrt(t / (t + steps since))`` (Vaswani et al. 2017; Zhai et al. 2022).
+
+    ``timescale`` t is in steps, by default the warm-up's (and the step at which it starts to fall).
+    """
+    warmup_steps = phase(warmup, total_steps)
+    if step < warmup_steps:
+        return _warmed_up(step, warmup_steps)
+    scale = timescale or warmup_steps + 1
+    return math.sqrt(scale / (scale + step - warmup_steps))
 
 
 def constant(step: int, *, total_steps: int, warmup: float) -> float:
     """Linear warm-up, then 1."""
-    return _warmed_up(step, int(warmup * total_steps))
+    return _warmed_up(step, phase(warmup, total_steps))
 
 
-def lambda_schedule(optimizer: torch.optim.Optimizer, factor: Callable[..., float], **arguments: Any) -> LambdaLR:
+def rewarmed(step: int, *, since: int, steps: int) -> float:
+    """A second factor: linear from the resume at step ``since``, 1 after ``steps``."""
+    return 1.0 if step < since else _warmed_up(step - since, steps)
+
+
+def batch_size_at(step: int, *, initial: int, final: int, steps: int, multiple: int = 1) -> int:
+    """Samples of the global batch at a step of a run that warms it up: linear over ``steps``, rounded down to a multiple.
+
+    Raises ValueError where the sizes are not multiples of ``multiple`` (world size times micro-batch) or do not grow.
+    """
+    if initial % multiple or final % multiple or not 0 < initial <= final:
+        raise ValueError(f"batch sizes {initial} to {final} must grow and be multiples of {multiple}")
+    if step >= steps:
+        return final
+    return initial + (final - initial) * step // steps // multiple * multiple
+
+
+class FactorSchedule(LambdaLR):
+    """Multiplies each group's peak rate by ``factor(step)``; where asked, warms up again over ``rewarm`` steps after a resume.
+
+    A checkpoint's peak rates are those in the optimizer's groups (``initial_lr``), which find their groups by the names of
+    parameters; the list that torch's class saves is by position. So restore the optimizer first.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], rewarm: int = 0) -> None:
+        self.factor, self.rewarm = factor, rewarm
+        self.resumed_at = -1
+        super().__init__(optimizer, self._factor_at)
+
+    def _factor_at(self, step: int) -> float:
+        again = rewarmed(step, since=self.resumed_at, steps=self.rewarm) if self.resumed_at >= 0 else 1.0
+        return self.factor(step) * again
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "resumed_at": self.resumed_at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the step; torch's own state of a LambdaLR will do."""
+        self.last_epoch, self.resumed_at = state_dict["last_epoch"], state_dict.get("resumed_at", -1)
+        self._step_count = self.last_epoch + 1
+        groups = self.optimizer.param_groups
+        self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in groups]
+        self.lr_lambdas = [self._factor_at] * len(groups)
+        if self.rewarm:
+            self.resumed_at = self.last_epoch
+            for group in groups:
+                group["lr"] = group["initial_lr"] * self._factor_at(self.last_epoch)
+        self._last_lr = [group["lr"] for group in groups]
+
+
+def lambda_schedule(
+    optimizer: torch.optim.Optimizer, factor: Callable[..., float], rewarm: int = 0, **arguments: Any
+) -> FactorSchedule:
     """A per-step scheduler that multiplies the peak rate by ``factor(step, **arguments)``."""
-    return LambdaLR(optimizer, partial(factor, **arguments))
+    return FactorSchedule(optimizer, partial(factor, **arguments), rewarm)

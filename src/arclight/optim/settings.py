@@ -1,18 +1,51 @@
-"""Settings of optimizers and learning-rate schedules (no torch here: a recipe is read without it)."""
+"""Settings of optimizers (no torch here: a recipe is read without it)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import torch
+
+    from arclight.optim.optimizer import MixedOptimizer
+
+Named = Iterable[tuple[str, "torch.nn.Parameter"]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class _Rule:
+    """What the optimizers have in common."""
+
+    pattern: str = ""
+    """In the groups of ``mixed``: a regular expression, found anywhere in the names of the group's parameters."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
+
+    def build(self, parameters: Named, all_names: Iterable[str] = ()) -> MixedOptimizer:
+        """The optimizer of the trainable ones among ``parameters``, given with their names.
+
+        ``all_names``: those of the whole model where ``parameters`` are a part of it (a pipeline stage).
+        """
+        from arclight.optim.groups import build
+
+        if self.pattern:
+            raise ValueError(f"pattern={self.pattern!r} is for the groups of kind 'mixed', not for the only optimizer")
+        return build(self, (), parameters, all_names)
+
+    def options(self) -> dict[str, Any]:
+        """The options of a parameter group."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(_Rule):
     """Stochastic gradient descent with momentum."""
 
     lr: float = 0.01
@@ -24,20 +57,17 @@ class SGD:
     weight_decay: float = 5e-4
     """L2 penalty on weight matrices and kernels; biases and normalisation are never decayed."""
 
-    def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        from arclight.optim.groups import decay_groups, make_optimizer
-
-        return make_optimizer(
-            "SGD",
-            decay_groups(parameters, self.weight_decay),
-            lr=self.lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
-        )
+    def options(self) -> dict[str, Any]:
+        return {
+            "kind": "sgd",
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "nesterov": self.nesterov and self.momentum > 0,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class AdamW(_Rule):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     lr: float = 1e-3
@@ -48,57 +78,83 @@ class AdamW:
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
     """Decoupled decay of weight matrices and kernels; biases and normalisation are never decayed."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which moments are kept; arithmetic is float32."""
+    stochastic_rounding: bool = True
+    """Round what is kept in bfloat16 up or down at random: rounded to the nearest, a second moment can never shrink."""
+    seed: int = 0
+    """Of the rounding, which depends on it, the parameter's name, the step and the element's place, on no mesh."""
 
-    def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        from arclight.optim.groups import decay_groups, make_optimizer
-
-        return make_optimizer(
-            "AdamW", decay_groups(parameters, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cosine:
-    """Linear warm-up, then half a cosine down to ``final`` times the peak."""
-
-    warmup: float = 0.05
-    """Warm-up as a share of all steps, in [0, 1)."""
-    final: float = 0.01
-    """Last learning rate as a share of the peak."""
-
-    def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-        from arclight.optim.schedules import cosine, lambda_schedule
-
-        return lambda_schedule(optimizer, cosine, total_steps=total_steps, warmup=self.warmup, final=self.final)
+    def options(self) -> dict[str, Any]:
+        return {
+            "kind": "adamw", "lr": self.lr, "betas": self.betas, "eps": self.eps, "state_dtype": self.state_dtype,
+            "stochastic_rounding": self.stochastic_rounding, "seed": self.seed,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class WSD:
-    """Warm-up, stable, decay: linear up, constant, then linear down to ``final`` times the peak (Hu et al. 2024)."""
+class Muon(_Rule):
+    """Orthogonalised momentum for hidden matrices (Jordan et al. 2024); AdamW for all else."""
 
-    warmup: float = 0.05
-    """Warm-up as a share of all steps, in [0, 1)."""
-    decay: float = 0.2
-    """Decay phase as a share of all steps, in [0, 1]."""
-    final: float = 0.0
-    """Last learning rate as a share of the peak."""
+    lr: float = 0.02
+    """Peak learning rate of the matrices."""
+    momentum: float = 0.95
+    """Velocity decay, in [0, 1)."""
+    nesterov: bool = True
+    """Look ahead along the velocity."""
+    weight_decay: float = 0.0
+    """Decoupled decay of the matrices."""
+    ns_steps: int = 5
+    """Newton-Schulz iterations."""
+    scale: Literal["spectral", "rms"] = "spectral"
+    """Size of an update: ``spectral`` sqrt(max(1, rows/columns)) times an orthogonal matrix, ``rms`` as large as AdamW's."""
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the iterations and of the matrices that are sent for them."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which the velocity is kept."""
+    others: AdamW = field(default_factory=AdamW)
+    """For what is no hidden matrix: embeddings, output layers, vectors, convolution kernels."""
+    not_hidden: str = r"(^|\.)(\w*embed\w*|wte|wpe|lm_head)\.\w+$|^(\w+\.)?(output|head)\.\w+$"
+    """Names of the matrices that are embeddings or output layers, a regular expression."""
 
-    def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-        from arclight.optim.schedules import lambda_schedule, wsd
-
-        return lambda_schedule(
-            optimizer, wsd, total_steps=total_steps, warmup=self.warmup, decay=self.decay, final=self.final
-        )
+    def options(self) -> dict[str, Any]:
+        return {
+            "kind": "muon", "lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps,
+            "scale": self.scale, "precision": self.precision, "state_dtype": self.state_dtype, "beta2": None,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant:
-    """Linear warm-up, then constant."""
+class NorMuon(Muon):
+    """Muon whose neurons learn at even rates: rows over the root of their running mean square (Li et al. 2025)."""
 
-    warmup: float = 0.0
-    """Warm-up as a share of all steps, in [0, 1)."""
+    beta2: float = 0.95
+    """Decay of the rows' mean square, in [0, 1)."""
 
-    def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> Any:
-        from arclight.optim.schedules import constant, lambda_schedule
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), "kind": "normuon", "beta2": self.beta2}
 
-        return lambda_schedule(optimizer, constant, total_steps=total_steps, warmup=self.warmup)
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """Groups of parameters by name, each with an optimizer of its own; the first that matches takes a parameter."""
+
+    groups: tuple[AdamW | SGD | Muon | NorMuon, ...] = ()
+    """Optimizers with a ``pattern`` each."""
+    default: AdamW | SGD | Muon | NorMuon = field(default_factory=AdamW)
+    """For parameters that no pattern matches."""
+
+    def __post_init__(self) -> None:
+        if self.default.pattern:
+            raise ValueError(
+                f"the default takes what no group matches and has no pattern, got {self.default.pattern!r}"
+            )
+        for number, group in enumerate(self.groups):
+            if not group.pattern:
+                raise ValueError(f"groups[{number}] needs a pattern: which parameters are its?")
+
+    def build(self, parameters: Named, all_names: Iterable[str] = ()) -> MixedOptimizer:
+        """One optimizer for all; see :meth:`AdamW.build`. Raises ValueError for a pattern that matches no parameter."""
+        from arclight.optim.groups import build
+
+        return build(self.default, self.groups, parameters, all_names)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from arclight.optim.settings import SGD, WSD, AdamW, Constant, Cosine
+from arclight.optim.schedule_settings import WSD, Constant, Cosine
+from arclight.optim.settings import SGD, AdamW
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module

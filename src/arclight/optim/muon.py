@@ -1,0 +1,152 @@
+"""Muon and NorMuon: orthogonalised momentum for weight matrices, on any placement.
+
+Muon: K. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks", kellerjordan.github.io/posts/muon.
+Scale by root mean square: J. Liu et al. 2025, "Muon is scalable for LLM training", arXiv 2502.16982, section 2.2.
+NorMuon: Z. Li et al. 2025, "NorMuon: making Muon more efficient and scalable", arXiv 2510.05491, algorithm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.fabric.spread import is_spread, own_part
+from arclight.optim.exchange import Hop, collect, deal, hops_of, summed
+from arclight.optim.memory import DTYPES
+
+if TYPE_CHECKING:
+    from arclight.optim.optimizer import Owned
+
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_AT_ONCE = 2**27
+"""Elements orthogonalised at once: the iteration needs several times their memory."""
+_RMS = 0.2
+"""Root mean square of an update of AdamW, which ``scale="rms"`` gives Muon's (Liu et al. 2025)."""
+
+
+def newton_schulz(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """For each of ``matrices`` (..., R, C) = U S V^T about U V^T: singular values between 0.7 and 1.2 after 5 steps.
+
+    Jordan's quintic iteration, in the precision of ``matrices``: X <- aX + (bA + cA^2)X with A = XX^T.
+    """
+    a, b, c = _QUINTIC
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    done: torch.Tensor = x.mT if tall else x
+    return done
+
+
+class MuonRule:
+    """Parameters (R, C), or stacks of experts (E, R, C) whose matrices are orthogonalised one by one.
+
+    Whole matrices are dealt out over the processes that share them (see :mod:`arclight.optim.exchange`), so each is
+    orthogonalised once, where one process would orthogonalise it alike.
+    """
+
+    def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        if parameter.ndim not in (2, 3):
+            raise ValueError(
+                f"Muon updates matrices and stacks of them, not a parameter of shape {tuple(parameter.shape)}"
+            )
+        half = parameter.dtype in (torch.float32, torch.bfloat16)
+        dtype = DTYPES[group["state_dtype"]] if half else parameter.dtype
+        state = {"momentum_buffer": torch.zeros_like(parameter, dtype=dtype)}
+        if group["beta2"] is not None:
+            state["neuron_sq"] = _row_zeros(parameter, torch.float32 if half else dtype)
+        return state
+
+    def step(self, own: list[Owned], group: Mapping[str, Any]) -> None:
+        buckets: dict[Any, list[Owned]] = {}
+        for name, parameter, state in own:
+            hops = hops_of(parameter)
+            key = (tuple(parameter.shape[-2:]), own_part(parameter).shape[-2:], parameter.dtype, parameter.device, hops)
+            buckets.setdefault(key, []).append((name, parameter, state))
+        for first, (key, members) in enumerate(buckets.items()):
+            _update(members, key[-1], group, first)
+
+
+def _update(own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], first: int) -> None:
+    """Parameters whose matrices have one shape, and are shared in one way."""
+    rows, columns = own[0][1].shape[-2:]
+    pushed = [_momentum(parameter, state, group) for _, parameter, state in own]
+    precision = DTYPES.get(group["precision"], pushed[0].dtype) if pushed[0].dtype != torch.float64 else torch.float64
+    whole = deal(torch.cat(pushed).to(precision), hops, first)
+    done = _orthogonal(whole, group["ns_steps"])
+    count = sum(len(part) for part in pushed)
+    updates = collect(done, hops, count, first).to(pushed[0].dtype)
+    if group["beta2"] is not None:
+        updates = _even_rows(updates, own, hops, group)
+        factor = 1.0 if group["scale"] == "rms" else math.sqrt(max(1, rows / columns))
+    else:
+        factor = _RMS * math.sqrt(max(rows, columns)) if group["scale"] == "rms" else math.sqrt(max(1, rows / columns))
+    lengths = [len(part) for part in pushed]
+    for (_, parameter, _), update in zip(own, updates.split(lengths), strict=True):
+        part = own_part(parameter)
+        new = part.to(update.dtype) * (1 - group["lr"] * group["weight_decay"])
+        part.copy_(new.add_(update.view(part.shape), alpha=-group["lr"] * factor))
+
+
+def _momentum(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]) -> torch.Tensor:
+    """The direction to orthogonalise, as matrices (E, r, c) in at least float32; the velocity goes on."""
+    assert parameter.grad is not None
+    gradient, velocity = own_part(parameter.grad), own_part(state["momentum_buffer"])
+    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    beta = group["momentum"]
+    new = velocity.to(gradient.dtype).lerp(gradient, 1 - beta)
+    velocity.copy_(new)
+    direction = gradient.lerp(new, beta) if group["nesterov"] else new
+    return direction.reshape(-1, *direction.shape[-2:])
+
+
+def _orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+    if matrices.numel() == 0:
+        return matrices
+    at_once = max(1, _AT_ONCE // matrices[0].numel())
+    return torch.cat([newton_schulz(some, steps) for some in matrices.split(at_once)])
+
+
+def _even_rows(
+    updates: torch.Tensor, own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any]
+) -> torch.Tensor:
+    """NorMuon: each neuron's update over the root of its running mean square; then the matrix's norm is set again.
+
+    ``scale="spectral"`` keeps the norm that the matrix had, ``"rms"`` gives its elements the root mean square of AdamW's.
+    """
+    rows, columns = own[0][1].shape[-2:]
+    squares = summed(updates.square().sum(-1, keepdim=True), hops, -1)
+    moments = [own_part(state["neuron_sq"]) for _, _, state in own]
+    lengths = [math.prod(moment.shape[:-2]) for moment in moments]
+    running = torch.cat([moment.reshape(-1, *moment.shape[-2:]) for moment in moments])
+    running = running.lerp(squares / columns, 1 - group["beta2"])
+    for moment, new in zip(moments, running.split(lengths), strict=True):
+        moment.copy_(new.view(moment.shape))
+    factors = 1 / (running.sqrt() + 1e-10)
+    norms = torch.stack([squares.sum(-2), (squares * factors.square()).sum(-2)])
+    before, after = summed(norms, hops, -2).sqrt()
+    target = before if group["scale"] == "spectral" else torch.full_like(before, _RMS * math.sqrt(rows * columns))
+    even: torch.Tensor = updates * (factors * (target / (after + 1e-10)).unsqueeze(-1))
+    return even
+
+
+def _row_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros (..., R, 1), spread as the rows of ``parameter`` are."""
+    part = own_part(parameter)
+    zeros = torch.zeros(*part.shape[:-1], 1, dtype=dtype, device=part.device)
+    if not is_spread(parameter):
+        return zeros
+    from torch.distributed.tensor import DTensor, Replicate
+
+    last = parameter.ndim - 1
+    placements = [Replicate() if getattr(p, "dim", None) == last else p for p in parameter.placements]  # type: ignore[attr-defined]
+    shape = torch.Size((*parameter.shape[:-1], 1))
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    spread: torch.Tensor = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return spread

@@ -1,0 +1,203 @@
+"""One optimizer for groups of several kinds, whose state is kept under the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.spread import own_part
+from arclight.optim.adamw import AdamWRule
+from arclight.optim.muon import MuonRule
+from arclight.optim.sgd import SGDRule
+
+_NOT_OPTIONS = ("params", "param_names")
+_OF_THIS_RUN = (*_NOT_OPTIONS, "state_dtype", "stochastic_rounding", "precision")
+"""What a checkpoint does not decide: how numbers are kept."""
+
+
+class Rule(Protocol):
+    """How the parameters of one kind of group are updated. It has no state of its own."""
+
+    def new_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What is kept for ``parameter``, before its first step; spread over processes as it is."""
+        ...
+
+    def step(self, own: list[Owned], group: Mapping[str, Any]) -> None:
+        """Update parameters that have gradients."""
+        ...
+
+
+Owned = tuple[str, torch.Tensor, dict[str, torch.Tensor]]
+"""Name, parameter and state."""
+
+RULES: dict[str, Rule] = {"adamw": AdamWRule(), "muon": MuonRule(), "normuon": MuonRule(), "sgd": SGDRule()}
+
+
+class MixedOptimizer(Optimizer):
+    """Groups of parameters, each updated by the rule that its ``kind`` names (one of :data:`RULES`).
+
+    ``groups`` are as torch's, with ``params`` a list of ``(name, parameter)`` and the options of their rule.
+    ``known`` has all of the model's parameters, trained or not, by which parameters that are added later get their names.
+
+    ``state_dict`` has state and groups under names, so that it fits another order of groups, another mesh (tensors in it are
+    whole once they are written) and a part of the model. ``load_state_dict`` takes that, and torch's own form by position.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], known: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in known}
+        super().__init__(groups, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_names": self._names}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; what the group leaves out is as in the first group. Raises ValueError for parameters without a name."""
+        given = param_group["params"]
+        items = [given] if isinstance(given, torch.Tensor) else list(given)
+        if items and not isinstance(items[0], tuple):
+            unknown = sum(item not in self._names for item in items)
+            if unknown:
+                raise ValueError(
+                    f"{unknown} of the parameters to add have no name, under which their state would be kept: give "
+                    "(name, parameter) pairs"
+                )
+            items = [(self._names[item], item) for item in items]
+        usual = {k: v for k, v in self.param_groups[0].items() if k not in _NOT_OPTIONS} if self.param_groups else {}
+        made = {**usual, **param_group, "params": items}
+        if made.get("kind") not in RULES:
+            raise ValueError(f"kind={made.get('kind')!r} of a parameter group is not known; choose {', '.join(RULES)}")
+        if "lr" in param_group:
+            made["initial_lr"] = param_group.get("initial_lr", param_group["lr"])
+        if "initial_lr" not in usual and "initial_lr" not in param_group:
+            made.pop("initial_lr", None)  # a schedule made later takes the rate as it is then
+        super().add_param_group(made)
+        self._names.update((parameter, name) for name, parameter in items)
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Name, parameter and group of each parameter, in the order of the groups."""
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                yield name, parameter, group
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rule, owned = RULES[group["kind"]], []
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(rule.new_state(parameter, group))
+                owned.append((name, parameter, state))
+            if owned:
+                rule.step(owned, group)
+        return loss
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"state": {name: entries}, "param_groups": [{"params": names, ...}]}``."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        groups = [
+            {**{key: value for key, value in group.items() if key not in _NOT_OPTIONS}, "params": group["param_names"]}
+            for group in self.param_groups
+        ]
+        state = {name: dict(self.state[p]) for name, p, _ in self.named() if self.state.get(p)}
+        made: dict[str, Any] = {"state": state, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            made = result if (result := after(self, made)) is not None else made
+        return made
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back state and options of the parameters that this optimizer has; others' are left alone.
+
+        Raises ValueError for a parameter that the state does not know, that another rule trained, or of another shape.
+        """
+        state = self._in_own_order(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state = result if (result := before(self, state)) is not None else state
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key not in _OF_THIS_RUN})
+        self.state.clear()
+        for name, parameter, group in self.named():
+            entries = {k: v for k, v in state["state"].get(name, {}).items() if v is not None}
+            if entries:
+                self.state[parameter] = _restored(name, parameter, group, entries)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _in_own_order(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """``saved`` with this optimizer's groups, and by name."""
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        names = [name for group in saved["param_groups"] for name in group.get("param_names", group["params"])]
+        if not all(isinstance(name, str) for name in names):  # by position
+            names = [name for name, _, _ in self.named()]
+            if len(names) != len(keys):
+                raise ValueError(
+                    f"the optimizer's saved state has {len(keys)} parameters by position, this optimizer has {len(names)}"
+                )
+        name_of = dict(zip(keys, names, strict=True))
+        homes = {name_of[key]: group for group in saved["param_groups"] for key in group["params"]}
+        groups = [_options_of(group, homes) | {"params": list(group["param_names"])} for group in self.param_groups]
+        state = {name_of[key]: entries for key, entries in saved["state"].items() if key in name_of}
+        return {"state": state, "param_groups": groups}
+
+
+def _options_of(group: Mapping[str, Any], homes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The options that were saved for a group's parameters; its own where they were in groups that differ."""
+    found: list[dict[str, Any]] = []
+    for name in group["param_names"]:
+        if name not in homes:
+            raise ValueError(
+                f"the optimizer's saved state does not have {name}; it has {len(homes)} other parameters. Was it saved for "
+                "another model, or when this parameter was frozen?"
+            )
+        saved = homes[name]
+        if saved.get("kind", group["kind"]) != group["kind"]:
+            raise ValueError(
+                f"{name} was trained with kind={saved['kind']!r} and is to go on with kind={group['kind']!r}: keep the group "
+                "that matched it, or start the optimizer afresh from the weights"
+            )
+        options = {key: value for key, value in saved.items() if key not in _OF_THIS_RUN}
+        if options not in found:
+            found.append(options)
+    if len(found) == 1:
+        return found[0]
+    rank_zero_warn(
+        f"the parameters of the group of {group['param_names'][0]} were saved in groups with other options; those of the recipe "
+        "are taken"
+    )
+    return {key: value for key, value in group.items() if key not in _OF_THIS_RUN}
+
+
+def _restored(
+    name: str, parameter: torch.Tensor, group: Mapping[str, Any], entries: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """``entries`` in this process's place, precision and memory layout."""
+    from arclight.fabric.sharding import share_of
+
+    made = RULES[group["kind"]].new_state(parameter, group)
+    if set(entries) != set(made):
+        raise ValueError(
+            f"the saved state of {name} is {', '.join(map(str, entries))}; kind={group['kind']!r} as it is set here needs "
+            f"{', '.join(made) or 'none'}"
+        )
+    for key, place in made.items():
+        value = torch.as_tensor(entries[key])
+        if value.shape != place.shape:
+            raise ValueError(f"the saved {key} of {name} is {tuple(value.shape)}, not {tuple(place.shape)}")
+        own_part(place).copy_(own_part(share_of(value, place)))
+    return made

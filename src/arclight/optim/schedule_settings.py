@@ -1,0 +1,82 @@
+"""Settings of learning-rate schedules (no torch here: a recipe is read without it)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from arclight.optim.schedules import FactorSchedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Schedule:
+    """What the schedules have in common."""
+
+    warmup: int | float = 0.05
+    """Warm-up: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
+    rewarm: int = 0
+    """Steps of another warm-up after each resume; 0: go on as if there had been none."""
+    _factor: ClassVar[str]
+
+    def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> FactorSchedule:
+        """A scheduler to be stepped after each of ``total_steps`` optimizer steps. Raises ValueError for phases that do not fit."""
+        from arclight.optim import schedules
+
+        given: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "rewarm"}
+        for name in ("warmup", "decay"):
+            if name in given:
+                schedules.phase(given[name], total_steps)
+        factor = getattr(schedules, self._factor)
+        return schedules.lambda_schedule(optimizer, factor, self.rewarm, total_steps=total_steps, **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine(_Schedule):
+    """Linear warm-up, then half a cosine down to ``final`` times the peak."""
+
+    final: float = 0.01
+    """Last learning rate as a share of the peak."""
+    _factor: ClassVar[str] = "cosine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(_Schedule):
+    """Linear warm-up, then a straight line down to ``final`` times the peak."""
+
+    final: float = 0.0
+    """Last learning rate as a share of the peak."""
+    _factor: ClassVar[str] = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WSD(_Schedule):
+    """Warm-up, stable, decay: linear up, constant, then down to ``final`` times the peak (Hu et al. 2024)."""
+
+    decay: int | float = 0.2
+    """Decay phase: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
+    final: float = 0.0
+    """Last learning rate as a share of the peak; it is reached one step behind the last."""
+    shape: Literal["linear", "cosine", "sqrt", "1-sqrt"] = "linear"
+    """Of the decay, at its share x: 1 - x, half a cosine, sqrt(1 - x), or 1 - sqrt(x)."""
+    _factor: ClassVar[str] = "wsd"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseSqrt(_Schedule):
+    """Linear warm-up, then falling as 1 / sqrt(step); good for runs without a known end."""
+
+    timescale: int = 0
+    """Steps after the warm-up until the rate has fallen to 1 / sqrt(2) of the peak; 0: as long as the warm-up."""
+    _factor: ClassVar[str] = "inverse_sqrt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant(_Schedule):
+    """Linear warm-up, then constant."""
+
+    warmup: int | float = 0.0
+    """Warm-up: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
+    _factor: ClassVar[str] = "constant"

@@ -1,0 +1,203 @@
+"""Which optimizer gets which parameter, and state that finds its parameter again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from arclight.optim import SGD, AdamW, Constant, Cosine, Mixed, MixedOptimizer, Muon, NorMuon
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.tok_embeddings = nn.Embedding(11, 6)
+        self.layers = nn.ModuleDict({str(n): nn.Linear(6, 6) for n in range(2)})
+        self.experts = nn.Parameter(torch.randn(2, 6, 6) / 6)
+        self.norm, self.output = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = x + torch.tanh(layer(x))
+        return self.output(self.norm(x + torch.einsum("btd,edf->btf", x, self.experts)))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, schedule: Any = None) -> None:
+    tokens = torch.arange(22).view(2, 11) % 11
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+
+def kinds(optimizer: MixedOptimizer) -> dict[str, tuple[str, float]]:
+    return {name: (group["kind"], group["weight_decay"]) for name, _, group in optimizer.named()}
+
+
+def test_muon_takes_hidden_matrices_and_adamw_all_else() -> None:
+    found = kinds(Muon(weight_decay=0.3, others=AdamW(weight_decay=0.1)).build(Small().named_parameters()))
+    muon = {name for name, (kind, _) in found.items() if kind == "muon"}
+    assert muon == {"experts", "layers.0.weight", "layers.1.weight"}
+    assert {found[name] for name in muon} == {("muon", 0.3)}
+    assert found["output.weight"] == found["tok_embeddings.weight"] == ("adamw", 0.1)
+    assert found["norm.weight"] == found["layers.0.bias"] == ("adamw", 0.0)
+
+
+MIXED = Mixed(
+    groups=(
+        SGD(pattern=r"layers\.0\.", lr=0.5),
+        NorMuon(pattern=r"layers\.|experts", others=AdamW(lr=0.25)),
+    ),
+    default=AdamW(lr=0.125, weight_decay=0.2),
+)
+
+
+def test_the_first_pattern_wins() -> None:
+    model = Small()
+    model.norm.requires_grad_(False)
+    optimizer = MIXED.build(model.named_parameters())
+    found = kinds(optimizer)
+    assert found["layers.0.weight"][0] == found["layers.0.bias"][0] == "sgd"
+    assert found["layers.1.weight"][0] == found["experts"][0] == "normuon"
+    assert not any("norm" in name for name in found)
+    rates = {name: group["lr"] for name, _, group in optimizer.named()}
+    assert rates["layers.1.bias"] == 0.25
+    assert rates["output.weight"] == 0.125
+
+
+def test_patterns_without_parameters_are_errors() -> None:
+    model = Small()
+    with pytest.raises(ValueError, match=r"'layer\\\\.0' matches no parameter; the nearest names are layers\.0"):
+        Mixed(groups=(SGD(pattern=r"layer\.0"),)).build(model.named_parameters())
+    with pytest.raises(ValueError, match=r"'layers.\*bias' gets no parameter: layers.0.bias is taken by 'layers'"):
+        Mixed(groups=(SGD(pattern="layers"), SGD(pattern="layers.*bias"))).build(model.named_parameters())
+    with pytest.raises(ValueError, match=r"groups\[0\] needs a pattern"):
+        Mixed(groups=(SGD(),))
+    with pytest.raises(ValueError, match="no regular expression"):
+        SGD(pattern="(")
+    with pytest.raises(ValueError, match="not for the only optimizer"):
+        SGD(pattern="layers").build(model.named_parameters())
+
+
+def test_a_pipeline_stage_knows_the_names_of_the_others() -> None:
+    model = Small()
+    stage = [(name, p) for name, p in model.named_parameters() if "layers.1" in name]
+    optimizer = MIXED.build(stage, all_names=dict(model.named_parameters()))
+    assert set(kinds(optimizer)) == {"layers.1.weight", "layers.1.bias"}
+
+
+def run_on(settings: Any, state: Any, model: Small, rewarm: int = 0) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Two more steps with an optimizer that takes up ``state``; the weights, and each parameter's rate."""
+    again = copy.deepcopy(model)
+    optimizer = settings.build(again.named_parameters())
+    schedule = Cosine(rewarm=rewarm).build(optimizer, 20)
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    rates = [group["lr"] for _, _, group in sorted(optimizer.named(), key=lambda item: item[0])]
+    trained(again, optimizer, 2, schedule)
+    return {name: p.detach() for name, p in again.named_parameters()}, rates
+
+
+def test_state_goes_by_name_whatever_the_order() -> None:
+    model = Small()
+    optimizer = MIXED.build(model.named_parameters())
+    schedule = Cosine().build(optimizer, 20)
+    trained(model, optimizer, 3, schedule)
+    state = copy.deepcopy({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()})
+    assert set(state["optimizer"]["state"]) == {name for name, _ in model.named_parameters()}
+    wanted, rates = run_on(MIXED, state, model)
+    turned = Mixed(
+        groups=(NorMuon(pattern=r"layers\.1|experts", others=AdamW(lr=9.0)), SGD(pattern="layers")),
+        default=AdamW(lr=9.0),
+    )
+    found, turned_rates = run_on(turned, state, model)
+    assert turned_rates == rates
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    trained(model, optimizer, 2, schedule)
+    assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+
+
+def test_rates_warm_up_again_after_a_resume_that_asks_for_it() -> None:
+    model = Small()
+    optimizer = AdamW().build(model.named_parameters())
+    schedule = Cosine().build(optimizer, 20)
+    trained(model, optimizer, 8, schedule)
+    state = copy.deepcopy({"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()})
+    plain, again = run_on(AdamW(), state, model)[1], run_on(AdamW(), state, model, rewarm=3)[1]
+    assert again == pytest.approx([rate / 4 for rate in plain])
+
+
+def test_torchs_form_by_position_is_taken() -> None:
+    model = Small()
+    matrices, vectors = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
+    theirs = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=0.01, fused=True)
+    trained(model, theirs)
+    state = copy.deepcopy(theirs.state_dict())
+    again = copy.deepcopy(model)
+    ours = AdamW(lr=0.7).build(again.named_parameters())
+    ours.load_state_dict(state)
+    trained(model, theirs)
+    trained(again, ours)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    state["param_groups"][0]["params"].pop()
+    with pytest.raises(ValueError, match="8 parameters by position, this optimizer has 9"):
+        ours.load_state_dict(state)
+
+
+def test_state_that_does_not_fit_is_refused() -> None:
+    model = Small()
+    optimizer = MIXED.build(model.named_parameters())
+    trained(model, optimizer)
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match="was trained with kind='normuon' and is to go on with kind='adamw'"):
+        AdamW().build(model.named_parameters()).load_state_dict(state)
+    part = {**state, "param_groups": state["param_groups"][1:]}
+    with pytest.raises(ValueError, match=r"does not have layers\.0\.weight"):
+        optimizer.load_state_dict(part)
+    broken = copy.deepcopy(state)
+    broken["state"]["experts"]["momentum_buffer"] = torch.zeros(2, 6, 7)
+    with pytest.raises(ValueError, match=r"momentum_buffer of experts is \(2, 6, 7\), not \(2, 6, 6\)"):
+        optimizer.load_state_dict(broken)
+
+
+def test_moments_change_their_precision_on_the_way() -> None:
+    model = Small()
+    half = AdamW(state_dtype="bfloat16").build(model.named_parameters())
+    trained(model, half)
+    full = AdamW().build(model.named_parameters())
+    full.load_state_dict(half.state_dict())
+    for _, parameter, _ in full.named():
+        assert full.state[parameter]["exp_avg"].dtype == torch.float32
+        assert torch.equal(full.state[parameter]["exp_avg"], half.state[parameter]["exp_avg"].float())
+
+
+def test_parameters_that_come_later() -> None:
+    model = Small()
+    model.layers["1"].requires_grad_(False)
+    optimizer = AdamW().build(model.named_parameters())
+    model.layers["1"].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.layers["1"].parameters()), "lr": 0.5})
+    assert kinds(optimizer)["layers.1.bias"][0] == "adamw"
+    trained(model, optimizer)
+    assert "layers.1.weight" in optimizer.state_dict()["state"]
+    with pytest.raises(ValueError, match="have no name"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_a_copied_optimizer_goes_on() -> None:
+    model = Small()
+    optimizer = MIXED.build(model.named_parameters())
+    Constant().build(optimizer, 5)
+    trained(model, optimizer)
+    pair = copy.deepcopy((model, optimizer))
+    trained(model, optimizer)
+    trained(*pair)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), pair[0].parameters(), strict=True))

@@ -1,0 +1,79 @@
+"""Schedules against their closed forms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from arclight.optim import WSD, AdamW, Constant, Cosine, InverseSqrt, Linear
+from arclight.optim.schedules import batch_size_at, inverse_sqrt, linear, phase, rewarmed, wsd
+
+SHAPES = {
+    "linear": lambda x: 1 - x,
+    "cosine": lambda x: math.cos(math.pi * x / 2) ** 2,
+    "sqrt": lambda x: (1 - x) ** 0.5,
+    "1-sqrt": lambda x: 1 - x**0.5,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_wsd_decays_in_each_shape(shape: str, final: float) -> None:
+    values = [wsd(step, total_steps=100, warmup=10, decay=0.2, final=final, shape=shape) for step in range(101)]
+    assert values[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert values[10:81] == [1.0] * 71
+    assert values[80:] == pytest.approx([final + (1 - final) * SHAPES[shape](k / 20) for k in range(21)], abs=1e-12)
+    assert values[99] > final
+
+
+def test_linear_and_inverse_sqrt() -> None:
+    values = [linear(step, total_steps=50, warmup=5, final=0.2) for step in range(50)]
+    assert values[5:] == pytest.approx([0.2 + 0.8 * (1 - k / 45) for k in range(45)])
+    falling = [inverse_sqrt(step, total_steps=400, warmup=99) for step in range(400)]
+    assert falling[99] == 1.0
+    assert falling[199] == pytest.approx(math.sqrt(1 / 2))
+    assert inverse_sqrt(130, total_steps=400, warmup=100, timescale=10) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "settings", [Cosine(final=0.0), Linear(), WSD(), WSD(shape="1-sqrt"), InverseSqrt(), Constant()]
+)
+def test_the_last_step_still_learns(settings: Any) -> None:
+    optimizer = AdamW(lr=0.1).build([("w", nn.Parameter(torch.ones(2, 2)))])
+    schedule, rates = settings.build(optimizer, 40), []
+    for _ in range(40):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert min(rates) > 0
+    assert max(rates) == pytest.approx(0.1)
+
+
+def test_a_phase_is_steps_or_a_share() -> None:
+    assert phase(7, 100) == 7
+    assert phase(0.07, 100) == 7
+    assert phase(1, 100) == 1
+    assert phase(1.0, 100) == 100
+    with pytest.raises(ValueError, match=r"1\.5 is no share of the steps"):
+        phase(1.5, 100)
+    with pytest.raises(ValueError, match="a phase of 101 steps does not fit into a run of 100"):
+        Cosine(warmup=101).build(AdamW().build([("w", nn.Parameter(torch.ones(2)))]), 100)
+
+
+def test_a_second_warm_up() -> None:
+    assert [rewarmed(step, since=5, steps=3) for step in range(4, 10)] == [1.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_the_batch_grows() -> None:
+    sizes = [batch_size_at(step, initial=64, final=256, steps=30, multiple=32) for step in range(40)]
+    assert sizes[0] == 64
+    assert sizes[15] == 160
+    assert sizes[30:] == [256] * 10
+    assert sizes == sorted(sizes)
+    assert all(size % 32 == 0 for size in sizes)
+    with pytest.raises(ValueError, match="multiples of 32"):
+        batch_size_at(0, initial=65, final=256, steps=30, multiple=32)
