@@ -80,6 +80,12 @@ class ResumableCombination:
             if number > start:
                 yield rebuild(row)
 
+    def place_of(self, epoch: int, batch: int) -> int | None:
+        """None: parts of different lengths and batch sizes have no order in common."""
+
+    def go_to(self, epoch: int, place: int) -> int | None:
+        """None, see `place_of`."""
+
     def state_dict(self, batch: int | None = None, *, epoch: int | None = None) -> dict[str, Any]:
         """Where the parts stood after `batch` rows of `epoch` (default: the newest), up to three back.
 

@@ -115,6 +115,16 @@ class ResumableLoader:
         """Whether any batch can be reached at once, without state and without reading those before it."""
         return self._map_style
 
+    def place_of(self, epoch: int, batch: int) -> int | None:
+        """Samples of the epoch's global order, on all ranks, that lie before a batch; None where that cannot be known."""
+        return self._sampler.place_of(epoch, batch) if self._map_style else None
+
+    def go_to(self, epoch: int, place: int) -> int | None:
+        """The batch to start that epoch at when ``place`` samples of its global order are done; what was done of that batch
+        in a world of other size is left out. None where places cannot be known.
+        """
+        return self._sampler.go_to(epoch, place) if self._map_style else None
+
     def track_indices(self) -> bool:
         """Keep the samples of each batch in `indices`, a queue in the order of batches; False where they are not known."""
         self.indices = deque() if self._map_style and self._fetcher.batched else None
@@ -181,7 +191,8 @@ class ResumableLoader:
         return iter(self._inner)
 
     def _fetches(self, where: _Pass, start: int) -> Iterator[Fetch]:
-        sampled = self._sampler.batches(where.epoch, start, seed=where.seed)
+        order = (where.cycle_seed, where.seed_epoch)
+        sampled = self._sampler.batches(where.epoch, start, seed=where.seed, order=order)
         for batch, indices in enumerate(sampled, start):
             if self.indices is not None:
                 self.indices.append(indices)
@@ -338,8 +349,11 @@ class _Pass(NamedTuple):
 
     def seed(self, *parts: int) -> int:
         """The seed of this reading, or of a part of it."""
-        base = derive_seed(self.base, self.cycle) if self.cycle else self.base
-        return derive_seed(base, self.seed_epoch, *parts)
+        return derive_seed(self.cycle_seed, self.seed_epoch, *parts)
+
+    @property
+    def cycle_seed(self) -> int:
+        return derive_seed(self.base, self.cycle) if self.cycle else self.base
 
 
 def _when(snapshot: dict[str, Any]) -> tuple[int, int]:

@@ -10,9 +10,11 @@ from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
+import numpy as np
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from arclight.data.order import PADDING, ComputedOrder
 from arclight.data.seeding import derive_seed, isolated_rng, own_generators
 from arclight.fabric.warning_kinds import PossibleUserWarning
 
@@ -27,6 +29,9 @@ class EpochSampler:
     Training repeats items from the start of the order so that all ranks have equally many batches of equal size (or
     drops the tail, where the loader says ``drop_last``). Evaluation repeats nothing: ranks may differ by a batch.
     A sampler that shards by itself (DistributedSampler) is taken as it is.
+
+    A sampler that computes its order (see `arclight.data.order`) is asked for what is loaded only, and all batches are
+    full: the last ones are filled up with the sample -1 in the place of repeated ones, in training and evaluation alike.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class EpochSampler:
         sharded = any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in self._samplers)
         self.rank, self.world_size = (0, 1) if sharded else (rank, world_size)
         self._own = own_generators(loader, *self._samplers)
+        self._placed = not (sharded and world_size > 1) and hasattr(self.source, "__len__")
+        self._go_to: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank; raises TypeError where the sampler has no length."""
@@ -54,30 +61,84 @@ class EpochSampler:
         mine = len(range(self.rank, self._kept(items), self.world_size))
         return math.ceil(mine / self.batch_size)
 
-    def batches(self, epoch: int, start: int = 0, *, seed: Callable[..., int] | None = None) -> Iterator[Any]:
+    @property
+    def global_batch(self) -> int:
+        """Positions of the global order that all ranks together take in one batch."""
+        return self.batch_size * self.world_size
+
+    def place_of(self, epoch: int, batch: int) -> int | None:
+        """Positions of the epoch's global order that lie before a batch; None where ranks have no order in common."""
+        if self._go_to is not None and self._go_to[0] == epoch and batch == self._go_to[1] // self.global_batch:
+            return self._go_to[1]
+        return batch * self.global_batch if self._placed else None
+
+    def go_to(self, epoch: int, place: int) -> int | None:
+        """The batch to go on with when ``place`` positions of the epoch are done, in this or in another world.
+
+        Where batches do not meet there, that batch leaves out what was done. None where there is no order in common.
+        """
+        if not self._placed:
+            return None
+        if place >= self._kept(len(self.source)):  # type: ignore[arg-type]
+            return math.ceil(self._kept(len(self.source)) / self.global_batch)  # type: ignore[arg-type]
+        self._go_to = (epoch, place)
+        return place // self.global_batch
+
+    def batches(
+        self, epoch: int, start: int = 0, *, seed: Callable[..., int] | None = None,
+        order: tuple[int, int] | None = None,
+    ) -> Iterator[Any]:  # fmt: skip
         """Batches ``start, start + 1, ...`` of the epoch: lists of indices, or the sampler's own items.
 
         seed: gives the seed of the order, or with a batch's number that of its draws; by default from seed and epoch.
+        order: seed and epoch of a computed order, where they are not this sampler's seed and ``epoch``.
         """
         seed = seed or partial(derive_seed, self.seed, epoch)
         for sampler in self._samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        shares = self._stream(seed, start) if not hasattr(self.source, "__len__") else self._epoch(seed, start)
+        if isinstance(self.source, ComputedOrder):
+            shares = self._computed(self.source, epoch, start, *(order or (self.seed, epoch)))
+        elif hasattr(self.source, "__len__"):
+            shares = self._epoch(seed, epoch, start)
+        else:
+            shares = self._stream(seed, start)
         return shares if self.grouped else (item for share in shares for item in share)
 
-    def _epoch(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
+    def _epoch(self, seed: Callable[..., int], epoch: int, start: int) -> Iterator[list[Any]]:
         with isolated_rng(seed(), self._own):
             order = list(self.source)
         kept = self._kept(len(order))
         order = order[:kept] if kept <= len(order) else list(islice(cycle(order), kept))
-        mine = order[self.rank :: self.world_size]
-        return (mine[i : i + self.batch_size] for i in range(start * self.batch_size, len(mine), self.batch_size))
+        size = self.global_batch
+
+        def share(batch: int) -> list[Any]:
+            rest = order[self._begin(epoch, batch) : (batch + 1) * size]
+            missing = -len(rest) % self.world_size if self.train else 0
+            return [*rest, *islice(cycle(order), missing)][self.rank :: self.world_size]
+
+        shares = (share(batch) for batch in range(start, math.ceil(kept / size)))
+        return (mine for mine in shares if mine)
+
+    def _computed(self, source: ComputedOrder, epoch: int, start: int, seed: int, number: int) -> Iterator[list[Any]]:
+        items, kept = len(source), self._kept(len(source))
+        for batch in range(start, kept // self.global_batch):
+            positions = np.arange(
+                batch * self.global_batch + self.rank, (batch + 1) * self.global_batch, self.world_size
+            )
+            there = (positions < items) & (positions >= self._begin(epoch, batch))
+            samples = np.full_like(positions, PADDING)
+            samples[there] = source.sample_ids(positions[there], epoch=number, seed=seed)
+            yield samples.tolist()
+
+    def _begin(self, epoch: int, batch: int) -> int:
+        """The first position of a batch that is still to be done."""
+        return max(batch * self.global_batch, self.place_of(epoch, batch) or 0)
 
     def _stream(self, seed: Callable[..., int], start: int) -> Iterator[list[Any]]:
         """As `_epoch` for a sampler without length, which may be endless: drawn one global batch at a time."""
         iterator, batch, first = iter(self.source), 0, list[Any]()
-        size = self.batch_size * self.world_size
+        size = self.global_batch
         while True:
             with isolated_rng(seed(batch), self._own):
                 items = list(islice(iterator, size))
@@ -94,7 +155,9 @@ class EpochSampler:
     def _kept(self, items: int) -> int:
         """Positions of the global order that are used: fewer than `items` when dropping the tail, more when padding."""
         if self.drop_last:
-            return items - items % (self.batch_size * self.world_size)
+            return items - items % self.global_batch
+        if isinstance(self.source, ComputedOrder):
+            return items + -items % self.global_batch
         return items + -items % self.world_size if self.train else items
 
 

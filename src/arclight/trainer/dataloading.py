@@ -163,12 +163,20 @@ def load(trainer: Trainer, stage: str) -> StageData:
 
 
 def position(trainer: Trainer) -> dict[str, Any]:
-    """Where the training data stand, for a checkpoint: nothing where epoch and batch say it all."""
+    """Where the training data stand, for a checkpoint: in samples where all ranks share an order, and states of loaders."""
     loader, progress, iterator = trainer.train_loader, trainer.progress, trainer.batch_iterator
     if loader is None:
         return {}
     if iterator is None or not progress.batch:
-        return loader.state_dict(progress.batch, epoch=progress.epoch)
+        ranks = trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+        window = progress.batch - trainer.window.count  # where its gradients could be summed anew
+        place = {
+            "epoch": progress.epoch,
+            "ranks": ranks,
+            "done": loader.place_of(progress.epoch, progress.batch),
+            "window": loader.place_of(progress.epoch, window) if window >= 0 else None,
+        }
+        return {"place": place, **loader.state_dict(progress.batch, epoch=progress.epoch)}
     taken = loader.state_dict(iterator.fetched, epoch=progress.epoch)  # steps may take more or fewer batches than one
     return {"fetched": iterator.fetched, "taken": taken}
 
@@ -177,8 +185,28 @@ def restore_position(trainer: Trainer) -> None:
     """Hand the training data what a checkpoint says of them, as soon as both are there."""
     loader, state = trainer.train_loader, trainer.loader_state
     if loader is not None and state:
-        loader.load_state_dict(state.get("taken", state))
+        _restore_place(trainer, loader, state.get("place"))
+        taken = state.get("taken", state)
+        loader.load_state_dict({key: value for key, value in taken.items() if key != "place"})
         trainer.loader_state = {"fetched": state["fetched"]} if "fetched" in state else {}
+
+
+def _restore_place(
+    trainer: Trainer, loader: ResumableLoader | ResumableCombination, place: dict[str, Any] | None
+) -> None:
+    """Count the batches that are done anew where batches are of another size now, or shared by other ranks."""
+    progress, ranks = trainer.progress, trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+    if place is None or place["epoch"] != progress.epoch:
+        return
+    batch = None if place["done"] is None else loader.go_to(progress.epoch, place["done"])
+    if batch is not None:
+        progress.validated_at = batch if progress.validated_at == progress.batch else min(progress.validated_at, batch)
+        progress.batch = batch
+    elif ranks != place["ranks"] and progress.batch:
+        trainer.notice(
+            f"the checkpoint was made with {place['ranks']} ranks that read data, this run has {ranks}, and the order of this data "
+            f"is not one that all ranks share: training goes on from batch {progress.batch}, which repeats samples or leaves some out"
+        )
 
 
 def _take(trainer: Trainer, data: StageData, combined: CombinedLoader | None, given: list[Any]) -> None:

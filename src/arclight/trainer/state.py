@@ -174,6 +174,22 @@ def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
         trainer.pending_rng = ranks[trainer.global_rank]
         trainer.window.load_state_dict(loops["window"][trainer.global_rank], trainer.optimizers)
     else:
-        trainer.notice(
-            f"the checkpoint was made by {len(ranks)} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run"
+        _another_world(trainer, len(ranks), loops["window"][0].get("count", 0))
+
+
+def _another_world(trainer: Trainer, processes: int, waiting: int) -> None:
+    """Go on from a checkpoint of another number of processes: a window under way is begun again, its gradients have no place."""
+    trainer.notice(
+        f"the checkpoint was made by {processes} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run"
+    )
+    if not waiting:
+        return
+    place = trainer.loader_state.get("place", {})
+    if place.get("window") is None:
+        raise checkpoints.CheckpointError(
+            f"the checkpoint lies within an accumulation window, after {waiting} of its batches, whose gradients belong to {processes} "
+            f"processes: resume with as many, or from a checkpoint between two windows"
         )
+    trainer.loader_state = trainer.loader_state | {"place": place | {"done": place["window"]}}
+    trainer.progress.batch -= waiting
+    trainer.progress.batches -= waiting

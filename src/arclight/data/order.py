@@ -1,0 +1,48 @@
+"""Samplers whose order is a function of the position, so that no list of samples is ever made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from arclight.data.permutation import Ints, keys_of, permute
+
+PADDING = -1
+"""The sample that fills the last batches up: the data set must answer it with one that counts for nothing."""
+_CHUNK = 4096
+
+
+@runtime_checkable
+class ComputedOrder(Protocol):
+    """What makes a sampler one: `EpochSampler` asks it for the samples it needs, wherever in the epoch they are."""
+
+    def __len__(self) -> int: ...
+
+    def sample_ids(self, positions: Ints, *, epoch: int, seed: int) -> Ints:
+        """The samples at these positions of the epoch's global order, each in 0..len - 1."""
+        ...
+
+
+class EpochOrder(Sampler[int]):
+    """All of ``size`` samples in every epoch, each exactly once; ``shuffle``: in an order of its own."""
+
+    def __init__(self, size: int, shuffle: bool = True) -> None:
+        self.size, self.shuffle, self.epoch = size, shuffle, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def sample_ids(self, positions: Ints, *, epoch: int, seed: int) -> Ints:
+        return permute(positions, self.size, keys_of(seed, epoch)) if self.shuffle else positions
+
+    def __iter__(self) -> Iterator[int]:
+        """The epoch's order under seed 0, for a loader that knows samplers only as lists."""
+        for start in range(0, len(self), _CHUNK):
+            positions = np.arange(start, min(start + _CHUNK, len(self)))
+            yield from self.sample_ids(positions, epoch=self.epoch, seed=0).tolist()
