@@ -1,0 +1,168 @@
+"""Experts shared out among processes: put in from outside, into layers that declare a child as ``experts`` and have a ``dispatcher``.
+
+Each process of the ``ep`` dimension keeps ``E / ep`` experts; rows travel to the process that has their expert and back, by
+one exchange of counts and one of rows in each direction. Over that, FSDP may shard what is left (`fully_shard` of the experts
+on the mesh that completes ``ep`` to ``dp_shard * cp``, cut along dimension 1).
+
+**Scale of gradients.** The house's convention: each process scales its loss so that the *average* over the data-parallel
+processes (dp_replicate * dp_shard * cp) is the gradient of the whole. Rows of ``ep`` processes meet at one expert, so its
+gradient arrives summed over them; here it is divided by ``ep`` on its way into the weight, after which an expert's gradient is
+averaged over the remaining data-parallel processes (dp_replicate * dp_shard * cp / ep) like any other over all of them. FSDP's
+own averaging on those meshes is therefore right as it is, and needs no divide factor; gloo needs
+``set_force_sum_reduction_for_comms(True)``, since it cannot scale while it sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from arclight.parallel.plan import PlanError
+from arclight.parallel.rows import inverse, take
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+class AllToAllDispatcher:
+    """Sends each row to the process that has its expert and brings the result back.
+
+    With ``capacity`` (rows from each process to each other one) all exchanges have fixed sizes, so that the host never waits
+    for the device; rows beyond it skip their experts, and ``dropped`` is the share of the last pass, a tensor. It must be the
+    same everywhere; 1.25 * tokens * top_k / ep leaves room for usual imbalance. Without it nothing is dropped, and the
+    host reads the sizes once per pass.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, capacity: int | None = None) -> None:
+        self.group, self.capacity, self.size = group, capacity, dist.get_world_size(group)
+        self.dropped: Tensor | None = None
+
+    def __call__(self, rows_RD: Tensor, counts_E: Tensor, experts: Compute) -> Tensor:
+        counts_WL = counts_E.view(self.size, -1)
+        if self.capacity is not None:
+            return self._fixed(rows_RD, counts_WL, self.capacity, experts)
+        received_WL = self._swap(counts_WL)
+        send, receive = torch.stack((counts_WL.sum(1), received_WL.sum(1))).tolist()
+        came = _Exchange.apply(rows_RD, send, receive, self.group)
+        owner = torch.arange(counts_WL.shape[1], device=rows_RD.device).repeat(self.size)
+        order = owner.repeat_interleave(received_WL.flatten(), output_size=len(came)).argsort(stable=True)
+        back = self._compute(came, order, received_WL.sum(0), experts)
+        out: Tensor = _Exchange.apply(back, receive, send, self.group)
+        return out
+
+    def _fixed(self, rows_RD: Tensor, counts_WL: Tensor, capacity: int, experts: Compute) -> Tensor:
+        device, rows = rows_RD.device, len(rows_RD)
+        ends_W = counts_WL.sum(1).cumsum(0)
+        starts_W = ends_W - counts_WL.sum(1)
+        kept_WL = counts_WL.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=counts_WL.new_zeros(self.size, 1))
+        received_WL = self._swap(kept_WL)
+        slots_C = torch.arange(capacity, device=device)
+        real_WC = slots_C < kept_WL.sum(1, keepdim=True)
+        source = (starts_W[:, None] + slots_C).clamp(max=max(rows - 1, 0)).flatten()
+        row_R = torch.arange(rows, device=device)
+        peer_R = torch.searchsorted(ends_W, row_R, right=True)
+        slot_R = row_R - starts_W[peer_R]
+        kept_R, target_R = slot_R < capacity, peer_R * capacity + slot_R.clamp(max=capacity - 1)
+        self.dropped = 1 - kept_R.float().mean()
+        real = real_WC.flatten()
+        if rows:
+            block = take(rows_RD, source, target_R, valid=real, back_valid=kept_R)
+        else:
+            block = rows_RD.new_zeros(self.size * capacity, rows_RD.shape[1])
+        even = [capacity] * self.size
+        came = _Exchange.apply(block, even, even, self.group)
+        owner = torch.searchsorted(received_WL.cumsum(1), slots_C.expand(self.size, -1).contiguous(), right=True)
+        counts_L = received_WL.sum(0)
+        # unused slots lie at the end and hold zeros: the last expert takes them, since kernels leave rows without an expert undefined
+        filled_L = torch.cat((counts_L[:-1], (len(came) - counts_L[:-1].sum())[None]))
+        back = self._compute(came, owner.flatten().argsort(stable=True), filled_L, experts)
+        returned = _Exchange.apply(back, even, even, self.group)
+        return take(returned, target_R, source, valid=kept_R, back_valid=real)
+
+    def _compute(self, came: Tensor, order: Tensor, counts_L: Tensor, experts: Compute) -> Tensor:
+        undo = inverse(order)
+        return take(experts(take(came, order, undo), counts_L), undo, order)
+
+    def _swap(self, counts_WL: Tensor) -> Tensor:
+        """What every process has for the experts here, (W, L)."""
+        received_WL = torch.empty_like(counts_WL)
+        dist.all_to_all_single(received_WL, counts_WL.contiguous(), group=self.group)
+        return received_WL
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(rows, send, receive, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty(sum(receive), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
+    return out
+
+
+class _OwnShare:
+    """A weight's part on this process, whose gradient is divided by the number of processes whose rows meet in it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        out: Tensor = _Divide.apply(own, self.size)
+        return out
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.size, None
+
+
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Name, layer and stacked experts of every layer of ``model`` that declares a child as ``experts``."""
+    for name, module in model.named_modules():
+        declared: Mapping[str, str] = getattr(module, "sharding", {})
+        for child, kind in declared.items():
+            if kind == "experts":
+                yield name, module, module.get_submodule(child)
+
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = None) -> None:
+    """Share the experts of every mixture in ``model`` out over ``mesh`` (one dimension) and put the all-to-all exchange in.
+
+    Stacked weights become DTensors, Shard(0). Call it before `fully_shard`, with the same weights on all processes or on the
+    meta device. capacity: see `AllToAllDispatcher`. Raises PlanError for a number of experts that the mesh does not divide and
+    for a model without experts.
+    """
+    size, found = mesh.size(), False
+    for name, layer, experts in expert_layers(model):
+        found = True
+        for weight, parameter in list(experts.named_parameters(recurse=False)):
+            if parameter.shape[0] % size:
+                raise PlanError(f"{name} has {parameter.shape[0]} experts, which ep = {size} does not divide")
+            share = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+            setattr(experts, weight, nn.Parameter(share, requires_grad=parameter.requires_grad))
+        experts.share = _OwnShare(size)  # type: ignore[assignment]
+        layer.dispatcher = AllToAllDispatcher(mesh.get_group(), capacity)  # type: ignore[assignment]
+    if not found:
+        raise PlanError(f"ep = {size} shares experts out, and the model has none: set ep = 1")
