@@ -102,6 +102,8 @@ def _block(name: str, number: int, shape: tuple[int, ...], distribution: Normal,
 def initialize(model: nn.Module, seed: int) -> None:
     """Give every parameter of ``model`` its first value in place; a share (DTensor) gets its part of the whole.
 
+    So does every buffer that a module declares.
+
     Raises KeyError for a parameter that no module declares.
     """
     distributions = _declared(model)
@@ -122,3 +124,7 @@ def initialize(model: nn.Module, seed: int) -> None:
             part = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
             own = parameter.to_local()
         own.copy_(draw(stem, parameter.shape, distribution, seed, part))
+    for name, buffer in model.named_buffers():
+        if name in distributions:
+            stem, distribution = distributions[name]
+            buffer.copy_(draw(stem, buffer.shape, distribution, seed))
