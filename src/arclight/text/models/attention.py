@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -12,13 +13,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 Backend = Literal["auto", "sdpa", "flex", "varlen"]
 
+_FEW = 128
+"""Queries below which a mask in full costs less than finding its blocks: steps of generation."""
+
 
 @dataclass
 class Mask:
     """Which keys a query sees. All conditions must hold; a tensor that is None stands for 0, 1, 2, ...
 
     index: place of each token in its sequence, (T,) or (B, T); of queries and of keys, which differ where keys of earlier steps are
-    cached or a process holds part of the queries only. documents: ids (B, T) of packed documents. positions: place of
+    cached or a process holds part of the queries only. documents: ids (B, T) of packed documents, each in one piece. positions: place of
     each token in its document, (B, T), for ``chunk``.
     """
 
@@ -36,7 +40,7 @@ class Mask:
     positions_k: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._dense: Tensor | None = None
+        self._made: dict[Any, Any] = {}
 
     @property
     def plain(self) -> bool:
@@ -45,31 +49,89 @@ class Mask:
         return self.window is None and self.chunk is None and all(tensor is None for tensor in tensors)
 
     def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """The mask as bool (B or 1, 1, queries, keys), True where seen; computed once."""
-        if self._dense is None:
-            self._dense = self._seen(queries, keys, device)
-        return self._dense
+        """The mask as bool (B or 1, 1, queries, keys), True where seen; made once."""
 
-    @cached_property
-    def blocks(self) -> dict[tuple[int, int], Any]:
-        """Block masks of flex attention by (queries, keys), made when first needed."""
-        return {}
+        def make() -> Tensor:
+            places = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)[None]
+            rows = torch.arange(self._batch(), device=device)[:, None, None]
+            return self._sees(device)(rows, 0, *places).expand(self._batch(), queries, keys)[:, None]
 
-    def _seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        q = _rows(self.index_q, queries, device)[..., :, None]
-        k = _rows(self.index_k, keys, device)[..., None, :]
-        seen = k <= q if self.causal else torch.ones(1, queries, keys, dtype=torch.bool, device=device)
-        if self.window is not None:
-            seen = seen & (k > q - self.window)
-            if not self.causal:
-                seen = seen & (k < q + self.window)
-        if self.documents_q is not None and self.documents_k is not None:
-            seen = seen & (self.documents_q[:, :, None] == self.documents_k[:, None, :])
-        if self.chunk is not None:
-            place_q = q if self.positions_q is None else self.positions_q[:, :, None]
-            place_k = k if self.positions_k is None else self.positions_k[:, None, :]
-            seen = seen & (place_q // self.chunk == place_k // self.chunk)
-        return seen[:, None]
+        made: Tensor = self._once(("dense", queries, keys), make)
+        return made
+
+    def blocks(self, queries: int, keys: int, device: torch.device) -> Any:
+        """The mask as flex attention wants it; made once."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        make = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+        batch = self._batch()
+        return self._once(
+            ("blocks", queries, keys),
+            lambda: make(self._sees(device), batch if batch > 1 else None, None, queries, keys, device=str(device)),
+        )
+
+    def segments(self, batch: int, length: int, device: torch.device) -> tuple[Tensor, int]:
+        """Where pieces that do not see one another begin in the ``batch * length`` tokens, with the end, and the longest piece.
+
+        Raises ValueError where queries and keys are not the same whole sequences.
+        """
+        if self.index_q is not None or self.index_k is not None or self.documents_q is not self.documents_k:
+            raise ValueError("pieces of packed sequences are told where queries and keys are the same tokens, in order")
+        if self.chunk is not None and self.positions_q is not self.positions_k:
+            raise ValueError("pieces of packed sequences are told where queries and keys are the same tokens, in order")
+
+        def make() -> tuple[Tensor, int]:
+            begins = torch.zeros(batch, length, dtype=torch.bool, device=device)
+            begins[:, 0] = True
+            if self.documents_q is not None:
+                begins[:, 1:] |= self.documents_q[:, 1:] != self.documents_q[:, :-1]
+            if self.chunk is not None:
+                part = _rows(self.positions_q, length, device) // self.chunk
+                begins[:, 1:] |= part[:, 1:] != part[:, :-1]
+            end = torch.tensor([batch * length], device=device)
+            bounds = torch.cat((begins.flatten().nonzero().flatten(), end))
+            return bounds.to(torch.int32), int(bounds.diff().max())
+
+        made: tuple[Tensor, int] = self._once(("segments", batch, length), make)
+        return made
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _batch(self) -> int:
+        tensors = (self.index_q, self.index_k, self.documents_q, self.documents_k, self.positions_q, self.positions_k)
+        batch = 1
+        for tensor in tensors:
+            if tensor is not None and tensor.ndim == 2:
+                batch = max(batch, tensor.shape[0])
+        return batch
+
+    def _sees(self, device: torch.device) -> Callable[[Any, Any, Any, Any], Tensor]:
+        """Whether, in sequence b, query i sees key j: a function of index tensors, which broadcast."""
+
+        def at(ids: Tensor | None, row: Any, place: Any) -> Any:
+            if ids is None:
+                return place
+            return ids[place] if ids.ndim == 1 else ids[row if len(ids) > 1 else 0, place]
+
+        def sees(b: Any, h: Any, i: Any, j: Any) -> Tensor:
+            q, k = at(self.index_q, b, i), at(self.index_k, b, j)
+            seen: Tensor = k <= q if self.causal else k == k  # noqa: PLR0124  all of them, as a tensor
+            if self.window is not None:
+                seen = seen & (k > q - self.window)
+                if not self.causal:
+                    seen = seen & (k < q + self.window)
+            if self.documents_q is not None and self.documents_k is not None:
+                seen = seen & (at(self.documents_q, b, i) == at(self.documents_k, b, j))
+            if self.chunk is not None:
+                place_q = q if self.positions_q is None else at(self.positions_q, b, i)
+                place_k = k if self.positions_k is None else at(self.positions_k, b, j)
+                seen = seen & (place_q // self.chunk == place_k // self.chunk)
+            return seen
+
+        return sees
 
 
 def _rows(index: Tensor | None, length: int, device: torch.device) -> Tensor:
@@ -83,22 +145,63 @@ def attention(
     """softmax(q k^T * scale + mask) v.
 
     q: (B, H, T, C); k, v: (B, K, S, C) with H a multiple of K (v may have another width); gives (B, H, T, width of v).
-    scale: default 1 / sqrt(C). ``auto`` is SDPA wherever it needs no mask tensor or the device is a CPU, flex attention elsewhere.
-    Raises ValueError for heads that do not divide, RuntimeError from a back end that the device does not have.
+    scale: default 1 / sqrt(C). ``sdpa`` runs everywhere, with the mask in full where it is no plain triangle; ``flex`` leaves out
+    blocks that nobody sees (CUDA; on a CPU forward only); ``varlen`` runs FlashAttention over packed documents (CUDA, 16-bit).
+    ``auto`` is sdpa wherever it needs no mask in full, there are few queries, or the device is a CPU; flex elsewhere.
+    Raises ValueError for heads that do not divide and masks that a back end does not know, RuntimeError where it does not run.
     """
     heads, kv_heads = q_BHTC.shape[1], k_BKSC.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key heads")
     plain = mask.plain and (not mask.causal or q_BHTC.shape[2] == k_BKSC.shape[2])
     if backend == "auto":
-        backend = "sdpa" if plain or q_BHTC.device.type == "cpu" else "flex"
+        backend = "sdpa" if plain or q_BHTC.device.type == "cpu" or q_BHTC.shape[2] < _FEW else "flex"
     if backend == "sdpa":
         dense = None if plain else mask.dense(q_BHTC.shape[2], k_BKSC.shape[2], q_BHTC.device)
         return scaled_dot_product_attention(
             q_BHTC, k_BKSC, v_BKSC, attn_mask=dense, is_causal=plain and mask.causal, scale=scale,
             enable_gqa=heads != kv_heads,
         )  # fmt: skip
+    if backend == "flex":
+        return _flex(q_BHTC, k_BKSC, v_BKSC, mask, scale)
+    if backend == "varlen":
+        return _varlen(q_BHTC, k_BKSC, v_BKSC, mask, scale)
     raise ValueError(f"attention has no back end {backend!r}; choose sdpa, flex or varlen")
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _flex(q_BHTC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, mask: Mask, scale: float | None) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    cpu = q_BHTC.device.type == "cpu"
+    if cpu and torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTC, k_BKSC, v_BKSC)):
+        raise RuntimeError("flex attention has no backward on a CPU: train there with the back end 'sdpa' or 'auto'")
+    blocks = mask.blocks(q_BHTC.shape[2], k_BKSC.shape[2], q_BHTC.device)
+    run: Any = flex_attention if cpu else _compiled(flex_attention)
+    grouped = q_BHTC.shape[1] != k_BKSC.shape[1]
+    out: Tensor = run(q_BHTC, k_BKSC, v_BKSC, block_mask=blocks, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def _varlen(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, mask: Mask, scale: float | None) -> Tensor:
+    if q_BHTC.device.type != "cuda":
+        raise RuntimeError(f"varlen attention runs on CUDA only, not on {q_BHTC.device}: choose 'sdpa' or 'auto'")
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, _, length, _ = q_BHTC.shape
+    bounds, longest = mask.segments(batch, length, q_BHTC.device)
+    window = -1 if mask.window is None else mask.window - 1
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
+    out: Any = varlen_attn(
+        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(window, 0 if mask.causal else window),
+        enable_gqa=q_BHTC.shape[1] != k_BKTC.shape[1],
+    )  # fmt: skip
+    result: Tensor = out.unflatten(0, (batch, length)).transpose(1, 2)
+    return result
 
 
 class InnerAttention(nn.Module):
