@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from arclight.checkpoint.inspection import Inspection, inspect
     from arclight.checkpoint.retention import find_last, prune, remove
     from arclight.checkpoint.saver import AsyncSaver
+    from arclight.checkpoint.share_loading import load_shares
     from arclight.checkpoint.shares import save_shares
     from arclight.checkpoint.store import load, save, verify
 
@@ -24,6 +25,7 @@ __getattr__, __dir__, __all__ = lazy(
         "inspect": "arclight.checkpoint.inspection",
         "load_weights": "arclight.checkpoint.conversion",
         "load": "arclight.checkpoint.store",
+        "load_shares": "arclight.checkpoint.share_loading",
         "read_pickled": "arclight.checkpoint.conversion",
         "prune": "arclight.checkpoint.retention",
         "remove": "arclight.checkpoint.retention",

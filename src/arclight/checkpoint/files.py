@@ -58,6 +58,12 @@ class HashedFile:
         self._hash.update(target)
         self.bytes += len(target)
 
+    def skip(self, count: int) -> None:
+        """Pass over `count` bytes, which count for the hash."""
+        buffer = memoryview(bytearray(min(count, 1 << 20)))
+        for start in range(0, count, len(buffer) or 1):
+            self.readinto(buffer[: min(len(buffer), count - start)])
+
     @property
     def sha256(self) -> str:
         return self._hash.hexdigest()
@@ -76,6 +82,23 @@ def create(path: Path) -> Iterator[HashedFile]:
 def open_hashed(path: Path) -> Iterator[HashedFile]:
     with path.open("rb") as file:
         yield HashedFile(file)
+
+
+class PlacedFile:
+    """A file read from any place in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._file = path.open("rb", buffering=0)
+
+    def read_at(self, position: int, target: memoryview) -> None:
+        """Fill `target` from byte `position` on; raises EOFError where the file ends before."""
+        filled = 0
+        while filled < len(target):
+            count = os.preadv(self._file.fileno(), [target[filled:]], position + filled)
+            if not count:
+                raise EOFError(f"the file ends after {position + filled} bytes")
+            filled += count
 
 
 def hash_file(path: Path) -> str:

@@ -57,7 +57,11 @@ class Manifest:
     files: dict[str, FileRecord]
     entries: dict[str, EntrySummary]
     tensors: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
-    """File -> tensor name -> [dtype, shape]."""
+    """File -> tensor name -> [dtype, shape]; not of the files that hold parts of tensors."""
+    processes: int = 1
+    """How many processes wrote it."""
+    meshes: list[dict[str, int]] = field(default_factory=list)
+    """Over which meshes tensors were spread: dimension -> size."""
 
     def to_json(self) -> str:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -78,6 +82,8 @@ def describe(encoded: tree.Encoded, files: dict[str, FileRecord]) -> Manifest:
             file: {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
             for file, tensors in encoded.files.items()
         },
+        processes=encoded.processes,
+        meshes=encoded.meshes,
     )
 
 
@@ -145,8 +151,12 @@ def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
         names = _tensor_names(node)
         file = tree.REST if names else STATE
         tensors = [encoded.files[tree.REST][tensor] for tensor in sorted(names)]
-    for spread in _spread_nodes(node):  # as whole tensors that are nowhere
-        file = min(tree.files_of(spread), default=file)
+    parts = _spread_nodes(node)
+    if parts:
+        file = _pattern(set().union(*map(tree.files_of, parts)), file)
+    for spread in {
+        json.dumps(part): part for part in parts
+    }.values():  # as whole tensors that are nowhere; tied ones once
         tensors.append(torch.empty(spread["shape"], dtype=getattr(torch, spread["dtype"]), device="meta"))
     return EntrySummary(
         file=file,
@@ -155,6 +165,14 @@ def _summary(name: str, node: Any, encoded: tree.Encoded) -> EntrySummary:
         bytes=sum(tensor.numel() * tensor.itemsize for tensor in tensors),
         dtypes=sorted({_name(tensor.dtype) for tensor in tensors}),
     )
+
+
+def _pattern(files: set[str], otherwise: str) -> str:
+    """One name for the files of several processes: `model-*-of-00004.safetensors`."""
+    if len(files) < 2:
+        return min(files, default=otherwise)
+    head, _, tail = min(files).partition("-of-")
+    return f"{head.rpartition('-')[0]}-*-of-{tail}"
 
 
 def _spread_nodes(node: Any) -> list[dict[str, Any]]:

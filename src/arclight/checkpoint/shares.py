@@ -1,13 +1,15 @@
-"""Saving tensors that are spread over processes: each writes its shares, rank 0 everything else.
+"""Saving a state that is spread over processes: each writes its parts, rank 0 what names them.
 
 The outcome is a checkpoint as any other, which opens on any number of processes: `arclight.checkpoint.load` puts the
-shares together. All processes must see the same folder.
+shares together, `load_shares` reads of each tensor only what a process keeps. All processes must see the same folder.
+No tensor is gathered: a process holds its own parts and one of them a second time, while it is written.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,110 +18,125 @@ import torch
 from arclight.checkpoint import files, tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe, is_checkpoint
+from arclight.checkpoint.share_plan import SharePlan, Taken, make_plan, united
 from arclight.checkpoint.tensorfile import write_tensors
+from arclight.fabric.regions import regions_of
+from arclight.fabric.spread import own_part
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
 
-_Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a share lies in its tensor: offset and shape."""
+Exchange = Callable[[Any], list[Any]]
+"""Gives every process's value to rank 0 at least."""
 
 
 def save_shares(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
     """Write `state` as the checkpoint folder `path`, as `arclight.checkpoint.save` does; every process must call this.
 
-    Shares that several processes hold alike are written once. Raises CheckpointError on every process where any of them
-    could not write.
+    Tensors that are spread (DTensors on any mesh) are written by parts, each by one of the processes that hold it. Entries
+    that only some processes have, such as the layers of one stage of a pipeline, are united; where several have the same,
+    tensors must be alike and of other values the lowest rank's counts. Raises CheckpointError on every process where any
+    of them could not write.
     """
-    path = Path(path)
-    tensors: dict[str, Any] = {}
-    _find(state, (), tensors)
-    mine = {name: _place(tensor) for name, tensor in tensors.items()}
-    everyones: list[dict[str, _Place]] = processes.all_gather_object(mine)
-    writers = _writers(everyones)
-    staging = Path(_agreed(processes, lambda: str(_staging(path))))
-    own: dict[str, dict[str, torch.Tensor]] = {}
-    for name, place in mine.items():
-        if writers.get((name, place)) == processes.global_rank:
-            entry, _, inner = name.partition(".")
-            file = _file(entry, processes.global_rank, processes.world_size)
-            own.setdefault(file, {})[inner] = tensors[name].to_local().detach()
-    records, problem = _attempt(lambda: {name: _write(staging / name, group) for name, group in own.items()})
-    outcomes = processes.all_gather_object((records, problem))
-    _raise_first(path, [problem for _, problem in outcomes], staging if processes.is_global_zero else None)
-    written = {name: record for records, _ in outcomes for name, record in records.items()}
+    job = ShareSaver(processes).begin(path, state)
+    problem = job.write(processes.all_gather_object)
+    problem = processes.broadcast(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return Path(path)
 
-    def finish() -> None:
-        encoded = tree.encode(_with_places(state, (), tensors, writers, processes.world_size))
-        records = dict(written) | {name: _write(staging / name, group) for name, group in encoded.files.items()}
-        with files.create(staging / STATE) as file:
-            file.write(json.dumps(encoded.entries, allow_nan=False).encode())
+
+class ShareSaver:
+    """Plans saves of states of one kind: what processes hold is compared anew, but told again only where it changed."""
+
+    def __init__(self, processes: Strategy) -> None:
+        self.processes = processes
+        self._plan: SharePlan | None = None
+        self._layouts: list[str] = []
+
+    def begin(self, path: str | Path, state: Mapping[str, Any]) -> ShareJob:
+        """Agree on who writes what; a collective. No tensor is copied yet. Raises CheckpointError on every process."""
+        path, processes = Path(path), self.processes
+        taken, problem = attempt(lambda: Taken(state))
+        told = (taken.layout(), taken.structure(), problem) if taken is not None else ("", "", problem)
+        everyones: list[tuple[str, str, str | None]] = processes.all_gather_object(told)
+        raise_first(path, [problem for _, _, problem in everyones])
+        assert taken is not None
+        layouts = [layout for layout, _, _ in everyones]
+        if self._plan is None or layouts != self._layouts:
+            self._plan, self._layouts = make_plan(processes.all_gather_object(taken.places)), layouts
+        entries, meshes = self._unite(taken, [structure for _, structure, _ in everyones])
+        staging = Path(_agreed(processes, lambda: str(_staging(path))))
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        for where, shares in self._plan.own(processes.global_rank).items():
+            part = own_part(taken.held[where]).detach()
+            boxes = {(region.offset, region.shape): region for region in regions_of(taken.held[where])}
+            for share in shares:
+                own.setdefault(share.file, {})[share.name] = boxes[share.box].of_part(part)
+        encoded = None
+        if processes.is_global_zero:
+            encoded = tree.Encoded(
+                self._plan.filled(entries), {}, **taken.counts, processes=processes.world_size, meshes=meshes
+            )
+        return ShareJob(path, staging, own, encoded)
+
+    def _unite(self, taken: Taken, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
+        """The entries of all processes, on rank 0; only those tell theirs that have others than the ranks before."""
+        rank = self.processes.global_rank
+        meshes, entries = list(taken.meshes), taken.entries
+        if len(set(structures)) == 1:
+            return entries, meshes
+        new = structures.index(structures[rank]) == rank
+        for other in self.processes.all_gather_object((taken.entries, taken.meshes) if new and rank else None):
+            if other is not None:
+                entries = united(entries, other[0])
+                meshes += [mesh for mesh in other[1] if mesh not in meshes]
+        return entries, meshes
+
+
+@dataclass
+class ShareJob:
+    """One process's part of one save, agreed on: what is left is to write, which needs no collective."""
+
+    path: Path
+    staging: Path
+    own: dict[str, dict[str, torch.Tensor]] = field(repr=False)
+    """File -> name -> what of a tensor this process writes."""
+    encoded: tree.Encoded | None = field(repr=False)
+    """Rank 0 writes the rest: how all fits together."""
+
+    def write(self, exchange: Exchange) -> str | None:
+        """Write this process's files and, on rank 0, complete the checkpoint when all have written theirs.
+
+        Returns why the checkpoint could not be written: on rank 0 whoever failed, elsewhere what failed here.
+        """
+        records, problem = attempt(
+            lambda: {name: _write(self.staging / name, group) for name, group in self.own.items()}
+        )
+        if self.encoded is None:
+            exchange((records, problem))
+            return None if problem is None else f"checkpoint {self.path} could not be written: {problem}"
+        try:
+            outcomes = exchange((records, problem))
+            raise_first(self.path, [problem for _, problem in outcomes])
+            self._complete({name: record for written, _ in outcomes for name, record in written.items()})
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return _sentence(self.path, "", error.strerror or str(error))
+        finally:
+            files.discard(self.staging)
+        return None
+
+    def _complete(self, records: dict[str, FileRecord]) -> None:
+        assert self.encoded is not None
+        records = dict(sorted(records.items()))
+        with files.create(self.staging / STATE) as file:
+            file.write(json.dumps(self.encoded.entries, allow_nan=False).encode())
         records[STATE] = FileRecord(sha256=file.sha256, bytes=file.bytes)
-        with files.create(staging / NAME) as file:
-            file.write(describe(encoded, records).to_json().encode())
-        files.publish(staging, path)
-
-    problem = _attempt(finish)[1] if processes.is_global_zero else None
-    _raise_first(path, [processes.broadcast(problem)], staging if processes.is_global_zero else None)
-    return path
-
-
-def _is_spread(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and hasattr(value, "to_local")
-
-
-def _find(value: Any, path: tuple[str, ...], found: dict[str, Any]) -> None:
-    """The spread tensors below `value` by their path."""
-    if _is_spread(value):
-        found[".".join(path)] = value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _find(item, (*path, str(key)), found)
-    elif isinstance(value, (list, tuple)):
-        for number, item in enumerate(value):
-            _find(item, (*path, str(number)), found)
-
-
-def _place(tensor: Any) -> _Place:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset), tuple(shape)
-
-
-def _writers(everyones: list[dict[str, _Place]]) -> dict[tuple[str, _Place], int]:
-    """For each share that has elements, the first rank that holds it."""
-    writers: dict[tuple[str, _Place], int] = {}
-    for rank, places in enumerate(everyones):
-        for name, place in places.items():
-            if 0 not in place[1]:
-                writers.setdefault((name, place), rank)
-    return writers
-
-
-def _file(entry: str, rank: int, world_size: int) -> str:
-    safe = "".join(c if c.isalnum() or c in "_-" else "_" for c in entry)
-    return f"{safe}-{rank + 1:05d}-of-{world_size:05d}.safetensors"
-
-
-def _with_places(
-    value: Any, path: tuple[str, ...], tensors: dict[str, Any], writers: dict[tuple[str, _Place], int], world_size: int
-) -> Any:
-    """`value` with, in the place of each spread tensor, where its shares are."""
-    if _is_spread(value):
-        name = ".".join(path)
-        shares = [
-            (_file(path[0], rank, world_size), name.partition(".")[2], offset)
-            for (owner, (offset, _)), rank in writers.items()
-            if owner == name
-        ]
-        return tree.Spread(str(value.dtype).removeprefix("torch."), tuple(value.shape), shares)
-    if isinstance(value, Mapping):
-        return {key: _with_places(item, (*path, str(key)), tensors, writers, world_size) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_with_places(item, (*path, str(n)), tensors, writers, world_size) for n, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+        with files.create(self.staging / NAME) as file:
+            file.write(describe(self.encoded, records).to_json().encode())
+        files.publish(self.staging, self.path)
 
 
 def _staging(path: Path) -> Path:
@@ -135,30 +152,34 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
     return FileRecord(sha256=file.sha256, bytes=file.bytes)
 
 
-def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
+def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
     """What `function` gives, or why it could not: others wait for the answer, so nothing may be raised yet."""
     try:
         return function(), None
     except (OSError, CheckpointError) as error:
-        return {}, str(error)
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _agreed(processes: Strategy, function: Callable[[], str]) -> str:
     """What `function` gives on rank 0, on every rank."""
-    given: tuple[Any, str | None] = _attempt(function) if processes.is_global_zero else ("", None)
+    given: tuple[Any, str | None] = attempt(function) if processes.is_global_zero else ("", None)
     value, problem = processes.broadcast(given)
     if problem is not None:
         raise CheckpointError(problem)
     return str(value)
 
 
-def _raise_first(path: Path, problems: list[str | None], staging: Path | None) -> None:
+def raise_first(path: Path, problems: list[str | None]) -> None:
+    """Raise CheckpointError for the first problem that any rank has."""
     for rank, problem in enumerate(problems):
         if problem is not None:
-            if staging is not None:
-                files.discard(staging)
-            where = f" by rank {rank}" if len(problems) > 1 else ""
-            raise CheckpointError(
-                f"checkpoint {path} could not be written{where}: {problem}; what was there before is intact. All processes "
-                "need to see the same folder"
-            )
+            raise CheckpointError(_sentence(path, f" by rank {rank}", problem))
+
+
+def _sentence(path: Path, who: str, problem: str) -> str:
+    return (
+        f"checkpoint {path} could not be written{who}: {problem}; what was there before is intact. All processes need to see the "
+        "same folder"
+    )

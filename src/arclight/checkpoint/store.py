@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from arclight.checkpoint.manifest import (
     read_manifest,
 )
 from arclight.checkpoint.tensorfile import read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
@@ -80,13 +83,13 @@ def load(
     if not path.exists() and path.parent.is_dir():
         files.sweep(path.parent)  # a process killed between two renames has left it beside
     manifest = read_manifest(path)
-    entries = _read_file(path, STATE, manifest, verify, lambda file, size: json.loads(file.read(size)))
+    entries = read_file(path, STATE, manifest, verify, lambda file, size: json.loads(file.read(size)))
     if only is not None:
-        entries = _choose(path, entries, list(only))
+        entries = choose(path, entries, list(only))
     needed = set().union(*map(tree.files_of, entries.values()))
     loaded = {}
     for name in sorted(needed):
-        loaded[name] = _read_file(
+        loaded[name] = read_file(
             path, name, manifest, verify, lambda file, size: read_tensors(file, size, map_location)
         )
     try:
@@ -95,15 +98,25 @@ def load(
         raise CheckpointError(f"{path / STATE} does not fit the tensor files ({error!r}): {ADVICE}") from error
 
 
-def verify(path: str | Path) -> list[str]:
-    """All that is wrong with the checkpoint at `path`, one sentence each; empty for a sound one."""
-    path = Path(path)
+def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
+    """All that is wrong with the checkpoint at `path`, one sentence each; empty for a sound one.
+
+    With `processes`, all of which must call this, each reads its part of the files, and all get the same answer.
+    """
+    if processes is not None and processes.world_size > 1:
+        found = processes.all_gather_object(_problems(Path(path), processes.global_rank, processes.world_size))
+        return list(dict.fromkeys(problem for problems in found for problem in problems))
+    return _problems(Path(path))
+
+
+def _problems(path: Path, first: int = 0, step: int = 1) -> list[str]:
+    """What is wrong with every `step`-th file, largest first."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
     problems = []
-    for name, record in manifest.files.items():
+    for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))[first::step]:
         try:
             _check_size(path, name, record)
             if files.hash_file(path / name) != record.sha256:
@@ -121,7 +134,7 @@ def _write_file(path: Path, writer: Callable[[files.HashedFile, Any], None], con
     return FileRecord(sha256=file.sha256, bytes=file.bytes)
 
 
-def _read_file(
+def read_file(
     path: Path, name: str, manifest: Manifest, verify: bool, reader: Callable[[files.HashedFile, int], Any]
 ) -> Any:
     record = manifest.files.get(name)
@@ -149,7 +162,7 @@ def _check_size(path: Path, name: str, record: FileRecord) -> None:
         raise _damaged(path / name, f"it has {size:,} bytes instead of {record.bytes:,}")
 
 
-def _choose(path: Path, entries: dict[str, Any], only: list[str]) -> dict[str, Any]:
+def choose(path: Path, entries: dict[str, Any], only: list[str]) -> dict[str, Any]:
     for name in only:
         if name not in entries:
             raise CheckpointError(f"{path} has no entry {name!r}; it has {', '.join(entries) or 'none'}")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,17 +58,31 @@ def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None
     file.write(text)
     for name in order:
         if tensors[name].numel():
-            file.write(_memory(as_bytes(tensors[name].cpu())))
+            file.write(memory_of(as_bytes(tensors[name].cpu())))
 
 
-def read_tensors(file: HashedFile, size: int, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
-    """All tensors of a file of `size` bytes. Raises ValueError, KeyError or EOFError where it is not well-formed."""
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor lies in its file."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    begin: int
+    """Its first byte, counted from the start of the file."""
+    bytes: int
+
+
+def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
+    """The tensors of a file of `size` bytes, in the order in which they lie in it, from where the header ends.
+
+    Raises ValueError, KeyError or EOFError where the file is not well-formed.
+    """
     length = int.from_bytes(file.read(8), "little")
     if length > min(_MAX_HEADER, size):
         raise ValueError(f"a header of {length} bytes cannot be")
     header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    tensors: dict[str, torch.Tensor] = {}
+    slots: dict[str, Slot] = {}
     position = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -75,11 +90,27 @@ def read_tensors(file: HashedFile, size: int, device: str | torch.device = "cpu"
         if begin != position or not fits or 8 + length + end > size:
             raise ValueError(f"the place of tensor {name} cannot be")
         position = end
-        raw = torch.empty(end - begin, dtype=torch.uint8)
-        file.readinto(_memory(raw))
-        tensors[name] = from_bytes(raw, dtype, shape).to(device)
+        slots[name] = Slot(dtype, shape, 8 + length + begin, end - begin)
     if 8 + length + position != size:
         raise ValueError(f"{size - 8 - length - position} bytes follow the last tensor")
+    return slots
+
+
+def read_tensors(
+    file: HashedFile,
+    size: int,
+    device: str | torch.device = "cpu",
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> dict[str, torch.Tensor]:
+    """The `wanted` tensors of a file of `size` bytes; the others are read only for the hash. Raises as `read_header`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, slot in read_header(file, size).items():
+        if not wanted(name):
+            file.skip(slot.bytes)
+            continue
+        raw = torch.empty(slot.bytes, dtype=torch.uint8)
+        file.readinto(memory_of(raw))
+        tensors[name] = from_bytes(raw, slot.dtype, slot.shape).to(device)
     return tensors
 
 
@@ -93,5 +124,5 @@ def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch
     return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
 
 
-def _memory(raw: torch.Tensor) -> memoryview:
+def memory_of(raw: torch.Tensor) -> memoryview:
     return memoryview(raw.numpy())  # type: ignore[arg-type]

@@ -35,23 +35,17 @@ class Encoded:
     files: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     step: int | None = None
     epoch: int | None = None
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A tensor whose shares lie in files of several processes: (file, name in it, offset in the tensor) for each."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    shares: list[tuple[str, str, tuple[int, ...]]]
+    processes: int = 1
+    meshes: list[dict[str, int]] = field(default_factory=list)
+    """Over which meshes of processes tensors were spread: dimension -> size."""
 
 
 def encode(state: Mapping[str, Any]) -> Encoded:
     """Take `state` apart without copying tensors. Raises CheckpointError naming the place of what cannot be kept."""
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise CheckpointError(f"a checkpoint's state is a dict with text keys, not {_kind(state)}")
-    result = Encoded(step=_count(state, _STEP_NAMES), epoch=_count(state, _EPOCH_NAMES))
-    rest, taken = _Encoder(), set(_RESERVED)
+    result = Encoded(**counts_of(state))
+    rest, taken = Encoder(), set(_RESERVED)
     for name, value in state.items():
         own_file = _FILE_NAME.fullmatch(name) and name.lower() not in taken and _is_flat(value)
         if not own_file:
@@ -86,7 +80,7 @@ def files_of(node: Any) -> set[str]:
     return own.union(*map(files_of, node.values()))
 
 
-class _Encoder:
+class Encoder:
     """Walks one tree; collects its tensors, each once however often it appears."""
 
     def __init__(self) -> None:
@@ -98,7 +92,7 @@ class _Encoder:
         if item is None or type(item) in (bool, int, str):
             return item
         if isinstance(item, torch.Tensor):
-            return self._tensor(item, path)
+            return self.tensor(item, path)
         if isinstance(item, (dict, list, tuple, set, frozenset)):
             if id(item) in self._open:
                 raise CheckpointError(f"{'.'.join(path)} contains itself, which a checkpoint cannot hold")
@@ -150,14 +144,12 @@ class _Encoder:
                 return {"$": "dtype", "value": str(item).removeprefix("torch.")}
             case torch.device():
                 return {"$": "device", "value": str(item)}
-            case Spread():
-                shares = [[file, name, list(offset)] for file, name, offset in item.shares]
-                return {"$": "spread", "dtype": item.dtype, "shape": list(item.shape), "shares": shares}
         raise _unfit(item, path)
 
-    def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+    def tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> Any:
+        """What stands for a tensor in JSON."""
         check_tensor(tensor, path)
-        key = _view(tensor)
+        key = view_of(tensor)
         if key not in self._names:
             self._names[key] = self._add(tensor if tensor.dtype in NAMES else as_bytes(tensor), path)
         node: dict[str, Any] = {"$": "tensor", "name": self._names[key]}
@@ -175,8 +167,8 @@ class _Encoder:
                 f"{'.'.join(path)} is a NumPy array of {array.dtype}, which a checkpoint cannot hold: keep booleans, "
                 "integers, floats or complex numbers of at most 64 bits a part"
             ) from error
-        node = self._tensor(tensor, path)
-        return node | {"$": "array", "array_dtype": array.dtype.str}
+        node, kind = self.tensor(tensor, path), {"$": "array", "array_dtype": array.dtype.str}
+        return kind | {"tensor": node} if node["$"] == "spread" else node | kind
 
     def _add(self, tensor: torch.Tensor, path: tuple[str, ...]) -> str:
         name = wanted = ".".join(path)
@@ -218,7 +210,7 @@ def _split_aliases(tensors: Mapping[str, torch.Tensor], entry: str) -> tuple[dic
     names: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         check_tensor(tensor, (entry, name))
-        first = names.setdefault(_view(tensor), name)
+        first = names.setdefault(view_of(tensor), name)
         if first == name:
             unique[name] = tensor
         else:
@@ -226,7 +218,7 @@ def _split_aliases(tensors: Mapping[str, torch.Tensor], entry: str) -> tuple[dic
     return unique, aliases
 
 
-def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common when they are the same numbers in the same memory."""
     if not tensor.numel():
         return (id(tensor),)
@@ -246,7 +238,7 @@ def _decode(node: Any, files: Mapping[str, Mapping[str, torch.Tensor]]) -> Any:
 
 def _decode_tensor(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
     tensor = files[REST][node["name"]]
-    return from_bytes(tensor, _dtype(node["dtype"]), node["shape"]) if "dtype" in node else tensor
+    return from_bytes(whole_of(tensor), _dtype(node["dtype"]), node["shape"]) if "dtype" in node else tensor
 
 
 def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -257,13 +249,30 @@ def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
 def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """The whole tensor. Raises ValueError where its shares do not cover it."""
     parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
+    if sum(part.numel() for part, _ in parts) != math.prod(node["shape"]):
+        raise ValueError(f"the shares of a tensor of shape {node['shape']} do not cover it")
+    if parts and hasattr(parts[0][0], "joined"):  # of tensors that are still in their files
+        joined: torch.Tensor = parts[0][0].joined(parts, node["shape"])
+        return joined
+    if len(parts) == 1 and list(parts[0][0].shape) == node["shape"]:
+        return parts[0][0]
     device = parts[0][0].device if parts else None
     whole = torch.empty(node["shape"], dtype=_dtype(node["dtype"]), device=device)
-    if sum(part.numel() for part, _ in parts) != whole.numel():
-        raise ValueError(f"the shares of a tensor of shape {node['shape']} do not cover it")
     for part, offset in parts:
         whole[tuple(slice(start, start + size) for start, size in zip(offset, part.shape, strict=True))] = part
     return whole
+
+
+def _decode_array(node: dict[str, Any], inner: Callable[[Any], Any], files: Any) -> np.ndarray[Any, Any]:
+    tensor = inner(node["tensor"]) if "tensor" in node else _decode_tensor(node, files)
+    values: np.ndarray[Any, Any] = whole_of(tensor).cpu().numpy().astype(np.dtype(node["array_dtype"]))
+    return values
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor that may still be in its file."""
+    read: torch.Tensor = tensor.read() if hasattr(tensor, "read") else tensor
+    return read
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -277,8 +286,9 @@ _Kind = Callable[[dict[str, Any], Callable[[Any], Any], Mapping[str, Mapping[str
 _KINDS: dict[str, _Kind] = {
     "tensors": lambda node, inner, files: _decode_tensors(node, files),
     "tensor": lambda node, inner, files: _decode_tensor(node, files),
-    "array": lambda node, inner, files: _decode_tensor(node, files).cpu().numpy().astype(np.dtype(node["array_dtype"])),
+    "array": _decode_array,
     "spread": lambda node, inner, files: _decode_spread(node, files),
+    "bits": lambda node, inner, files: from_bytes(whole_of(inner(node["of"])), _dtype(node["dtype"]), node["shape"]),
     "scalar": lambda node, inner, files: np.dtype(node["dtype"]).type(inner(node["value"])),
     "tuple": lambda node, inner, files: tuple(inner(node["items"])),
     "set": lambda node, inner, files: set(inner(node["items"])),
@@ -292,6 +302,11 @@ _KINDS: dict[str, _Kind] = {
     "dtype": lambda node, inner, files: _dtype(node["value"]),
     "device": lambda node, inner, files: torch.device(node["value"]),
 }
+
+
+def counts_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Step and epoch of a state, as `Encoded` has them."""
+    return {"step": _count(state, _STEP_NAMES), "epoch": _count(state, _EPOCH_NAMES)}
 
 
 def _count(state: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

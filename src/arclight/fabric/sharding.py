@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from arclight.fabric.batches import map_tensors
+from arclight.fabric.regions import regions_of
 from arclight.fabric.spread import own_parts
 
 
@@ -40,15 +40,28 @@ def gathered(tree: Any, keep: bool) -> Any:
 def share_of(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The share of ``full`` that this process keeps, spread as ``like`` is; ``full`` itself where ``like`` is not spread. No communication.
 
-    It lies on ``device``, by default where ``like`` lies. Shapes that differ are left for the caller's
-    ``load_state_dict`` to name.
+    It lies on ``device``, by default where ``like`` lies. Of a tensor that is still in a file only that share is read. Shapes
+    that differ are left for the caller's ``load_state_dict`` to name.
     """
+    stored = hasattr(full, "read")
     if not isinstance(like, DTensor) or isinstance(full, DTensor) or full.shape != like.shape:
-        return full
-    mesh, placements = like.device_mesh, like.placements
-    shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
-    part = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))] if shape else full
-    return from_own_part(part.detach().to(device or like.device, copy=True).contiguous(), like)
+        return full.read() if stored else full  # type: ignore[attr-defined]
+    local, target = like.to_local(), device or like.device
+    regions = regions_of(like)
+    whole_part = [region for region in regions if region.shape == tuple(local.shape)]
+    if whole_part and not stored:
+        part = whole_part[0].of_whole(full).detach().to(target, copy=True).contiguous()
+        return from_own_part(part, like)
+    part = torch.empty(local.shape, dtype=full.dtype, device=target)
+    for region in regions:
+        own = region.of_part(part)
+        if not stored:
+            own.copy_(region.of_whole(full).detach())
+        elif own.is_cpu:
+            full.read(region.offset, region.shape, into=own)  # type: ignore[attr-defined]
+        else:
+            own.copy_(full.read(region.offset, region.shape))  # type: ignore[attr-defined]
+    return from_own_part(part, like)
 
 
 def from_own_part(part: torch.Tensor, like: Any) -> torch.Tensor:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from arclight import checkpoint as checkpoints
+from arclight.checkpoint.tree import whole_of
+from arclight.fabric.batches import map_tensors
 from arclight.fabric.strategies import Strategy
 from arclight.trainer.fabric_checkpoint import save_file
 
@@ -52,6 +54,15 @@ class FolderCheckpointIO(CheckpointIO):
     def save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
         """The same where tensors are spread over processes, each of which writes its part."""
         checkpoints.save_shares(path, to_tree(checkpoint), processes)
+
+    def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
+        """What :meth:`load_checkpoint` gives, with weights, their averages and optimizer states still in their files."""
+        tree = checkpoints.load_shares(path, processes)
+        names = set(tree.get("model", ()))
+        large = {"model", "optimizers"} | {
+            key for key, entry in tree.items() if isinstance(entry, dict) and entry and names >= set(entry)
+        }
+        return from_tree({key: value if key in large else map_tensors(value, whole_of) for key, value in tree.items()})
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None

@@ -36,6 +36,10 @@ class StateIO:
         """A folder where tensors are spread over processes, each of which writes its part."""
         checkpoints.save_shares(path, checkpoint, processes)
 
+    def load_shares(self, path: str | Path, processes: Strategy) -> dict[str, Any]:
+        """What :meth:`load_checkpoint` gives, with tensors that are still in their files."""
+        return checkpoints.load_shares(path, processes)
+
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """The state at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
         path = Path(path)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.naming import for_optimizer, names_of
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
@@ -51,7 +52,11 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         checkpoint.update(callback.averages() if hasattr(callback, "averages") else {})
     if not weights_only:
         checkpoint["callbacks"] = {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())}
-        checkpoint["optimizer_states"] = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        names = names_of([module]) if trainer.conventions.run_folders else {}
+        checkpoint["optimizer_states"] = [
+            trainer.strategy.named_optimizer_state(optimizer, optimizer.state_dict(), names)
+            for optimizer in trainer.optimizers
+        ]
         checkpoint["lr_schedulers"] = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         checkpoint["loops"] |= _loops(trainer)
     for owner in (module, data):
@@ -92,7 +97,7 @@ def _save(trainer: Trainer, path: str | Path, weights_only: bool, storage_option
 
 def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     """Read a checkpoint and let callbacks and module look at it."""
-    checkpoint = trainer.checkpoint_io.load_checkpoint(path)
+    checkpoint = trainer.strategy.read_checkpoint(trainer.checkpoint_io, path)
     if not isinstance(checkpoint.get("state_dict"), dict):
         raise checkpoints.CheckpointError(
             f"{path} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
@@ -110,7 +115,8 @@ def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:
 def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """The trained weights, into the module; the data module's and the callbacks' state, into those."""
     module, data = trainer.lightning_module, trainer.datamodule
-    load_weights(module, checkpoint["state_dict"], strict=module.strict_loading)
+    weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
+    load_weights(module, weights, strict=module.strict_loading)
     if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
         watch_data(trainer, data, "load_state_dict")(state)
     states = checkpoint.get("callbacks", {})
@@ -141,8 +147,9 @@ def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         raise checkpoints.CheckpointError(
             f"the checkpoint has {len(schedules)} learning-rate schedulers, configure_optimizers gave {len(trainer.lr_scheduler_configs)}"
         )
+    names = names_of([trainer.lightning_module])
     for optimizer, state in zip(trainer.optimizers, states, strict=True):
-        restore_optimizer(optimizer, state)
+        restore_optimizer(optimizer, for_optimizer(optimizer, state, names))
     for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
         config.scheduler.load_state_dict(state)
     for callback in trainer.callbacks:

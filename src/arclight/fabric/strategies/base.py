@@ -17,9 +17,10 @@ from arclight.fabric.launchers import Launcher
 from arclight.fabric.no_init import NoInit, entered, give_memory
 from arclight.fabric.precision import Precision
 from arclight.fabric.stopping import StopSignal
+from arclight.fabric.strategies.checkpointing import Checkpointing
 
 
-class Strategy:
+class Strategy(Checkpointing):
     """One process and one device; subclasses add others.
 
     A loop asks a strategy for a step function (:meth:`wrap_step`) once, and calls that; one that must own the whole step
@@ -247,85 +248,6 @@ class Strategy:
     def average_gradients(self, module: nn.Module) -> None:
         """Average over ranks the gradients that such a module's backward left."""
 
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self, path: Any, state: dict[str, Any], storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:  # fmt: skip
-        """Write ``state``; what has a ``state_dict()`` saves that. ``filter`` says for an entry which of its items to keep."""
-        tree = {
-            name: kept
-            for name, value in state.items()
-            if (kept := _filtered(self.state_of(value), (filter or {}).get(name))) is not None
-        }
-        self.write_checkpoint(self.checkpoint_io, tree, path, storage_options)
-
-    def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Let ``io`` write a state tree; every rank calls this, and returns when its part is done."""
-        checkpoint = self.portable(checkpoint)
-        if self.is_global_zero:
-            io.save_checkpoint(checkpoint=checkpoint, path=path, storage_options=storage_options)
-
-    def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint into the objects of ``state`` (or into the one module or optimizer); what is left over.
-
-        Raises KeyError with ``strict`` for an object that the checkpoint has nothing for.
-        """
-        tree: dict[str, Any] = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        if isinstance(state, (nn.Module, Optimizer)):
-            self.restore(state, tree, strict)
-            return {}
-        missing = [name for name in state or {} if name not in tree]
-        if missing and strict:
-            raise KeyError(
-                f"{path} contains no key {missing[0]!r}, which was asked for; it has {', '.join(map(str, tree))}. "
-                "To disable strict loading, set `strict=False`"
-            )
-        for name in [name for name in state or {} if name in tree]:
-            value = tree.pop(name)
-            if hasattr(state[name], "load_state_dict"):
-                self.restore(state[name], value, strict)
-            else:
-                state[name] = value
-        return tree
-
-    def state_of(self, value: Any) -> Any:
-        """What of an object goes into a checkpoint."""
-        if isinstance(value, nn.Module):
-            return self.get_module_state_dict(value)
-        if isinstance(value, Optimizer):
-            return self.get_optimizer_state(value)
-        return value.state_dict() if hasattr(value, "state_dict") else value
-
-    def restore(self, target: Any, state: Any, strict: bool = True) -> None:
-        """The inverse of :meth:`state_of`."""
-        if isinstance(target, nn.Module):
-            self.load_module_state_dict(target, state, strict)
-        else:
-            target.load_state_dict(state)
-
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Weights under their own names."""
-        return module.state_dict()
-
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Whole weights, into what may be a share of them."""
-        module.load_state_dict(state_dict, strict=strict)
-
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict()
-
-    def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """What of a ``whole`` tensor this process keeps beside ``like``."""
-        return whole
-
-    def portable(self, tree: Any) -> Any:
-        """A state tree whose tensors are whole, on rank 0; a collective where tensors are spread over processes."""
-        return tree
-
     def move(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
 
@@ -382,10 +304,3 @@ class SingleDeviceStrategy(Strategy):
     @property
     def root_device(self) -> torch.device:
         return self._root_device
-
-
-def _filtered(value: Any, keep: Callable[[str, Any], bool] | None) -> Any:
-    """The items of a dict that a filter keeps, None where it keeps none; anything else as it is."""
-    if keep is None or not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if keep(key, item)} or None

@@ -104,12 +104,8 @@ class DDPStrategy(ParallelStrategy):
 
         optimizer.register_step_post_hook(average)
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return super().get_module_state_dict(module.module if isinstance(module, DistributedDataParallel) else module)
-
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        bare = module.module if isinstance(module, DistributedDataParallel) else module
-        super().load_module_state_dict(bare, state_dict, strict)
+    def bare(self, module: nn.Module) -> nn.Module:
+        return module.module if isinstance(module, DistributedDataParallel) else module
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         return self.wrap(_StepModule(module, step))

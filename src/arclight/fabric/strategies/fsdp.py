@@ -44,8 +44,8 @@ class FSDPStrategy(ShardedStrategy):
     ``HYBRID_SHARD`` (and ``_HYBRID_SHARD_ZERO2``) share within a node, or as ``device_mesh`` = (copies, shares) says, and
     copy between; ``NO_SHARD`` is what DDP does. ``mixed_precision`` is a torch ``MixedPrecisionPolicy`` (or the
     ``MixedPrecision`` of torch's first FSDP); by default it follows the precision. ``cpu_offload`` keeps the shares in
-    host memory. ``state_dict_type`` is ``full`` (rank 0 writes whole tensors) or ``sharded`` (each process writes its
-    shares); both open on any number of processes. ``reshard_after_forward``, ``shard_placement_fn`` and ``ignored_params``
+    host memory. ``state_dict_type`` is ``sharded`` (each process writes its shares) or ``full`` (rank 0 gathers and writes
+    whole tensors); both open on any number of processes. ``reshard_after_forward``, ``shard_placement_fn`` and ``ignored_params``
     go to ``fully_shard``. Tied weights must lie in one unit.
     """
 
@@ -55,7 +55,7 @@ class FSDPStrategy(ShardedStrategy):
         self, accelerator: Any = None, parallel_devices: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None,
         precision: Any = None, *, precision_plugin: Any = None, cpu_offload: Any = None, mixed_precision: Any = None, auto_wrap_policy: Policy = None,
         activation_checkpointing: Any = None, activation_checkpointing_policy: Policy = None,
-        sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "full", device_mesh: Any = None,
+        sharding_strategy: Any = "FULL_SHARD", state_dict_type: str = "sharded", device_mesh: Any = None,
         start_method: str = "popen", timeout: datetime.timedelta | None = DEFAULT_TIMEOUT,
         process_group_backend: str | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
@@ -156,11 +156,8 @@ class FSDPStrategy(ShardedStrategy):
     def average_gradients(self, module: nn.Module) -> None:
         """FSDP has done so in backward."""
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return super().get_module_state_dict(module.module if isinstance(module, _Root) else module)
-
-    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        super().load_module_state_dict(module.module if isinstance(module, _Root) else module, state_dict, strict)
+    def bare(self, module: nn.Module) -> nn.Module:
+        return module.module if isinstance(module, _Root) else module
 
     def _share(self, module: nn.Module, whole: bool) -> _Root:
         """Share ``module`` out in place; the module that gathers what no unit of its own has.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -10,15 +12,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from arclight.fabric.naming import by_name, with_names
 from arclight.fabric.strategies.parallel import ParallelStrategy
 
 
 class ShardedStrategy(ParallelStrategy):
-    """Processes that hold shares of a model (DTensors). Checkpoints hold whole tensors and open on any number of them."""
+    """Processes that hold shares of a model (DTensors), or different parts of it. Checkpoints open on any number of them."""
 
     evaluates_in_inference_mode = False
-    saves_shares = False
-    """Whether each process writes its own shares into a checkpoint, in the place of rank 0 writing all."""
+    saves_shares = True
+    """Whether each process writes its own shares into a checkpoint, in the place of rank 0 gathering and writing all."""
 
     def module_to_device(self, module: nn.Module) -> None:
         """Done with the sharing out: a whole model may be too large for one device."""
@@ -70,6 +73,9 @@ class ShardedStrategy(ParallelStrategy):
 
         return gathered(tree, keep=self.is_global_zero)
 
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        super().load_module_state_dict(module, self.own_weights(module, state_dict), strict)
+
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -81,11 +87,36 @@ class ShardedStrategy(ParallelStrategy):
             )
         super().save_checkpoint(path, state, filter=filter)
 
+    def read_checkpoint(self, io: Any, path: Any, **options: Any) -> dict[str, Any]:
+        """Tensors stay in the files of a checkpoint folder: each process reads the part that it keeps."""
+        if hasattr(io, "load_shares") and not self.broadcast(os.path.isfile(path)):
+            found: dict[str, Any] = io.load_shares(path, self)
+            return found
+        return super().read_checkpoint(io, path, **options)
+
+    def named_optimizer_state(
+        self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
+    ) -> dict[str, Any]:
+        """By name alone where processes hold different parameters."""
+        named = with_names(optimizer, state, names)
+        members = [group.get("param_names", len(group["params"])) for group in named["param_groups"]]
+        everyones = self.all_gather_object(hashlib.sha256(repr(members).encode()).hexdigest())
+        return named if len(set(everyones)) == 1 else by_name(named)
+
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if self.saves_shares and hasattr(io, "save_shares"):
             io.save_shares(checkpoint, path, self)
         else:
             super().write_checkpoint(io, checkpoint, path, storage_options)
+
+    def own_weights(self, module: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+        """``weights`` without those that only other processes' modules have; every rank calls this."""
+        own = list(module.state_dict())
+        everyones = self.all_gather_object(hashlib.sha256(repr(own).encode()).hexdigest())
+        if len(set(everyones)) == 1:
+            return weights
+        elsewhere = {name for names in self.all_gather_object(own) for name in names} - set(own)
+        return {name: value for name, value in weights.items() if name not in elsewhere}
 
     def sum_on_gloo(self, module: nn.Module) -> None:
         """Gloo has no averaging reductions: let FSDP sum and divide there."""

@@ -1,0 +1,92 @@
+"""Opening a checkpoint so that each process reads of it what it keeps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.checkpoint import files, tree
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.manifest import ADVICE, STATE, Manifest, read_manifest
+from arclight.checkpoint.shares import attempt
+from arclight.checkpoint.store import choose, read_file, verify
+from arclight.checkpoint.stored import Piece, StoredTensor
+from arclight.checkpoint.tensorfile import read_header
+from arclight.fabric.batches import map_tensors
+
+if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
+
+
+def load_shares(
+    path: str | Path,
+    processes: Strategy,
+    *,
+    only: Iterable[str] | None = None,
+    stored: Iterable[str] | None = None,
+    check: bool = True,
+) -> dict[str, Any]:
+    """The state that was saved at `path`, with tensors that are still in its files; every process must call this.
+
+    Of such a tensor (`arclight.checkpoint.stored.StoredTensor`) a process reads the box that it keeps; modules and optimizers
+    that a strategy has shared out do so in `load_state_dict`. The checkpoint may be from any number of processes.
+    only: top-level entries wanted. stored: those whose tensors stay in the files, by default all; the others' are read.
+    check: compare the SHA-256 of every file: each is read once, by one of the processes.
+    Raises CheckpointError on every process where any of them finds the checkpoint missing, damaged or unreadable.
+    """
+    path = Path(path)
+    if processes.is_global_zero and not path.exists() and path.parent.is_dir():
+        files.sweep(path.parent)
+    processes.barrier("checkpoint found")
+    problems = verify(path, processes) if check else []
+    loaded, problem = attempt(lambda: _open(path, only, stored))
+    for reason in (*problems, *processes.all_gather_object(problem)):
+        if reason is not None:
+            raise CheckpointError(reason)
+    state: dict[str, Any] = loaded
+    return state
+
+
+def _open(path: Path, only: Iterable[str] | None, stored: Iterable[str] | None) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    entries = read_file(path, STATE, manifest, True, lambda file, size: json.loads(file.read(size)))
+    if only is not None:
+        entries = choose(path, entries, list(only))
+    kept = set(entries) if stored is None else set(stored)
+    try:
+        state = tree.decode(entries, _Files(path, manifest))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path / STATE} does not fit the tensor files ({error!r}): {ADVICE}") from error
+    return {key: value if key in kept else map_tensors(value, tree.whole_of) for key, value in state.items()}
+
+
+class _Files(Mapping[str, Mapping[str, torch.Tensor]]):
+    """The tensors of each file, whose header is read when first asked for."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest = path, manifest
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+
+    def __getitem__(self, file: str) -> dict[str, torch.Tensor]:
+        if file not in self._read:
+            slots = read_file(self._path, file, self._manifest, False, read_header)
+            source = files.PlacedFile(self._path / file)
+            self._read[file] = {
+                name: StoredTensor(
+                    slot.shape, slot.dtype, [Piece(source, slot.begin, (0,) * len(slot.shape), tuple(slot.shape))]
+                )
+                for name, slot in slots.items()
+            }
+        return self._read[file]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.files)
+
+    def __len__(self) -> int:
+        return len(self._manifest.files)

@@ -1,0 +1,166 @@
+"""Tensors that are still in their files: each process reads of them what it keeps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.tensorfile import as_bytes, from_bytes, memory_of
+
+_BUFFER = 4 << 20
+"""Bytes that are read at once where the wanted ones lie scattered."""
+
+_LONG = 1 << 16
+"""Bytes that are worth a read of their own."""
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+class Source(Protocol):
+    """A file that can be read from any place."""
+
+    name: str
+
+    def read_at(self, position: int, target: memoryview) -> None:
+        """Fill `target` from byte `position` on; raises EOFError where the file ends before."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, dense at one place of a file."""
+
+    source: Source
+    begin: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor whose values are in a checkpoint; shape, dtype and device (the CPU) are known.
+
+    `read` gives it, or a box of it. Any operation on it reads all of it first and works on that; what would change it in place
+    is refused with CheckpointError.
+    """
+
+    _pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[Piece]) -> StoredTensor:
+        made: StoredTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=torch.device("cpu")
+        )
+        made._pieces = tuple(pieces)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        from torch.utils._pytree import tree_map
+
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(given, StoredTensor):
+                raise CheckpointError(
+                    f"{func} would change a tensor that is in a checkpoint file: take a copy of it first, tensor.read()"
+                )
+
+        def whole(value: Any) -> Any:
+            return value.read() if isinstance(value, StoredTensor) else value
+
+        return func(*tree_map(whole, args), **tree_map(whole, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, in {sorted({p.source.name for p in self._pieces})})"
+
+    def __deepcopy__(self, memo: Any) -> StoredTensor:
+        return self
+
+    def joined(self, parts: Sequence[tuple[StoredTensor, Sequence[int]]], shape: Sequence[int]) -> StoredTensor:
+        """The tensor of which `parts` are boxes, each at its offset."""
+        pieces = [
+            Piece(
+                piece.source, piece.begin, tuple(a + b for a, b in zip(piece.offset, offset, strict=True)), piece.shape
+            )
+            for part, offset in parts
+            for piece in part._pieces
+        ]
+        return StoredTensor(shape, self.dtype, pieces)
+
+    def read(
+        self,
+        offset: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The box of `shape` at `offset`, all by default, as a plain tensor. Only its bytes are read, where they lie together.
+
+        into: a tensor of that shape and dtype on the CPU, which is filled. Raises CheckpointError where the file cannot be read.
+        """
+        offset = tuple(offset) if offset is not None else (0,) * self.ndim
+        shape = tuple(shape) if shape is not None else tuple(self.shape)
+        target = torch.empty(shape, dtype=self.dtype) if into is None else into.detach()
+        for piece in self._pieces:
+            low = tuple(map(max, offset, piece.offset))
+            high = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, piece.offset, piece.shape, strict=True))
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                size = tuple(b - a for a, b in zip(low, high, strict=True))
+                inside = tuple(a - b for a, b in zip(low, piece.offset, strict=True))
+                place = tuple(slice(a - b, a - b + n) for a, b, n in zip(low, offset, size, strict=True))
+                _read_box(piece, self.dtype, (inside, size), target[place])
+        return target
+
+
+def _read_box(piece: Piece, dtype: torch.dtype, box: Box, target: torch.Tensor) -> None:
+    """Fill `target` with a box of a piece: row by row where rows are long, else through a buffer of whole rows."""
+    offset, size = box
+    whole = piece.shape
+    inner = len(whole)  # dimensions from here on are taken whole: their elements lie together
+    while inner and size[inner - 1] == whole[inner - 1]:
+        inner -= 1
+    if inner == 0:
+        _fill(piece, dtype, 0, target)
+        return
+    row = math.prod(whole[inner:])  # elements that one index of dimension inner - 1 stands for
+    outer = inner - 1
+    if outer == 0 or size[outer] * row * dtype.itemsize >= _LONG:
+        for index in itertools.product(*map(range, size[:outer])):
+            start = sum((offset[i] + index[i]) * math.prod(whole[i + 1 :]) for i in range(outer)) + offset[outer] * row
+            _fill(piece, dtype, start, target[index])
+        return
+    across = math.prod(whole[1:])
+    step = max(1, _BUFFER // max(1, across * dtype.itemsize))
+    cut = tuple(slice(start, start + count) for start, count in zip(offset[1:], size[1:], strict=True))
+    buffer = torch.empty((min(step, size[0]), *whole[1:]), dtype=dtype)
+    for first in range(0, size[0], step):
+        rows = buffer[: min(step, size[0] - first)]
+        _fill(piece, dtype, (offset[0] + first) * across, rows)
+        target[first : first + len(rows)].copy_(rows[(slice(None), *cut)])
+
+
+def _fill(piece: Piece, dtype: torch.dtype, start: int, target: torch.Tensor) -> None:
+    """Read elements of a piece from number `start` on into `target`."""
+    if not target.is_contiguous():
+        target.copy_(_read_dense(piece, dtype, start, target.shape))
+    elif target.numel():
+        _read_at(piece, start * dtype.itemsize, memory_of(as_bytes(target)))
+
+
+def _read_dense(piece: Piece, dtype: torch.dtype, start: int, shape: Sequence[int]) -> torch.Tensor:
+    raw = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+    if raw.numel():
+        _read_at(piece, start * dtype.itemsize, memory_of(raw))
+    return from_bytes(raw, dtype, list(shape))
+
+
+def _read_at(piece: Piece, start: int, target: memoryview) -> None:
+    try:
+        piece.source.read_at(piece.begin + start, target)
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{piece.source.name} cannot be read any more: {error}") from error
