@@ -33,7 +33,7 @@ def names_of(modules: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
 def with_names(optimizer: Optimizer, state: dict[str, Any], names: Names) -> dict[str, Any]:
     """A ``state_dict`` of ``optimizer`` with its parameters' names; as it is where one of them has none."""
     groups = optimizer.param_groups
-    if not all(parameter in names for group in groups for parameter in group["params"]):
+    if _is_by_name(state) or not all(parameter in names for group in groups for parameter in group["params"]):
         return state
     named = [
         {**saved, "param_names": [names[parameter] for parameter in group["params"]]}
@@ -44,6 +44,8 @@ def with_names(optimizer: Optimizer, state: dict[str, Any], names: Names) -> dic
 
 def by_name(state: dict[str, Any]) -> dict[str, Any]:
     """A state :func:`with_names`, its parameters known by those alone. Raises ValueError for one without."""
+    if _is_by_name(state):
+        return state
     numbered: dict[Any, str] = {}
     for group in state["param_groups"]:
         if "param_names" not in group:
@@ -70,9 +72,9 @@ def for_optimizer(optimizer: Optimizer, state: dict[str, Any], names: Names) -> 
     by name and lacks a parameter of the optimizer.
     """
     saved = state.get("param_groups")
-    if not isinstance(saved, list):
+    if not isinstance(saved, list) or getattr(optimizer, "knows_names", False):
         return state
-    only_names = any(isinstance(number, str) for group in saved for number in group["params"])
+    only_names = _is_by_name(state)
     own = [[names.get(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
     keys: dict[str, Any] = {}
     home: dict[str, int] = {}
@@ -101,6 +103,10 @@ def for_optimizer(optimizer: Optimizer, state: dict[str, Any], names: Names) -> 
                 entries[count] = state["state"][keys[name]]
             count += 1
     return {**state, "state": entries, "param_groups": groups}
+
+
+def _is_by_name(state: dict[str, Any]) -> bool:
+    return any(isinstance(number, str) for group in state["param_groups"] for number in group["params"])
 
 
 def _nameless(group: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,9 @@ class MixedOptimizer(Optimizer):
     whole once they are written) and a part of the model. ``load_state_dict`` takes that, and torch's own form by position.
     """
 
+    knows_names = True
+    """Takes states of any order of parameters, by name."""
+
     def __init__(self, groups: list[dict[str, Any]], known: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in known}
         super().__init__(groups, {})
