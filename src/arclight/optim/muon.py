@@ -68,12 +68,13 @@ class MuonRule:
             hops = hops_of(parameter)
             key = (tuple(parameter.shape[-2:]), own_part(parameter).shape[-2:], parameter.dtype, parameter.device, hops)
             buckets.setdefault(key, []).append((name, parameter, state))
-        for first, (key, members) in enumerate(buckets.items()):
-            _update(members, key[-1], group, first)
+        dealt = 0
+        for key, members in buckets.items():
+            dealt += _update(members, key[-1], group, dealt)
 
 
-def _update(own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], first: int) -> None:
-    """Parameters whose matrices have one shape, and are shared in one way."""
+def _update(own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], first: int) -> int:
+    """Update parameters whose matrices have one shape and are shared in one way; how many matrices those are."""
     rows, columns = own[0][1].shape[-2:]
     pushed = [_momentum(parameter, state, group) for _, parameter, state in own]
     precision = DTYPES.get(group["precision"], pushed[0].dtype) if pushed[0].dtype != torch.float64 else torch.float64
@@ -91,6 +92,7 @@ def _update(own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], f
         part = own_part(parameter)
         new = part.to(update.dtype) * (1 - group["lr"] * group["weight_decay"])
         part.copy_(new.add_(update.view(part.shape), alpha=-group["lr"] * factor))
+    return count
 
 
 def _momentum(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]) -> torch.Tensor:
@@ -102,7 +104,12 @@ def _momentum(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Ma
     new = velocity.to(gradient.dtype).lerp(gradient, 1 - beta)
     velocity.copy_(new)
     direction = gradient.lerp(new, beta) if group["nesterov"] else new
-    return direction.reshape(-1, *direction.shape[-2:])
+    return _as_stack(direction)
+
+
+def _as_stack(tensor: torch.Tensor) -> torch.Tensor:
+    """(E, r, c), with E = 1 for one matrix; a share may have no elements."""
+    return tensor.reshape(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
 
 
 def _orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
@@ -123,7 +130,7 @@ def _even_rows(
     squares = summed(updates.square().sum(-1, keepdim=True), hops, -1)
     moments = [own_part(state["neuron_sq"]) for _, _, state in own]
     lengths = [math.prod(moment.shape[:-2]) for moment in moments]
-    running = torch.cat([moment.reshape(-1, *moment.shape[-2:]) for moment in moments])
+    running = torch.cat([_as_stack(moment) for moment in moments])
     running = running.lerp(squares / columns, 1 - group["beta2"])
     for moment, new in zip(moments, running.split(lengths), strict=True):
         moment.copy_(new.view(moment.shape))
