@@ -22,7 +22,7 @@ class ComputedOrder(Protocol):
     def __len__(self) -> int: ...
 
     def sample_ids(self, positions: Ints, *, epoch: int, seed: int) -> Ints:
-        """The samples at these positions of the epoch's global order, each in 0..len - 1."""
+        """The samples of the data set at these positions, 0 to len - 1, of the epoch's global order."""
         ...
 
 

@@ -1,0 +1,164 @@
+"""Which tokens form a sample: windows of the stream, or whole documents side by side.
+
+A sample has ``length`` predictions. It is made of pieces: ``(start, predictions)`` stands for the tokens ``start`` up to
+``start + predictions + 1`` of the stream, each of which but the first is predicted from those before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.data.permutation import Ints
+from arclight.data.token_shards import TokenShardError, TokenShards
+
+_GROUP = 2**20  # documents that are packed together: bounds memory, costs a handful of bins
+
+
+class Layout(Protocol):
+    """What says which pieces a sample has."""
+
+    shards: TokenShards
+    length: int
+    inside_documents: bool
+    """Whether no piece ever crosses from one document into the next."""
+
+    def __len__(self) -> int: ...
+
+    def pieces(self, sample: int) -> list[tuple[int, int]]: ...
+
+
+class Windows:
+    """The stream cut every ``length`` tokens: every token but the very first is predicted once. The last may be short."""
+
+    inside_documents = False
+
+    def __init__(self, shards: TokenShards, length: int) -> None:
+        self.shards, self.length = shards, length
+
+    def __len__(self) -> int:
+        return math.ceil(max(0, self.shards.tokens - 1) / self.length)
+
+    def pieces(self, sample: int) -> list[tuple[int, int]]:
+        start = sample * self.length
+        return [(start, min(self.length, self.shards.tokens - 1 - start))]
+
+
+class Packed:
+    """Whole documents side by side; those too long for a sample are cut, and what fits in nowhere leaves room unused.
+
+    `build` finds out which belong together and writes it beside the shards, to be opened from then on. Raises
+    FileNotFoundError where that has not been done for this ``length``.
+    """
+
+    inside_documents = True
+
+    def __init__(self, shards: TokenShards, length: int) -> None:
+        self.shards, self.length = shards, length
+        folder = _folder(shards, length)
+        if not (folder / "about.json").is_file():
+            raise FileNotFoundError(
+                f"{shards.folder} is not packed for samples of {length} tokens: arclight data pack {shards.folder} --length {length}"
+            )
+        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        if about["corpus"] != shards.digest:
+            raise TokenShardError(f"{folder} was made of other shards: delete it and pack again (arclight data pack)")
+        self._starts, self._sizes, self._firsts = (
+            np.load(folder / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in ("starts", "sizes", "firsts")
+        )
+
+    @classmethod
+    def build(cls, shards: TokenShards, length: int) -> Packed:
+        """Pack the documents (best fit, the longest first), write that beside the shards in one step, and open it.
+
+        Raises TokenShardError where no document has two tokens.
+        """
+        found = [_pack(shards, first, length) for first in range(0, shards.documents, _GROUP)]
+        empty = np.empty(0, np.int64)
+        arrays = {
+            "starts": np.concatenate([empty, *(starts for starts, _, _ in found)]),
+            "sizes": np.concatenate([empty, *(sizes for _, sizes, _ in found)]).astype(np.int32),
+            "firsts": np.cumsum(np.concatenate([[0], *(counts for _, _, counts in found)]), dtype=np.int64),
+        }
+        if not arrays["starts"].size:
+            raise TokenShardError(f"{shards.folder} has nothing to pack: no document has as many as two tokens")
+        folder = _folder(shards, length)
+        temporary = folder.with_name(f".{folder.name}.{os.getpid()}.saving")
+        try:
+            temporary.mkdir(parents=True)
+            for name, array in arrays.items():
+                np.save(temporary / f"{name}.npy", array)
+            (temporary / "about.json").write_text(json.dumps({"corpus": shards.digest, "length": length}) + "\n")
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return cls(shards, length)
+
+    def __reduce__(self) -> Any:
+        return Packed, (self.shards, self.length)  # another process maps the files itself
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def pieces(self, sample: int) -> list[tuple[int, int]]:
+        first, last = self._firsts[sample : sample + 2].tolist()
+        return list(zip(self._starts[first:last].tolist(), self._sizes[first:last].tolist(), strict=True))
+
+    @property
+    def padding(self) -> float:
+        """The share of all positions that no document fills."""
+        return 1.0 - int(self._sizes.sum(dtype=np.int64)) / max(1, len(self) * self.length)
+
+
+def _folder(shards: TokenShards, length: int) -> Path:
+    return shards.folder / f"packed-{length}"
+
+
+def _pack(shards: TokenShards, first: int, length: int) -> tuple[Ints, Ints, Ints]:
+    """Start and size of each piece, sample after sample, and how many pieces each sample has."""
+    ends = shards.ends(max(0, first - 1), min(first + _GROUP, shards.documents))
+    meets = ends if first else np.concatenate([np.zeros(1, np.int64), ends])
+    begins, predictions = meets[:-1], np.maximum(np.diff(meets) - 1, 0)
+    whole, rest = np.divmod(predictions, length)
+    # Full samples of long documents first: piece number k of a document starts k * length tokens into it.
+    number = np.arange(int(whole.sum())) - np.repeat(np.cumsum(whole) - whole, whole)
+    full = np.repeat(begins, whole) + number * length
+    ragged = np.flatnonzero(rest)
+    bins = _best_fit(rest[ragged], length)
+    order = np.array([item for items in bins for item in items], np.int64)
+    chosen = ragged[order] if order.size else ragged
+    starts = np.concatenate([full, begins[chosen] + whole[chosen] * length])
+    sizes = np.concatenate([np.full(full.size, length), rest[chosen]])
+    counts = np.concatenate([np.ones(full.size, np.int64), np.array([len(items) for items in bins], np.int64)])
+    return starts, sizes, counts
+
+
+def _best_fit(sizes: npt.NDArray[Any], capacity: int) -> list[list[int]]:
+    """Items to bins, the longest first, each into the fullest bin that has room for it."""
+    bins: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    free = 0  # bit r is set where a bin has room for exactly r more
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        fitting = free >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                free ^= 1 << room
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(item)
+        if left := room - size:
+            with_room[left].append(chosen)
+            free |= 1 << left
+    return bins

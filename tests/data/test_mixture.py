@@ -1,0 +1,89 @@
+"""Mixtures: shares as asked for, every part read through before it repeats, all from the position alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arclight.data.mixture import MixtureOrder
+
+weights_of_parts = st.lists(st.tuples(st.integers(1, 700), st.floats(0, 5)), min_size=1, max_size=5).filter(
+    lambda parts: sum(weight for _, weight in parts) > 0.1
+)
+
+
+def ids(order: MixtureOrder, first: int, last: int, seed: int = 3) -> np.ndarray:
+    """Samples ``first`` to ``last``, counted from the beginning of training."""
+    epochs, positions = np.divmod(np.arange(first, last), len(order))
+    parts = [order.sample_ids(positions[epochs == e], epoch=int(e), seed=seed) for e in np.unique(epochs)]
+    return np.concatenate(parts)
+
+
+@given(parts=weights_of_parts, samples=st.integers(50, 3000), seed=st.integers(0, 2**40))
+@settings(max_examples=60, deadline=None)
+def test_shares_and_turns(parts: list[tuple[int, float]], samples: int, seed: int) -> None:
+    """After any number of blocks, across epochs, no sample of a part has come twice more often than another."""
+    sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
+    order = MixtureOrder(sizes, weights, samples=samples)
+    found = ids(order, 0, 4096, seed)
+    firsts = np.cumsum([0, *sizes])
+    for number, (low, high) in enumerate(pairwise(firsts)):
+        mine = found[(found >= low) & (found < high)]
+        share = weights[number] / sum(weights)
+        assert abs(len(mine) - 4096 * share) <= 4 + 1e-6
+        counts = Counter(mine.tolist())
+        often = [counts[sample] for sample in range(low, high)]
+        assert max(often) - min(often) <= 1
+
+
+@given(first=st.integers(0, 9000), count=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_any_position_is_known_without_those_before(first: int, count: int) -> None:
+    fresh = MixtureOrder([40, 300, 7], [1, 2, 0.5], samples=500)
+    whole = MixtureOrder([40, 300, 7], [1, 2, 0.5], samples=500)
+    assert ids(fresh, first, first + count).tolist() == ids(whole, 0, first + count)[first:].tolist()
+
+
+def test_shares_follow_their_schedule() -> None:
+    order = MixtureOrder([10**6, 10**6], [[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], at=[0.0, 1.0, 2.0], samples=100_000)
+    second = ids(order, 0, 200_000) >= 10**6
+    for moment in (0.1, 0.5, 0.9, 1.5):
+        around = slice(int(moment * 1e5) - 5000, int(moment * 1e5) + 5000)
+        assert second[around].mean() == pytest.approx(min(moment, 1.0), abs=0.02)
+    assert order.shares(np.array([0.25, 3.0])).tolist() == [[0.75, 0.25], [0.0, 1.0]]
+
+
+def test_parts_are_interleaved_and_seeds_differ() -> None:
+    order = MixtureOrder([1000, 1000], [1, 1])
+    found = ids(order, 0, 1000) >= 1000
+    runs = int((found[1:] != found[:-1]).sum())
+    assert 430 < runs < 570
+    assert ids(order, 0, 50, seed=1).tolist() != ids(order, 0, 50, seed=2).tolist()
+    assert ids(order, 0, 50, seed=1).tolist() == ids(order, 0, 50, seed=1).tolist()
+
+
+def test_a_part_without_a_share_is_never_read() -> None:
+    order = MixtureOrder([5, 0, 3, 0], [0.1, 0, 0.2, 0], samples=10_000)
+    assert set(ids(order, 0, 20_000).tolist()) == set(range(8))
+    assert sorted(set(MixtureOrder([3], [2.0], samples=9))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "options", "message"),
+    [
+        ([1, 2], [1], {}, "a weight for each of 2 parts"),
+        ([1, 2], [[1, 2], [1]], {"at": [0, 1]}, "at each of 2 points"),
+        ([1, 2], [1, -1], {}, "0 or more"),
+        ([1, 2], [[0, 1], [0, 1]], {"at": [0, 1]}, "not all 0"),
+        ([1, 2], [[0, 1], [1, 1]], {"at": [1, 0]}, "must rise"),
+        ([0, 2], [1, 1], {}, r"parts \[0\] have a weight but no samples"),
+    ],
+)
+def test_impossible_mixtures_are_refused(sizes: list[int], weights: list, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixtureOrder(sizes, weights, **options)
