@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.text.generation import generate
     from arclight.text.interchange.reading import from_hf
     from arclight.text.interchange.writing import to_hf
     from arclight.text.models.zoo import build_model, model_names
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     dict.fromkeys(("build_model", "model_names"), "arclight.text.models.zoo")
+    | {"generate": "arclight.text.generation"}
     | {"from_hf": "arclight.text.interchange.reading", "to_hf": "arclight.text.interchange.writing"}
     | dict.fromkeys(("ByteTokenizer", "Tokenizer"), "arclight.text.tokenizer"),
 )

@@ -1,0 +1,212 @@
+"""Text from a language model: token after token with a cache, chosen greedily or by chance, streamed in whole characters."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from arclight.text.models.cache import KVCache
+from arclight.text.models.decoder import Decoder
+from arclight.text.tokenizer import Tokenizer
+
+
+class Options(TypedDict, total=False):
+    """How :func:`generate` chooses tokens and when it ends."""
+
+    temperature: float
+    """What logits are divided by; 0 takes the likeliest token."""
+    top_k: int | None
+    """Choose among this many of the likeliest tokens."""
+    top_p: float | None
+    """Choose among the likeliest tokens that together have at least this probability."""
+    stop: str | Sequence[str]
+    """Texts that end an answer and do not belong to it."""
+    seed: int | None
+    """The same seed gives the same answers; None: others each time."""
+    bos: bool
+    """Whether prompts begin with the token that begins documents."""
+
+
+@overload
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> str: ...  # noqa: E501  # fmt: skip
+@overload
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> list[str]: ...  # noqa: E501  # fmt: skip
+@overload
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[str]: ...  # noqa: E501  # fmt: skip
+@overload
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[list[str]]: ...  # noqa: E501  # fmt: skip
+def generate(
+    model: Decoder, tokenizer: Tokenizer, prompts: str | list[str], max_new_tokens: int = 128, *, stream: bool = False,
+    **options: Unpack[Options],
+) -> Any:  # fmt: skip
+    """What the model says after a prompt (without it), or after each of several, which are computed together.
+
+    An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
+    chosen as likely as they are (temperature 1). With ``stream`` an iterator of pieces comes back, for several prompts of
+    lists with a piece for each; pieces hold whole characters, and never a part of a text of ``stop``.
+    Raises ValueError for options out of range, an empty prompt where nothing can begin it, tokens that the model does not know, and
+    a prompt and answer that together are longer than its positions; FloatingPointError where logits are not numbers.
+    """
+    settings = _Settings.of(dict(options))
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    ids = [_prompt(prompt, tokenizer, settings.bos) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+    _check(ids, model, max_new_tokens)
+    pieces = _pieces(model, tokenizer, ids, max_new_tokens, settings)
+    if stream:
+        return (row[0] for row in pieces) if isinstance(prompts, str) else pieces
+    answers = ["".join(row) for row in zip(*pieces)] if ids else []
+    return answers[0] if isinstance(prompts, str) else answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    bos: bool = False
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> _Settings:
+        stop = options.pop("stop", ())
+        settings = cls(**options, stop=(stop,) if isinstance(stop, str) else tuple(stop))
+        for wrong, what in (
+            (settings.temperature < 0, f"temperature must be 0 or more, got {settings.temperature}"),
+            (settings.top_k is not None and settings.top_k < 1, f"top_k must be at least 1, got {settings.top_k}"),
+            (
+                settings.top_p is not None and not 0 < settings.top_p <= 1,
+                f"top_p must be in (0, 1], got {settings.top_p}",
+            ),
+            ("" in settings.stop, "an empty text in stop would end every answer at once"),
+        ):
+            if wrong:
+                raise ValueError(what)
+        return settings
+
+
+def _prompt(prompt: str, tokenizer: Tokenizer, bos: bool) -> list[int]:
+    ids = tokenizer.encode(prompt, bos=bos)
+    if ids:
+        return ids
+    begin = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
+    if begin is None:
+        raise ValueError("the prompt is empty, and the tokenizer has no token that begins a text: write a word")
+    return [begin]
+
+
+def _check(ids: list[list[int]], model: Decoder, new: int) -> None:
+    for number, prompt in enumerate(ids):
+        if max(prompt) >= model.config.vocab_size:
+            raise ValueError(
+                f"prompt {number} has token {max(prompt)}, the model knows {model.config.vocab_size}: the tokenizer is another model's"
+            )
+        if len(prompt) + new > model.config.max_positions:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens; with {new} new ones that is more than the model's "
+                f"{model.config.max_positions} positions: shorten it or lower max_new_tokens"
+            )
+
+
+def choose(logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, chance_B: Tensor) -> Tensor:
+    """A token for each row: the one at which the cumulated probabilities, likeliest first, pass ``chance_B`` in [0, 1)."""
+    if not bool(logits_BV.isfinite().any(-1).all()) or bool(logits_BV.isnan().any()):
+        raise FloatingPointError("the model's logits are not numbers: its weights or inputs are broken")
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    wide = logits_BV.float() / temperature
+    values, tokens = (
+        wide.sort(dim=-1, descending=True, stable=True) if top_k is None else wide.topk(min(top_k, wide.shape[-1]), -1)
+    )
+    sums = values.softmax(-1).cumsum(-1)
+    if top_p is not None:
+        kept = (sums < top_p).sum(-1, keepdim=True).clamp(max=sums.shape[-1] - 1)  # the last token that is needed
+    else:
+        kept = torch.full_like(tokens[:, :1], sums.shape[-1] - 1)
+    threshold = chance_B.to(sums.device, sums.dtype)[:, None] * sums.gather(-1, kept)
+    place = torch.minimum((sums <= threshold).sum(-1, keepdim=True), kept)
+    return tokens.gather(-1, place)[:, 0]
+
+
+class _Answer:
+    """The text of one answer, of which only what can no longer be part of a text of ``stop`` is let out."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self.characters, self.stop, self.done = tokenizer.stream(), stop, False
+        self.held = ""
+
+    def push(self, token: int) -> str:
+        return self._let_out(self.characters.push(token), last=False)
+
+    def end(self) -> str:
+        text = self._let_out(self.characters.end(), last=True)
+        self.done = True
+        return text
+
+    def _let_out(self, new: str, last: bool) -> str:
+        self.held += new
+        found = [place for stop in self.stop if (place := self.held.find(stop)) >= 0]
+        if found:
+            self.done = True
+            return self.held[: min(found)]
+        keep = 0 if last else max((_overlap(self.held, stop) for stop in self.stop), default=0)
+        out, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of ``text`` that begins ``stop``."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+@torch.no_grad()
+def _logits(model: Decoder, tokens_BT: Tensor, cache: KVCache) -> Tensor:
+    last_BD = model.hidden(tokens_BT, cache=cache)[:, -1]
+    if model.output is None:
+        raise ValueError("this is a pipeline stage; generation needs the whole model")
+    logits = model.output(last_BD)
+    whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    return whole
+
+
+def _pieces(
+    model: Decoder, tokenizer: Tokenizer, ids: list[list[int]], new: int, settings: _Settings
+) -> Generator[list[str]]:  # fmt: skip
+    if not ids:
+        return
+    device = next(model.parameters()).device
+    longest = max(map(len, ids))
+    padding = torch.tensor([longest - len(prompt) for prompt in ids], device=device)
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in ids], device=device)
+    cache = KVCache(len(ids), longest + new, padding if bool(padding.any()) else None)
+    random = torch.Generator()  # on the CPU: the same draws for any device
+    random.seed() if settings.seed is None else random.manual_seed(settings.seed)
+    answers = [_Answer(tokenizer, settings.stop) for _ in ids]
+    rows = list(range(len(ids)))
+    training = model.training
+    model.eval()
+    try:
+        for step in range(new):
+            logits = _logits(model, tokens, cache)[:, : tokenizer.vocab_size]
+            chance = torch.rand(len(ids), generator=random)[rows]
+            chosen = choose(logits, settings.temperature, settings.top_k, settings.top_p, chance)
+            pieces = [""] * len(ids)
+            for row, token in zip(rows, chosen.tolist(), strict=True):
+                pieces[row] = answers[row].end() if token == tokenizer.eos else answers[row].push(token)
+                if step == new - 1 and not answers[row].done:
+                    pieces[row] += answers[row].end()
+            yield pieces
+            going = [place for place, row in enumerate(rows) if not answers[row].done]
+            if not going:
+                return
+            if len(going) < len(rows):
+                cache.keep(torch.tensor(going, device=device))
+            rows, tokens = [rows[place] for place in going], chosen[going][:, None]
+    finally:
+        model.train(training)
