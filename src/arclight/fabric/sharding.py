@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,6 +133,14 @@ def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: fl
     Raises RuntimeError with ``error`` where the norm is no number.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    total = total_norm(gradients, norm_type)
+    scale_to_norm(gradients, total, max_norm, error)
+    return total
+
+
+@torch.no_grad()
+def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of all gradients, whichever meshes they are spread over; 0 where there are none."""
     meshes: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
@@ -140,13 +149,19 @@ def clip_norm(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: fl
         return torch.tensor(0.0)
     device = norms[0].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    return total
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float, error: bool) -> None:
+    """Scale gradients whose norm is ``total`` down to ``max_norm``. Raises RuntimeError with ``error`` where it is no number."""
     if error and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of the gradients is {float(total)}, so they cannot be clipped; with error_if_nonfinite=False they are "
             "multiplied by what comes out"
         )
-    torch._foreach_mul_(own_parts(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total
+    if parts := own_parts(gradients):
+        torch._foreach_mul_(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 @torch.no_grad()
@@ -177,14 +192,17 @@ def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def materialize(module: nn.Module, device: torch.device) -> None:
+def materialize(module: nn.Module, device: torch.device, seed: Callable[[str], int] | None = None) -> None:
     """Memory and first values for parameters and buffers on the meta device, in modules' own ``reset_parameters``.
+
+    With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are.
 
     The values do not depend on how tensors are spread: each module's are drawn whole, as one process would, and its share
     kept. (Drawing into shares would give every process the same numbers on some devices.) Warns of modules that have no
     ``reset_parameters``: their values are arbitrary until a checkpoint is loaded.
     """
     without, made = set(), dict[torch.Tensor, torch.Tensor]()
+    names = {part: name for name, part in module.named_modules()}
     for part in _children_first(module):
         own = {name: tensor for name, tensor in _own_tensors(part) if tensor.is_meta}
         new = {name: tensor for name, tensor in own.items() if tensor not in made}  # else tied to another module's
@@ -192,7 +210,8 @@ def materialize(module: nn.Module, device: torch.device) -> None:
             reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
             if not callable(reset):
                 without.add(type(part).__name__)
-            _draw(part, own, reset if callable(reset) else None, device)
+            with nullcontext() if seed is None else _seeded(seed(names[part]), device):
+                _draw(part, own, reset if callable(reset) else None, device)
         for name, tensor in own.items():
             if name in new:
                 made[tensor] = _kept(_tensor(part, name), tensor, device)
@@ -210,6 +229,13 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _children_first(child)
     yield module
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

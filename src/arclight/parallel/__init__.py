@@ -7,17 +7,23 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.parallel.apply import parallelize
     from arclight.parallel.initial import Constant, Normal, draw, initialize
+    from arclight.parallel.mesh import Mesh
     from arclight.parallel.plan import Plan, PlanError
+    from arclight.parallel.strategy import PlanStrategy
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "Constant": "arclight.parallel.initial",
+        "Mesh": "arclight.parallel.mesh",
         "Normal": "arclight.parallel.initial",
         "Plan": "arclight.parallel.plan",
         "PlanError": "arclight.parallel.plan",
+        "PlanStrategy": "arclight.parallel.strategy",
         "draw": "arclight.parallel.initial",
         "initialize": "arclight.parallel.initial",
+        "parallelize": "arclight.parallel.apply",
     },
 )

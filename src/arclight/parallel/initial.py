@@ -11,10 +11,14 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from arclight.fabric import sharding
+from arclight.fabric.sharding import from_own_part
 
 _BLOCK = 1 << 20
 """Elements of a block: what is drawn beyond a share is less than two of them."""
@@ -89,8 +93,7 @@ def draw(
 
 
 def _block(name: str, number: int, shape: tuple[int, ...], distribution: Normal, seed: int) -> torch.Tensor:
-    digest = hashlib.sha256(f"{seed}\0{name}\0{number}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    generator = torch.Generator().manual_seed(_number(f"{seed}\0{name}\0{number}"))
     values = torch.empty(shape)
     if distribution.cut is None:
         return values.normal_(0.0, distribution.std, generator=generator)
@@ -98,33 +101,63 @@ def _block(name: str, number: int, shape: tuple[int, ...], distribution: Normal,
     return nn.init.trunc_normal_(values, 0.0, distribution.std, -limit, limit, generator=generator)
 
 
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int) -> None:
     """Give every parameter of ``model`` its first value in place; a share (DTensor) gets its part of the whole.
 
-    So does every buffer that a module declares.
-
-    Raises KeyError for a parameter that no module declares.
+    So does every buffer that a module declares. Raises KeyError for a parameter that no module declares.
     """
     distributions = _declared(model)
-    for name, parameter in model.named_parameters():
-        if name not in distributions:
+    for name, tensor in _tensors(model):
+        if name in distributions:
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            own.copy_(_drawn(tensor, *distributions[name], seed))
+        elif isinstance(tensor, nn.Parameter):
             raise KeyError(
                 f"no module declares how {name} begins: put it into the `initial` of the module that holds it"
             )
-        stem, distribution = distributions[name]
-        own: torch.Tensor = parameter
-        part = None
-        if isinstance(parameter, DTensor):
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-            lengths, offsets = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            part = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
-            own = parameter.to_local()
-        own.copy_(draw(stem, parameter.shape, distribution, seed, part))
-    for name, buffer in model.named_buffers():
-        if name in distributions:
-            stem, distribution = distributions[name]
-            buffer.copy_(draw(stem, buffer.shape, distribution, seed))
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device, seed: int | None = None) -> None:
+    """What of ``model`` is on the meta device gets memory on ``device`` and first values.
+
+    They are a function of ``seed`` (by default torch's, which must be the same on all processes) and of names: as declared,
+    without communication, and elsewhere by modules' own ``reset_parameters``.
+    """
+    seed = torch.initial_seed() if seed is None else seed
+    distributions = _declared(model)
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for name, tensor in _tensors(model, tied=True):
+        if not tensor.is_meta or (name not in distributions and tensor not in made):
+            continue
+        if tensor not in made:
+            value = _drawn(tensor, *distributions[name], seed).to(device, tensor.dtype)
+            value = from_own_part(value, tensor) if isinstance(tensor, DTensor) else value
+            made[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+        owner, _, own = name.rpartition(".")
+        holder = model.get_submodule(owner)
+        entries: dict[str, Any] = holder._parameters if own in holder._parameters else holder._buffers
+        entries[own] = made[tensor]
+    sharding.materialize(model, device, lambda name: _number(f"{seed}\0{name}"))
+
+
+def _tensors(model: nn.Module, tied: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers; what has several names comes once, or with ``tied`` under each of them."""
+    once = not tied
+    return [*model.named_parameters(remove_duplicate=once), *model.named_buffers(remove_duplicate=once)]
+
+
+def _drawn(tensor: torch.Tensor, name: str, distribution: Initial, seed: int) -> torch.Tensor:
+    """A share, or all, of what ``tensor`` begins with."""
+    part = None
+    if isinstance(tensor, DTensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        part = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+    return draw(name, tensor.shape, distribution, seed, part)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from arclight.parallel.strategy import PlanStrategy
 
 
 class PlanError(ValueError):
@@ -31,6 +35,29 @@ class Plan:
     ep: int = 1
     """Parts that the experts of a mixture are shared out to; divides dp_shard * cp."""
 
+    sequence_parallel: bool = True
+    """Whether processes of a ``tp`` group share out, along the sequence, what no matrix is in: norms, residual stream."""
+    loss_parallel: bool = True
+    """Whether logits stay cut along the vocabulary over ``tp``; the loss is then one that takes such logits."""
+    async_tp: bool = False
+    """Whether the exchanges of ``tp`` overlap with its products (CUDA, compile = "inductor")."""
+    context: Literal["gather", "ulysses"] = "gather"
+    """What is exchanged over ``cp``: all keys and values, or sequences for heads."""
+    schedule: str = "1F1B"
+    """Pipeline schedule, by torch's name for it."""
+    micro_batches: int = 0
+    """Parts of a process's batch that follow one another through the pipeline; 0: twice as many as stages."""
+    reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether a block's weights are let go between forward and backward; by default where there is no pipeline."""
+    cpu_offload: bool = False
+    """Whether the shares of weights and optimizer state lie in host memory."""
+    activation_checkpointing: Literal["none", "selective", "full"] | float = "none"
+    """What blocks compute again in backward: nothing, what is cheap, everything; or the part (0 to 1) of activations to keep."""
+    compile: str = "none"
+    """torch.compile's back end for each block ("inductor", "aot_eager", ...), or "none"."""
+    float8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = "none"
+    """Scaling of 8-bit operands in the large matrix products, or "none"."""
+
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
             value = getattr(self, name)
@@ -40,6 +67,37 @@ class Plan:
             raise PlanError(
                 f"ep = {self.ep} must divide dp_shard * cp = {self.dp_shard * self.cp}: experts are shared out among those processes"
             )
+        self._check_choices()
+
+    def __str__(self) -> str:
+        """What differs from a plan for one process."""
+        changed = (
+            f"{field.name}={value!r}" for field in fields(self) if (value := getattr(self, field.name)) != field.default
+        )
+        return f"Plan({', '.join(changed)})"
+
+    def _check_choices(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise PlanError(f"{name} = {value!r} is not known; choose one of {', '.join(choices)}")
+        keep = self.activation_checkpointing
+        if isinstance(keep, str) and keep not in ("none", "selective", "full"):
+            raise PlanError(
+                f"activation_checkpointing = {keep!r} is not known; choose none, selective, full or a number"
+            )
+        if not isinstance(keep, str):
+            if not 0 <= keep <= 1:
+                raise PlanError(f"activation_checkpointing = {keep} is no part: give a number from 0 to 1")
+            if self.compile != "inductor":
+                raise PlanError('a part of activations to keep is chosen by the compiler: set compile = "inductor"')
+        if type(self.micro_batches) is not int or self.micro_batches < 0:
+            raise PlanError(f"micro_batches must be a positive integer, or 0, got {self.micro_batches!r}")
+        if 0 < self.micro_batches < self.pp:
+            raise PlanError(
+                f"micro_batches = {self.micro_batches} leaves some of pp = {self.pp} stages idle for good: use {self.pp} or more"
+            )
+        if self.async_tp and (self.tp == 1 or self.compile != "inductor"):
+            raise PlanError('async_tp is done by the compiler and for tp > 1: set compile = "inductor" and tp')
 
     @property
     def world_size(self) -> int:
@@ -50,3 +108,60 @@ class Plan:
     def data_parallel(self) -> int:
         """Processes that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def only_replicates(self) -> bool:
+        """Whether every process holds the whole model (DDP)."""
+        return self.world_size == self.dp_replicate and not self.cpu_offload
+
+    def check(
+        self, *, world_size: int | None = None, sequence_length: int | None = None, heads: int | None = None,
+        kv_heads: int | None = None, hidden: int | None = None, vocab_size: int | None = None, experts: int | None = None,
+        layers: int | None = None,
+    ) -> None:  # fmt: skip
+        """Raise PlanError, naming the fix, where the plan does not fit numbers of a model or run; those not given are not checked."""
+        if world_size is not None and world_size != self.world_size:
+            shape = " * ".join(
+                f"{name} {getattr(self, name)}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+            )
+            raise PlanError(f"the plan is for {self.world_size} processes ({shape}), and there are {world_size}")
+        for name, size, part in (
+            ("attention heads", heads, "tp"), ("key and value heads", kv_heads, "tp"), ("hidden width", hidden, "tp"),
+            ("experts", experts, "ep"),
+        ):  # fmt: skip
+            count = getattr(self, part)
+            if size is not None and size % count:
+                raise PlanError(
+                    f"{size} {name} cannot be cut into {part} = {count} equal parts: use a {part} that divides them"
+                )
+        if vocab_size is not None and vocab_size % self.tp:
+            padded = vocab_size + -vocab_size % self.tp
+            raise PlanError(
+                f"a vocabulary of {vocab_size} cannot be cut into tp = {self.tp} equal parts: pad it to {padded}"
+            )
+        if sequence_length is not None:
+            self._check_sequence(sequence_length)
+        if layers is not None and layers < self.pp:
+            raise PlanError(f"{layers} layers are too few for pp = {self.pp} stages: use pp = {layers} or less")
+
+    def _check_sequence(self, length: int) -> None:
+        pieces = (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+        if length % pieces:
+            why = "2 * cp * tp" if self.cp > 1 and self.tp > 1 else "2 * cp" if self.cp > 1 else "tp"
+            raise PlanError(
+                f"sequences of {length} tokens cannot be cut into {why} = {pieces} equal parts: use {length - length % pieces or pieces}"
+                f" or {length + -length % pieces} tokens"
+            )
+
+    def strategy(self, **options: Any) -> PlanStrategy:
+        """What carries the plan out in a Trainer or Fabric; ``options`` are those of `PlanStrategy`."""
+        from arclight.parallel.strategy import PlanStrategy
+
+        return PlanStrategy(self, **options)
+
+
+_CHOICES = {
+    "context": ("gather", "ulysses"),
+    "reshard_after_forward": ("default", "always", "never"),
+    "float8": ("none", "tensorwise", "rowwise", "mxfp8"),
+}

@@ -42,7 +42,12 @@ def reduce_epoch(entries: Iterable[Entry], strategy: Strategy) -> list[Entry]:
             _key(e) for e in entries if e.settings.on_epoch and e.metric is not None and not e.settings.rank_zero_only
         ]
         everyone = strategy.all_gather_object(
-            {"what": "epoch", "values": parts, "metrics": metrics, "steps": _step_values(synced)}
+            {
+                "what": "epoch",
+                "values": parts if strategy.counts else {},
+                "metrics": metrics,
+                "steps": _step_values(synced) if strategy.counts else {},
+            }
         )
         _check(everyone, "epoch")
         for entry in epoch:
@@ -62,7 +67,9 @@ def reduce_steps(entries: Iterable[Entry], strategy: Strategy) -> None:
     """Put together the newest values that were logged with ``sync_dist`` to be shown at each step; nothing if there are none."""
     synced = [entry for entry in entries if _synced_step(entry)]
     if strategy.world_size > 1 and synced:
-        everyone = strategy.all_gather_object({"what": "steps", "steps": _step_values(synced)})
+        everyone = strategy.all_gather_object(
+            {"what": "steps", "steps": _step_values(synced) if strategy.counts else {}}
+        )
         _check(everyone, "steps")
         _take_step_values(synced, everyone)
 

@@ -30,6 +30,8 @@ class Strategy(Checkpointing):
     name = "single"
     evaluates_in_inference_mode = True
     """False where a forward makes tensors that later training steps use again."""
+    counts = True
+    """Whether values logged here add to those of all processes; not so where another process sees the same."""
 
     def __init__(
         self, accelerator: Accelerator | None = None, checkpoint_io: Any = None, precision: Precision | None = None,
@@ -250,6 +252,10 @@ class Strategy(Checkpointing):
 
     def move(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
+
+    def share_of_sequence(self, tensors: Any, dim: int = 1) -> Any:
+        """What of the sequences in ``tensors`` (any nesting), whole along ``dim``, this process works on."""
+        return tensors
 
     # -- collectives: with one process each is the identity --------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
+from arclight.fabric.strategies.root import StepRoot, let_go_without_backward, running_parts
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 Policy = Any
@@ -87,7 +88,7 @@ class FSDPStrategy(ShardedStrategy):
         self.saves_shares = state_dict_type == "sharded"
         self.options = _checked(kwargs)
         self.device_mesh = device_mesh
-        self._roots: dict[nn.Module, _Root] = {}
+        self._roots: dict[nn.Module, StepRoot] = {}
 
     @property
     def mixed_precision_config(self) -> Any:
@@ -157,9 +158,9 @@ class FSDPStrategy(ShardedStrategy):
         """FSDP has done so in backward."""
 
     def bare(self, module: nn.Module) -> nn.Module:
-        return module.module if isinstance(module, _Root) else module
+        return module.module if isinstance(module, StepRoot) else module
 
-    def _share(self, module: nn.Module, whole: bool) -> _Root:
+    def _share(self, module: nn.Module, whole: bool) -> StepRoot:
         """Share ``module`` out in place; the module that gathers what no unit of its own has.
 
         Without ``whole``, where the model's own forward need not be called, every part that runs is a unit of its own.
@@ -178,16 +179,16 @@ class FSDPStrategy(ShardedStrategy):
         for part in _chosen(module, self.activation_checkpointing_policy):
             _checkpoint_activations(part)
         units = _chosen(module, self.auto_wrap_policy)
-        outermost: list[nn.Module] = [_Root(module, shared=whole)] if whole else _running_parts(module)
+        outermost: list[nn.Module] = [StepRoot(module, shared=whole)] if whole else running_parts(module)
         units = list(dict.fromkeys((*units, *outermost)))
         _refuse_tied_across(module, units)
         options = self._fully_shard_options()
         for unit in units:
             fully_shard(unit, **options)
         for unit in outermost:
-            unit.register_forward_hook(_let_go_without_backward)
-        root = outermost[0] if whole else _Root(module, shared=whole)
-        assert isinstance(root, _Root)
+            unit.register_forward_hook(let_go_without_backward)
+        root = outermost[0] if whole else StepRoot(module, shared=whole)
+        assert isinstance(root, StepRoot)
         sharding.materialize(module, self.device)
         self.sum_on_gloo(root)
         sharding.load_whole_weights(module)
@@ -217,18 +218,6 @@ class FSDPStrategy(ShardedStrategy):
             return given
         half = self.precision.dtype in (torch.float16, torch.bfloat16)
         return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False)
-
-
-class _Root(nn.Module):
-    """A module around the user's, so that sharing leaves the user's class as it is and any step can be the forward."""
-
-    def __init__(self, module: nn.Module, shared: bool) -> None:
-        super().__init__()
-        self.module = module
-        self.shared = shared
-
-    def forward(self, *arguments: Any, _step: Callable[..., Any] | None = None, **options: Any) -> Any:
-        return (self.module if _step is None else _step)(*arguments, **options)
 
 
 def _checked(options: dict[str, Any]) -> dict[str, Any]:
@@ -277,17 +266,6 @@ def _walk(module: nn.Module, policy: Callable[..., bool], chosen: list[nn.Module
     return inside
 
 
-def _running_parts(module: nn.Module) -> list[nn.Module]:
-    """The outermost submodules that have a forward and parameters."""
-    parts: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            parts += _running_parts(child)
-        elif any(True for _ in child.parameters()):
-            parts.append(child)
-    return parts
-
-
 def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
     """Raise ValueError for a parameter that two units have: shared out twice, its copies would part company."""
     owner: dict[nn.Module, nn.Module] = {}
@@ -303,17 +281,6 @@ def _refuse_tied_across(module: nn.Module, units: list[nn.Module]) -> None:
                 f"{first[1]} and {name} are one parameter in two FSDP units: choose an auto_wrap_policy that leaves both to "
                 "the same unit"
             )
-
-
-def _let_go_without_backward(module: nn.Module, *_: Any) -> None:
-    """After a forward that no backward follows: else the whole weights would stay, and be used after the next update."""
-    if torch.is_grad_enabled():
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def _checkpoint_activations(module: nn.Module) -> None:

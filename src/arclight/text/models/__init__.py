@@ -3,7 +3,8 @@
 ``sharding`` of a module names for its children (``""`` is the module itself) how tensor parallelism cuts them: ``column`` and
 ``row`` (a linear map by its outputs or inputs), ``vocabulary`` (embeddings by rows), ``head`` (the output by its rows, for a
 loss that is computed on shares), ``sequence`` (computed on parts of the sequence), ``sequence_gather`` (the same, and whole
-afterwards), ``gather`` (a module whose input must be whole). ``initial`` gives the distribution of first weights: see
+afterwards), ``gather`` (a module whose input must be whole), ``shared`` (small weights that work inside such a module, on whole
+sequences or on shares of heads). ``initial`` gives the distribution of first weights: see
 `arclight.parallel.initial`.
 """
 

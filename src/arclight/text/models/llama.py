@@ -34,7 +34,9 @@ class LlamaConfig(DecoderConfig):
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023)."""
 
-    sharding: ClassVar[dict[str, str]] = {"": "gather", "wq": "column", "wk": "column", "wv": "column", "wo": "row"}
+    sharding: ClassVar[dict[str, str]] = {
+        "": "gather", "wq": "column", "wk": "column", "wv": "column", "wo": "row", "q_norm": "shared", "k_norm": "shared",
+    }  # fmt: skip
 
     def __init__(self, config: LlamaConfig, layer: str) -> None:
         super().__init__()

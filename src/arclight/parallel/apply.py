@@ -1,0 +1,73 @@
+"""A model spread over the mesh of a plan, from outside and in one order."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from arclight.parallel.checkpointing import checkpoint_blocks
+from arclight.parallel.compiling import compile_blocks
+from arclight.parallel.initial import materialize
+from arclight.parallel.mesh import Mesh
+from arclight.parallel.plan import Plan
+from arclight.parallel.shard import Types, shard
+from arclight.parallel.tensor import check_tables, spread
+
+
+def parallelize(
+    model: nn.Module, plan: Plan | Mesh, *, device: torch.device | str = "cpu", types: Types | None = None,
+    seed: int | None = None, sequence_length: int | None = None, root: nn.Module | None = None,
+) -> nn.Module:  # fmt: skip
+    """Spread ``model`` over the processes of ``plan``, all of which call this, and give back what is to be called.
+
+    The model is changed in place and comes back itself (or ``root``); where the plan only replicates, it comes back in a
+    DistributedDataParallel. On the meta device it takes memory only once it is spread, and its first values are a function of
+    ``seed`` (by default torch's) and names; otherwise its values must be equal on all processes. Losses are means over what a
+    process sees: gradients are averaged over ``dp_replicate * dp_shard * cp`` processes.
+
+    device: this process's. types: see `Types`. root: a module around the model that is called in its place and may use its parts.
+    sequence_length: that of its input, to be checked. Raises PlanError, before anything is changed, where the plan does not fit.
+    """
+    device = torch.device(device)
+    mesh = plan if isinstance(plan, Mesh) else Mesh(plan, device.type)
+    plan = mesh.plan
+    check(model, plan, sequence_length)
+    _move(model, device)
+    if plan.tp > 1:
+        spread(model, mesh.tp, sequence=plan.sequence_parallel, logits=plan.loss_parallel)
+    checkpoint_blocks(model, plan.activation_checkpointing)
+    compile_blocks(model, plan)
+    outermost = root if root is not None else model
+    if not plan.only_replicates:
+        shard(model, mesh, types, outermost)
+    materialize(model, torch.device("cpu") if plan.cpu_offload else device, seed)
+    _move(model, device, parameters=False)
+    if plan.only_replicates and dist.get_world_size() > 1:
+        return nn.parallel.DistributedDataParallel(outermost)
+    return outermost
+
+
+def _move(model: nn.Module, device: torch.device, parameters: bool = True) -> None:
+    """To ``device`` what has memory elsewhere."""
+    for tensor in (*(model.parameters() if parameters else ()), *model.buffers()):
+        if not tensor.is_meta and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
+
+
+def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None) -> None:
+    """Raise PlanError, in one sentence with the fix, where ``plan`` does not fit ``model``; nothing is built or changed.
+
+    Besides the sharding tables these attributes of a ``config`` of the model (or of a part of it) are looked at, where they are
+    there: heads, kv_heads, hidden, vocab_size, experts, layers.
+    """
+    plan.check(world_size=world_size, sequence_length=sequence_length)
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if config is not None and not isinstance(config, nn.Module):
+            found = {name: getattr(config, name, None) for name in _FACTS}
+            plan.check(**{name: value for name, value in found.items() if type(value) is int})
+    check_tables(model, plan)
+
+
+_FACTS = ("heads", "kv_heads", "hidden", "vocab_size", "experts", "layers")

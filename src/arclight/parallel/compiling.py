@@ -1,0 +1,37 @@
+"""torch.compile, block by block: one block is compiled, and its code serves all that are alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from arclight.parallel.plan import Plan
+from arclight.parallel.units import blocks
+
+
+def compile_blocks(model: nn.Module, plan: Plan) -> None:
+    """Compile each block below ``model`` in place, as the plan says; names stay."""
+    if plan.compile == "none":
+        return
+    options: dict[str, Any] = {"backend": plan.compile}
+    if plan.async_tp:
+        options["options"] = {"_micro_pipeline_tp": True}
+    if not isinstance(plan.activation_checkpointing, str):
+        options["backend"] = _within_budget(plan.activation_checkpointing, options.get("options"))
+        options.pop("options", None)
+    for _, block in blocks(model):
+        block.compile(**options)
+
+
+def _within_budget(part: float, options: Any) -> Any:
+    """Inductor, told which part of activations to keep; the setting holds while it compiles only."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=part):
+            return compile_fx(graph, inputs, config_patches=options)
+
+    return backend

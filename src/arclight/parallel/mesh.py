@@ -1,0 +1,75 @@
+"""The processes of a plan as a mesh, seen in three ways."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from arclight.parallel.plan import Plan
+
+
+class Mesh:
+    """The processes of ``plan``, which must all make this at the same time. Dimensions of size 1 are there too.
+
+    Raises PlanError where the number of processes is another.
+    """
+
+    def __init__(self, plan: Plan, device_type: str = "cpu") -> None:
+        plan.check(world_size=dist.get_world_size())
+        self.plan, self.device_type = plan, device_type
+        self.grid = init_device_mesh(
+            device_type,
+            (plan.pp, plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp),
+            mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+        )
+        """The plan's own dimensions."""
+        self.dense = init_device_mesh(
+            device_type,
+            (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp, plan.tp),
+            mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+        )
+        """The same processes as parameters see them: ``fsdp`` is dp_shard * cp."""
+        self.sparse: DeviceMesh | None = None
+        """The same processes as parameters of experts see them: dp_shard * cp is ``efsdp`` times ``ep``; None for ep = 1."""
+        if plan.ep > 1:
+            self.sparse = init_device_mesh(
+                device_type,
+                (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp // plan.ep, plan.ep, plan.tp),
+                mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep", "tp"),
+            )
+        self._loss: Any = None
+        if 1 < plan.data_parallel * plan.cp < plan.world_size:
+            shape, names = (plan.pp, plan.data_parallel * plan.cp, plan.tp), ("pp", "loss", "tp")
+            self._loss = init_device_mesh(device_type, shape, mesh_dim_names=names).get_group("loss")
+
+    def rank(self, dimension: str) -> int:
+        """The place of this process along a dimension of the plan."""
+        return self.grid.get_local_rank(dimension)
+
+    def group(self, dimension: str) -> Any:
+        """The processes that differ from this one along a dimension of the plan only."""
+        return self.grid.get_group(dimension)
+
+    @property
+    def tp(self) -> DeviceMesh:
+        return self.dense["tp"]
+
+    @cached_property
+    def fsdp(self) -> DeviceMesh:
+        """Over which parameters are spread; with a first dimension of copies where there are any."""
+        return self.dense["dp_replicate", "fsdp"] if self.plan.dp_replicate > 1 else self.dense["fsdp"]
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the plan's ``data_parallel`` shares of the samples this process reads."""
+        return self.rank("dp_replicate") * self.plan.dp_shard + self.rank("dp_shard")
+
+    @property
+    def loss_group(self) -> Any:
+        """Processes that see other tokens than this one and the same layers: dp * cp. None where that is this one alone."""
+        if self._loss is None and self.plan.world_size == self.plan.data_parallel * self.plan.cp > 1:
+            return dist.group.WORLD
+        return self._loss

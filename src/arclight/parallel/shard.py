@@ -1,0 +1,67 @@
+"""Fully sharded data parallelism (FSDP2) over the mesh of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from arclight.parallel.mesh import Mesh
+from arclight.parallel.units import blocks, embeddings
+
+
+@dataclass(frozen=True)
+class Types:
+    """In which types parameters are gathered and gradients summed; None: as they are."""
+
+    parameters: torch.dtype | None = None
+    gradients: torch.dtype | None = None
+
+
+def shard(model: nn.Module, mesh: Mesh, types: Types | None = None, root: nn.Module | None = None) -> None:
+    """Spread all parameters below ``model`` in place: each block is a unit, then embeddings, then ``root`` with all else.
+
+    root: the outermost module that is called, ``model`` by default. What is in it (the last norm, the output) stays gathered
+    from its forward to the end of its backward, so that a loss inside it may use the output's weights in parts.
+    """
+    root = root if root is not None else model
+    options = unit_options(mesh, types or Types())
+    units = [block for _, block in blocks(model)]
+    for unit in units:
+        fully_shard(unit, **options)
+    for embedding in embeddings(model):
+        fully_shard(embedding, **options)
+    fully_shard(root, **(options | {"reshard_after_forward": False}))
+    if mesh.device_type == "cuda":
+        _prefetch(units)
+    if dist.get_backend() == "gloo":  # which has no averaging reductions
+        for part in root.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)
+
+
+def unit_options(mesh: Mesh, types: Types) -> dict[str, Any]:
+    """Arguments of ``fully_shard`` for a unit."""
+    plan = mesh.plan
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.cpu_offload else OffloadPolicy()
+    reshard = plan.reshard_after_forward == "always" or (plan.reshard_after_forward == "default" and plan.pp == 1)
+    return {
+        "mesh": mesh.fsdp,
+        "mp_policy": MixedPrecisionPolicy(types.parameters, types.gradients, cast_forward_inputs=False),
+        "offload_policy": offload,
+        "reshard_after_forward": reshard,
+    }
+
+
+def _prefetch(units: list[nn.Module]) -> None:
+    """Gather the next unit while one computes, in the order in which they run."""
+    for one, following in pairwise(units):
+        assert isinstance(one, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        one.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([one])

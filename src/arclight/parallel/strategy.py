@@ -1,0 +1,162 @@
+"""A plan carried out for a Trainer or Fabric."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from arclight.fabric import sharding
+from arclight.fabric.accelerators import Accelerator
+from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
+from arclight.fabric.strategies.root import StepRoot, let_go_without_backward
+from arclight.fabric.strategies.sharded import ShardedStrategy
+from arclight.parallel.apply import check, parallelize
+from arclight.parallel.mesh import Mesh
+from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.shard import Types
+
+
+class PlanStrategy(ShardedStrategy):
+    """The processes of a `Plan`: they start or join, build its mesh, and spread the module over it.
+
+    Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and each step of the module is called as
+    the outermost unit. A module made on the meta device (in ``configure_model``) gets memory for its shares only. Checkpoints
+    hold original names and whole tensors, each process writes its shares, and they open on any plan. On processors as many
+    processes start as the plan needs. ``sequence_length`` is checked against the plan before anything starts.
+    """
+
+    name = "plan"
+
+    def __init__(
+        self, plan: Plan, *, sequence_length: int | None = None, start_method: str = "popen",
+        timeout: datetime.timedelta | None = DEFAULT_TIMEOUT, process_group_backend: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            start_method=start_method, timeout=timeout, process_group_backend=process_group_backend, **options
+        )
+        plan.check(sequence_length=sequence_length)
+        self.plan, self.sequence_length = plan, sequence_length
+        self._mesh: Mesh | None = None
+        self._roots: dict[nn.Module, nn.Module] = {}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh. Raises RuntimeError before the processes have found each other."""
+        if self._mesh is None:
+            raise RuntimeError(
+                "the processes of the plan have not started yet: ask for the mesh in configure_model or later"
+            )
+        return self._mesh
+
+    def attach(
+        self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
+    ) -> None:  # fmt: skip
+        here, rest = divmod(self.plan.world_size, num_nodes)
+        on_processors = accelerator.name() == "cpu" and not environment.creates_processes_externally
+        if on_processors and len(parallel_devices) == 1 and not rest:
+            parallel_devices = parallel_devices * here
+        super().attach(accelerator, parallel_devices, num_nodes, environment)
+        self.plan.check(world_size=self.world_size)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._mesh is None:
+            self._mesh = Mesh(self.plan, self.root_device.type)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.plan.data_parallel, "rank": self.mesh.data_rank}
+
+    @property
+    def counts(self) -> bool:  # type: ignore[override]
+        """Processes of one ``tp`` group, and those of one pipeline, log the same values."""
+        return self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == 0
+
+    # -- model -----------------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self._spread(module, whole=True)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        before = dict(module.named_parameters())
+        root = self._spread(module, whole=True)
+        after = dict(module.named_parameters())
+        for optimizer in optimizers:
+            sharding.redirect(optimizer, {parameter: after[name] for name, parameter in before.items()})
+        return root, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def place(self, module: nn.Module, whole_step: bool = True) -> None:
+        if module not in self._roots:
+            self._spread(module, whole_step)
+
+    def _spread(self, module: nn.Module, whole: bool) -> nn.Module:
+        """Spread ``module`` in place; what is called in its place."""
+        if not whole and not self.plan.only_replicates:
+            raise PlanError(
+                "automatic_optimization=False hides from the plan what a step calls: use strategy='fsdp', or let the Trainer step"
+            )
+        check(module, self.plan, self.sequence_length)
+        sharding.copy_from_rank_zero(module, self.device)
+        root: nn.Module = StepRoot(module, shared=whole)
+        seed = self.broadcast(torch.initial_seed() % 2**32)
+        root = parallelize(module, self.mesh, device=self.device, types=self.types(), seed=seed, root=root)
+        root.register_forward_hook(let_go_without_backward)
+        sharding.load_whole_weights(module)
+        self._roots[module] = root
+        return root
+
+    def types(self) -> Types:
+        """Parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
+        compute = getattr(self.precision, "compute_dtype", None)
+        half = (torch.float16, torch.bfloat16)
+        if compute == torch.bfloat16:
+            return Types(compute, torch.float32)
+        return Types(None, torch.float32 if self.precision.dtype in half else None)
+
+    def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(self._roots[module], _step=step)
+
+    wrap_evaluation_step = wrap_step
+
+    def root_of(self, module: nn.Module) -> nn.Module:
+        return self._roots.get(module, module)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        root = self.root_of(module)
+        if isinstance(root, DistributedDataParallel):
+            return root.no_sync() if enabled else nullcontext()
+        return super().no_backward_sync(module, enabled)
+
+    def average_gradients(self, module: nn.Module) -> None:
+        """Backward has done so."""
+
+    def bare(self, module: nn.Module) -> nn.Module:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        return module.module if isinstance(module, StepRoot) else module
+
+    def clip_norm(
+        self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip by the norm over all parameters of all processes, each parameter once."""
+        if self.plan.pp == 1:
+            return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        own = sharding.total_norm(gradients, norm_type).to(self.device)
+        stages = [torch.empty_like(own) for _ in range(self.plan.pp)]
+        dist.all_gather(stages, own, group=self.mesh.group("pp"))
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(stages), norm_type)
+        sharding.scale_to_norm(gradients, total, max_norm, error_if_nonfinite)
+        return total

@@ -1,0 +1,136 @@
+"""What each plan's processes do in the plan suite: loss and gradients of a small model, beside those of one process.
+
+`run(world_size)` in every process of a group prints one line of JSON per case on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
+
+from arclight.parallel import Mesh, Plan, initialize, parallelize
+from arclight.parallel.tensor import whole_logits
+from arclight.text import build_model
+
+SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 48}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan and the model that it spreads."""
+
+    plan: Plan
+    model: str = "llama3-debug"
+    fields: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    meta: bool = True
+    quick: bool = False
+
+    @property
+    def tolerance(self) -> tuple[float, float]:
+        """Of the loss and of any element of a gradient."""
+        return (1e-12, 1e-12) if self.dtype == torch.float64 else (1e-6, 1e-7)
+
+    @property
+    def name(self) -> str:
+        other = [f"{k}={v}" for k, v in self.fields.items()] + (
+            [] if self.dtype == torch.float32 else [str(self.dtype)]
+        )
+        return " ".join([str(self.plan), self.model, *other])
+
+
+CASES = [
+    Case(Plan(dp_replicate=2), quick=True),
+    Case(Plan(dp_shard=2), quick=True),
+    Case(Plan(tp=2), quick=True),
+    Case(Plan(tp=2, sequence_parallel=False, loss_parallel=False), quick=True),
+    Case(Plan(tp=2, loss_parallel=False)),
+    Case(Plan(dp_shard=2), fields={"tied": True}),
+    Case(Plan(tp=2), fields={"tied": True}),
+    Case(Plan(tp=2), "gpt2-debug", fields={"kv_heads": None, "hidden": None}),
+    Case(Plan(tp=2), "qwen3-debug", fields={"head_dim": 8}),
+    Case(Plan(tp=2, sequence_parallel=False), "qwen3-debug", fields={"head_dim": 8}),
+    Case(Plan(dp_shard=2, tp=2), quick=True),
+    Case(Plan(dp_replicate=2, dp_shard=2)),
+    Case(
+        Plan(dp_shard=2, tp=2),
+        "qwen3-debug",
+        fields={"head_dim": 8, "hidden": 44, "vocab_size": 94},
+        dtype=torch.float64,
+    ),
+    Case(Plan(dp_replicate=2, tp=2), meta=False),
+]
+
+
+def batch(vocabulary: int, samples: int = 8, length: int = 32) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, vocabulary, (samples, length + 1), generator=torch.Generator().manual_seed(5))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def build(case: Case, meta: bool = False) -> nn.Module:
+    fields = {name: value for name, value in (SMALL | case.fields).items() if value is not None}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(case.dtype)
+    try:
+        with torch.device("meta" if meta else "cpu"):
+            return build_model(case.model, **fields)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    model = build(case)
+    initialize(model, 3)
+    inputs, targets = batch(48)
+    loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """Largest differences of loss and gradients between ``case`` and one process."""
+    wanted_loss, wanted = reference(case)
+    mesh = Mesh(case.plan)
+    model = build(case, case.meta)
+    if not case.meta:
+        initialize(model, 3)
+    model = parallelize(model, mesh, seed=3, sequence_length=32)
+    inputs, targets = (t.chunk(case.plan.data_parallel)[mesh.data_rank] for t in batch(48))
+    logits = model(inputs)
+    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+    value = whole_logits(loss.detach()).clone()
+    dist.all_reduce(value)
+    value /= dist.get_world_size()
+    names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+    assert names.keys() == wanted.keys()
+    error = max((whole_logits(names[name].grad) - gradient).abs().max() for name, gradient in wanted.items())
+    worst = torch.stack([(value - wanted_loss).abs(), error]).double()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return {"case": case.name, "loss": float(worst[0]), "gradient": float(worst[1])}
+
+
+def run(cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in cases:
+        if case.plan.world_size == dist.get_world_size():
+            found = compare(case)
+            if dist.get_rank() == 0:
+                print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run([case for case in CASES if case.quick] if "quick" in sys.argv else CASES)

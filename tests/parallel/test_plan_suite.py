@@ -1,0 +1,60 @@
+"""The plan suite: on every plan, loss and gradients are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.parallel.plan_suite import CASES, Case
+
+SCRIPT = Path(__file__).with_name("plan_suite.py")
+
+
+def run(world_size: int, quick: bool) -> dict[str, dict[str, float]]:
+    """All cases of one world size in one group of processes; what they found by the case's name."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={world_size}",
+        str(SCRIPT),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *(["quick"] if quick else [])],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {found["case"]: found for line in done.stdout.splitlines() if (found := json.loads(line))}
+
+
+def check(cases: list[Case], quick: bool) -> None:
+    (world_size,) = {case.plan.world_size for case in cases}
+    found = run(world_size, quick)
+    assert found.keys() == {case.name for case in cases}
+    wrong = {
+        case.name: found[case.name]
+        for case in cases
+        if not (found[case.name]["loss"] <= case.tolerance[0] and found[case.name]["gradient"] <= case.tolerance[1])
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_quick_plans_equal_one_process(world_size: int) -> None:
+    check([case for case in CASES if case.quick and case.plan.world_size == world_size], quick=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", sorted({case.plan.world_size for case in CASES}))
+def test_all_plans_equal_one_process(world_size: int) -> None:
+    check([case for case in CASES if case.plan.world_size == world_size], quick=False)

@@ -1,0 +1,118 @@
+"""The Trainer on a plan: what one process trains, and checkpoints that open on any other plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import arclight as al
+from arclight.parallel import Plan, initialize
+from arclight.text import build_model
+
+STEPS, GLOBAL_BATCH = 20, 12
+
+
+class Language(al.Module):
+    """An ordinary module around a small Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = None
+        self.curve: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build_model(
+                "llama3-debug", vocab_size=48, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, std=0.1
+            )
+            if not next(self.model.parameters()).is_meta:
+                initialize(self.model, torch.initial_seed())
+
+    def loss(self, batch: Any) -> Tensor:
+        (tokens,) = batch
+        logits = self.model(tokens[:, :-1])
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Curve(al.Callback):
+    """The loss of every step, and a checkpoint after one of them."""
+
+    def __init__(self, path: Path | None = None, after: int = 0) -> None:
+        self.path, self.after, self.losses = path, after, []
+
+    def on_train_batch_end(
+        self, trainer: al.Trainer, module: al.Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        share = trainer.strategy.all_gather_object(float(trainer.last_loss.detach()))
+        self.losses.append(sum(share) / len(share))
+        if self.path is not None and trainer.global_step == self.after:
+            trainer.save_checkpoint(self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+def loader(batch_size: int, count: int, shuffle: bool) -> DataLoader[Any]:
+    tokens = torch.randint(0, 48, (count, 17), generator=torch.Generator().manual_seed(7))
+    return DataLoader(TensorDataset(tokens.cumsum(1) % 48), batch_size, shuffle=shuffle)
+
+
+def fit(
+    folder: Path, plan: Plan | None = None, ckpt: Path | None = None, curve: Curve | None = None, **options: Any
+) -> Any:
+    """Twenty steps on global batches of twelve: the losses, and what logging made of them."""
+    torch.manual_seed(11)
+    curve = curve or Curve()
+    strategy: Any = "auto" if plan is None else plan.strategy(start_method="fork", sequence_length=16)
+    trainer = al.Trainer(
+        accelerator="cpu", strategy=strategy, max_steps=STEPS, default_root_dir=folder, gradient_clip_val=0.5, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=curve, limit_val_batches=2, **options,
+    )  # fmt: skip
+    share = plan.data_parallel if plan is not None else 1
+    module = Language()
+    module.configure_model()
+    if plan is not None:
+        module.model = None
+    trainer.fit(
+        module, loader(GLOBAL_BATCH // share, 60, True), loader(GLOBAL_BATCH // share, 24, False), ckpt_path=ckpt
+    )
+    return trainer, curve.losses, module
+
+
+PLANS = [Plan(dp_replicate=2), Plan(dp_shard=2), Plan(tp=2), Plan(dp_shard=2, tp=2)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_plan_trains_what_one_process_trains(tmp_path: Path, plan: Plan) -> None:
+    one, wanted, _ = fit(tmp_path / "1")
+    two, found, _ = fit(tmp_path / "2", plan)
+    assert len(found) == STEPS
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert wanted[-1] < wanted[0] - 0.5
+    for name in ("loss_epoch", "val_loss"):
+        assert float(two.callback_metrics[name]) == pytest.approx(float(one.callback_metrics[name]), abs=1e-5)
+    assert two.callback_metrics["batches"] == plan.data_parallel * one.callback_metrics["batches"]
