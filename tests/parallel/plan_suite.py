@@ -72,7 +72,7 @@ CASES = [
 ]
 
 
-def batch(vocabulary: int, samples: int = 8, length: int = 32) -> tuple[Tensor, Tensor]:
+def batch(vocabulary: int, samples: int = 16, length: int = 48) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(0, vocabulary, (samples, length + 1), generator=torch.Generator().manual_seed(5))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -104,7 +104,7 @@ def compare(case: Case) -> dict[str, Any]:
     model = build(case, case.meta)
     if not case.meta:
         initialize(model, 3)
-    model = parallelize(model, mesh, seed=3, sequence_length=32)
+    model = parallelize(model, mesh, seed=3, sequence_length=48)
     inputs, targets = (t.chunk(case.plan.data_parallel)[mesh.data_rank] for t in batch(48))
     logits = model(inputs)
     with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
