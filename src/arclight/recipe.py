@@ -27,6 +27,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from arclight._toml import toml_text
+
 T = TypeVar("T")
 
 
@@ -203,9 +205,19 @@ def _convert(hint: Any, said: _Said, default: Any = MISSING) -> Any:
     classes, others, empty = _members(hint)
     if empty and (said.value is None or said.value == "none"):
         return None
+    if (item := _item(hint)) is not None:
+        return _list(item, said, typing.get_origin(hint))
     if classes and (not others or isinstance(said.value, Mapping)):
         return _choose(classes, said, default)
     return _leaf(hint, said)
+
+
+def _list(item: Any, said: _Said, kind: Any) -> Any:
+    """A list or tuple of tables; a flag gives all of them, as TOML."""
+    values = said.file if said.flag is MISSING else next(_spellings(Any, str(said.flag)))
+    if not isinstance(values, list):
+        return said.wrong(f": need a list of tables ({describe(item)}), got {_shown(values)}")
+    return kind(_convert(item, said.at(f"[{number}]", value)) for number, value in enumerate(values))
 
 
 def _leaf(hint: Any, said: _Said) -> Any:
@@ -262,10 +274,15 @@ def _choose(classes: list[Any], said: _Said, default: Any) -> Any:
 
 def _members(hint: Any) -> tuple[list[Any], list[Any], bool]:
     """The dataclasses of a union, its other types, and whether none is allowed."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = typing.get_args(hint) if union else (hint,)
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     classes = [member for member in members if dataclasses.is_dataclass(member)]
     return classes, [m for m in members if m not in classes and m is not type(None)], type(None) in members
+
+
+def _item(hint: Any) -> Any:
+    """What a list of tables has as its items; None for any other type."""
+    inner = typing.get_args(hint) if typing.get_origin(hint) in (list, tuple) else ()
+    return inner[0] if inner and _members(inner[0])[0] else None
 
 
 def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
@@ -314,7 +331,7 @@ def _nearest(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 def write(recipe: Any) -> str:
     """TOML text that reads back as an equal object. Raises RecipeError for a value that no recipe can express."""
-    return "\n".join(_toml(_plain(recipe, type(recipe)))).lstrip("\n") + "\n"
+    return toml_text(_plain(recipe, type(recipe)))
 
 
 def _plain(value: Any, hint: Any, default: Any = MISSING) -> Any:
@@ -335,32 +352,12 @@ def _plain(value: Any, hint: Any, default: Any = MISSING) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(item, Any) for name, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item, Any) for item in value]
+        return [_plain(item, _item(hint) or Any) for item in value]
     if value is None and empty:
         return "none"
     if not isinstance(value, str | int | float | Path) or (empty and value == "none"):
         raise RecipeError(f"{_shown(value)} cannot be written in a recipe as {describe(hint)}")
     return str(value) if isinstance(value, Path) else value
-
-
-def _toml(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:
-    lines = [f"{_key(name)} = {_literal(value)}" for name, value in table.items() if not isinstance(value, Mapping)]
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            lines += ["", f"[{'.'.join(map(_key, (*path, name)))}]", *_toml(value, (*path, name))]
-    return lines
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(name)} = {_literal(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class Setting(NamedTuple):
@@ -379,12 +376,14 @@ def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> li
     settings = [Setting(f"{path}.kind", kind, kind, MISSING, about)] if kind else []
     for name, (hint, default) in _fields(schema).items():
         default = default if base is None else getattr(base, name)
-        classes, _, empty = _members(hint)
+        classes, _, empty = _members(_item(hint) or hint)
         place = f"{path}.{name}" if path else name
         settings.append(Setting(place, kind, describe(hint), default, docs.get(name, "")))
         for cls in classes:
             chosen = cls.__name__.lower() if len(classes) > 1 or empty else ""
-            settings += explain(cls, place, chosen, default if type(default) is cls else None)
+            settings += explain(
+                cls, place + "[]" * (_item(hint) is not None), chosen, default if type(default) is cls else None
+            )
     return settings
 
 

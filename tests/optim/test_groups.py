@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from arclight.optim import SGD, AdamW, Constant, Cosine, Mixed, MixedOptimizer, Muon, NorMuon
+from arclight import recipe
+from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, Mixed, MixedOptimizer, Muon, NorMuon
 
 
 class Small(nn.Module):
@@ -201,3 +205,59 @@ def test_a_copied_optimizer_goes_on() -> None:
     trained(model, optimizer)
     trained(*pair)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), pair[0].parameters(), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    optimizer: AdamW | SGD | Muon | NorMuon | Mixed = field(default_factory=AdamW)
+    schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
+
+
+def test_groups_of_a_recipe(tmp_path: Path) -> None:
+    text = """
+    [optimizer]
+    kind = "mixed"
+    default = {kind = "sgd", lr = 0.5}
+    [[optimizer.groups]]
+    pattern = "layers"
+    kind = "normuon"
+    lr = 0.03
+    others.lr = 0.002
+    [[optimizer.groups]]
+    pattern = "bias"
+    kind = "adamw"
+    [schedule]
+    kind = "wsd"
+    warmup = 20
+    decay = 0.1
+    shape = "1-sqrt"
+    """
+    path = tmp_path / "recipe.toml"
+    path.write_text(textwrap.dedent(text))
+    made = recipe.read(Recipe, path)
+    groups = (NorMuon(pattern="layers", lr=0.03, others=AdamW(lr=0.002)), AdamW(pattern="bias"))
+    assert made.optimizer == Mixed(groups=groups, default=SGD(lr=0.5))
+    assert made.schedule == WSD(warmup=20, decay=0.1, shape="1-sqrt")
+    path.write_text(recipe.write(made))
+    assert recipe.read(Recipe, path) == made
+    flag = ["--optimizer.groups", '[{pattern = "norm", kind = "sgd", lr = 2}]']
+    assert recipe.read(Recipe, path, flag).optimizer.groups == (SGD(pattern="norm", lr=2),)
+    named = {setting.path for setting in recipe.explain(Recipe)}
+    assert {"optimizer.groups", "optimizer.groups[].pattern", "optimizer.groups[].beta2", "schedule.shape"} <= named
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([{"pattern": "a", "kind": "mion"}], r"optimizer.groups\[0\].kind: need a kind, got 'mion'; did you mean muon"),
+        (
+            [{"pattern": "a", "kind": "sgd", "lrr": 1}],
+            r"optimizer.groups\[0\].lrr is not a field of SGD; did you mean .*lr\?",
+        ),
+        ([{"kind": "sgd"}], r"optimizer: groups\[0\] needs a pattern"),
+        ({"pattern": "a"}, "need a list of tables"),
+    ],
+)
+def test_groups_that_no_recipe_can_mean(groups: Any, said: str) -> None:
+    with pytest.raises(recipe.RecipeError, match=said):
+        recipe.read(Recipe, {"optimizer": {"kind": "mixed", "groups": groups}})
