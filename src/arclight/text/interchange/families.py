@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Any
 
 from torch import nn
 
 from arclight.text.interchange.keys import Key
-from arclight.text.models.decoder import DecoderConfig
 from arclight.text.models.gpt2 import GPT2, GPT2Config
 from arclight.text.models.layers import RopeScaling
 from arclight.text.models.llama import Llama, LlamaConfig
 from arclight.text.models.qwen3 import Qwen3, Qwen3Config
+from arclight.text.models.vlm import VisionConfig, VisionEncoder
 
 REQUIRED = object()
 """In the place of a default: config.json must say."""
@@ -28,7 +29,7 @@ class Family:
     model_type: str
     architecture: str
     model: type[nn.Module]
-    config: type[DecoderConfig]
+    config: type[Any]
     fields: dict[str, tuple[str, Any]]
     """Our field: (theirs, what theirs is where config.json does not say)."""
     fixed: dict[str, Any]
@@ -37,7 +38,7 @@ class Family:
     """Several with the same name of ours: the first that a file has is read, the first of all is written."""
     prefix: str = "model."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
-    """Ends of names of tensors that hold nothing learned."""
+    """Pieces of names of tensors that our model has no use for: nothing learned, or parts that it does not have."""
     read_more: Callable[[Fields], Fields] = field(default=lambda theirs: {})
     """What a table cannot say, theirs to ours, and back."""
     write_more: Callable[[Any], Fields] = field(default=lambda config: {})
@@ -57,7 +58,7 @@ class Family:
             ours[name] = value
         return ours | self.read_more(theirs)
 
-    def write(self, config: DecoderConfig) -> Fields:
+    def write(self, config: Any) -> Fields:
         theirs = {other: getattr(config, name) for name, (other, _) in self.fields.items()}
         base = {"architectures": [self.architecture], "model_type": self.model_type}
         return base | self.fixed | theirs | self.write_more(config)
@@ -230,7 +231,55 @@ GPT2_FAMILY = Family(
     write_more=lambda config: {"n_inner": None},
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY)
+
+def _siglip2_keys() -> tuple[Key, ...]:
+    ours, theirs = "layers.{layer}", "vision_model.encoder.layers.{layer}"
+    names = {
+        f"{ours}.attention.wq": f"{theirs}.self_attn.q_proj",
+        f"{ours}.attention.wk": f"{theirs}.self_attn.k_proj",
+        f"{ours}.attention.wv": f"{theirs}.self_attn.v_proj",
+        f"{ours}.attention.wo": f"{theirs}.self_attn.out_proj",
+        f"{ours}.feed_forward.w1": f"{theirs}.mlp.fc1",
+        f"{ours}.feed_forward.w2": f"{theirs}.mlp.fc2",
+        f"{ours}.attention_norm": f"{theirs}.layer_norm1",
+        f"{ours}.feed_forward_norm": f"{theirs}.layer_norm2",
+        "patches": "vision_model.embeddings.patch_embedding",
+        "norm": "vision_model.post_layernorm",
+    }
+    found = [Key(f"{own}.{end}", f"{other}.{end}") for own, other in names.items() for end in ("weight", "bias")]
+    return (*found, Key("positions.weight", "vision_model.embeddings.position_embedding.weight"))
+
+
+def _read_siglip2(theirs: Fields) -> Fields:
+    places = theirs.get("num_patches", 256)
+    if isqrt(places) ** 2 != places:
+        raise ValueError(f"config.json has num_patches = {places}, which is no square")
+    return {"grid": isqrt(places)}
+
+
+SIGLIP2 = Family(
+    model_type="siglip2_vision_model",
+    architecture="Siglip2VisionModel",
+    model=VisionEncoder,
+    config=VisionConfig,
+    fields={
+        "dim": ("hidden_size", 768),
+        "layers": ("num_hidden_layers", 12),
+        "heads": ("num_attention_heads", 12),
+        "hidden": ("intermediate_size", 3072),
+        "patch": ("patch_size", 16),
+        "channels": ("num_channels", 3),
+        "norm_eps": ("layer_norm_eps", 1e-6),
+    },
+    fixed={"hidden_act": "gelu_pytorch_tanh"},
+    keys=_siglip2_keys(),
+    prefix="vision_model.",
+    ignored=("vision_model.head.",),
+    read_more=_read_siglip2,
+    write_more=lambda config: {"num_patches": config.grid**2, "vision_use_head": False},
+)
+
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, SIGLIP2)
 
 
 def family_of_type(model_type: str) -> Family:

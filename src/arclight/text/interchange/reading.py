@@ -22,7 +22,8 @@ def from_hf(
     """The model in a folder as Hugging Face writes them; nothing is downloaded.
 
     model: fill this one, in its own types: whole, on meta (it moves to ``device``), shared out (each process reads its part
-    only), or a pipeline stage (its parameters only). Otherwise a new one is made, in ``dtype`` (None: that of config.json).
+    only), a pipeline stage (its parameters only), or one with more beside the trunk (which stays as it is). Otherwise a new
+    one is made, in ``dtype`` (None: that of config.json).
     Raises FileNotFoundError where the folder or its files are missing, ValueError where config.json asks for what the family
     here does not do, differs from ``model``'s, or where tensors are missing, left over or of other shapes: all are named.
     """
@@ -38,6 +39,9 @@ def from_hf(
     else:
         _check_same(model, family, ours)
     if any(tensor.is_meta for tensor in tensors(model).values()):
+        for child in getattr(model, "beside", ()):
+            if any(tensor.is_meta for tensor in tensors(model.get_submodule(child)).values()):
+                raise ValueError(f"{child} is on meta and gets no weights from this folder: give it its own first")
         tied = find_shared_parameters(model)
         model = set_shared_parameters(model.to_empty(device=device), tied)
     source = Folder(Path(folder), family.prefix, _blocks(theirs))
@@ -94,7 +98,9 @@ def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) 
 
 
 def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder) -> None:
-    everything, targets = tensors(whole), tensors(model)
+    beside = tuple(f"{child}." for child in getattr(model, "beside", ()))
+    everything = tensors(whole)
+    targets = {name: tensor for name, tensor in tensors(model).items() if not name.startswith(beside)}
     missing, wrong, used = [], [], set()
     jobs: list[tuple[Tensor, Key]] = []
     for names in same_tensors(everything):
@@ -113,7 +119,7 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder) ->
         ]
         used |= _copies(names, key, family, shape, source)
         jobs += [(tensor, key) for tensor in {id(targets[name]): targets[name] for name in wanted}.values()]
-    left = [name for name in sorted(source.names() - used) if not name.endswith(family.ignored)]
+    left = [name for name in sorted(source.names() - used) if not any(piece in name for piece in family.ignored)]
     unknown = [name for name in targets if name not in everything]
     for what, names in (
         ("the folder lacks the weights of", missing),

@@ -38,13 +38,17 @@ def to_hf(
     """
     folder, family, limit = Path(folder), family_of_model(model), _bytes(max_shard_size)
     held = tensors(model)
+    if beside := getattr(model, "beside", ()):
+        raise ValueError(
+            f"{', '.join(beside)} have no place in a folder of {family.model_type}: write parts by themselves"
+        )
     keys = []
     for names in same_tensors(held):
         key = next((key for rule in family.keys if (key := rule.match(names[0])) is not None), None)
         if key is None:
             raise ValueError(f"{names[0]} has no name at Hugging Face in the table of {family.model_type}")
         keys.append(key)
-    if model.tok_embeddings is None or model.output is None:
+    if any(getattr(model, part, model) is None for part in ("tok_embeddings", "output")):
         raise ValueError("this is a pipeline stage; a folder needs the whole model")
     todo = list(pieces(keys, {name: tensor.shape for name, tensor in held.items()}))
     alone = not torch.distributed.is_initialized()
@@ -122,7 +126,7 @@ def _write_rest(
     model: nn.Module, family: Family, tokenizer: SavesFolder | None, dtype: torch.dtype | None, folder: Path
 ) -> None:  # fmt: skip
     first = next(model.parameters()).dtype
-    content = family.write(model.config) | {"dtype": str(dtype or first).removeprefix("torch.")}  # type: ignore[arg-type]
+    content = family.write(model.config) | {"dtype": str(dtype or first).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save(folder)

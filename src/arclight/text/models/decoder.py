@@ -51,6 +51,10 @@ class Decoder(nn.Module):
     """Token ids (B, T) to logits (B, T, V). A pipeline stage is this with parts deleted (None): ids become hidden states (B, T, D)."""
 
     sharding: ClassVar[dict[str, str]] = {"tok_embeddings": "vocabulary", "norm": "sequence_gather", "output": "head"}
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    """What a family can be given beside tokens; blocks and ``embed`` find it in ``Surroundings.extra``."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Children that are no part of the trunk and get their weights from elsewhere."""
 
     def __init__(self, config: DecoderConfig, block: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -67,18 +71,23 @@ class Decoder(nn.Module):
         return RMSNorm(config.dim, config.norm_eps)
 
     def forward(
-        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None
+        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
+        **extra: Any,
     ) -> Tensor:  # fmt: skip
         """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation."""
-        h_BTD = self.hidden(tokens_BT, positions, documents, cache)
+        h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
         return h_BTD if self.output is None else self.output(h_BTD)
 
     def hidden(
-        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None
+        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
+        **extra: Any,
     ) -> Tensor:  # fmt: skip
         """What ``output`` maps to logits: (B, T, D)."""
         new = tokens_BT.shape[1]
         around = self.surroundings(new, tokens_BT.device, positions, documents, cache)
+        if extra.keys() - self.inputs:
+            raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(extra.keys() - self.inputs))}")
+        around.extra |= extra
         h_BTD = self.embed(tokens_BT, around) if self.tok_embeddings is not None else tokens_BT
         for layer in self.layers.values():
             h_BTD = layer(h_BTD, around)

@@ -6,7 +6,7 @@ Queries, keys and values are three maps where the published weights have one, so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,10 +28,27 @@ class GPT2Config(DecoderConfig):
         return 4 * self.dim
 
 
+class BlockConfig(Protocol):
+    """What blocks must know, wherever they are used."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def std(self) -> float: ...
+    @property
+    def std_out(self) -> float: ...
+
+
 class Attention(nn.Module):
     sharding: ClassVar[dict[str, str]] = {"": "gather", "wq": "column", "wk": "column", "wv": "column", "wo": "row"}
 
-    def __init__(self, config: GPT2Config, layer: str) -> None:
+    def __init__(self, config: BlockConfig, layer: str) -> None:
         super().__init__()
         self.layer, self.width = layer, config.dim // config.heads
         self.wq = nn.Linear(config.dim, config.dim)
@@ -57,7 +74,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     sharding: ClassVar[dict[str, str]] = {"": "gather", "w1": "column", "w2": "row"}
 
-    def __init__(self, config: GPT2Config) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.w1 = nn.Linear(config.dim, config.hidden)
         self.w2 = nn.Linear(config.hidden, config.dim)
@@ -72,7 +89,7 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     sharding: ClassVar[dict[str, str]] = {"attention_norm": "sequence", "feed_forward_norm": "sequence"}
 
-    def __init__(self, config: GPT2Config, number: int) -> None:
+    def __init__(self, config: BlockConfig, number: int) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(config.dim, config.norm_eps)
         self.attention = Attention(config, str(number))

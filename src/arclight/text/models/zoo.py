@@ -12,6 +12,7 @@ from arclight.text.models.gpt2 import GPT2, GPT2Config
 from arclight.text.models.layers import RopeScaling
 from arclight.text.models.llama import Llama, LlamaConfig
 from arclight.text.models.qwen3 import Qwen3, Qwen3Config
+from arclight.text.models.vlm import VisionConfig, VisionLlama, VisionLlamaConfig
 
 Family = tuple[type[nn.Module], dict[str, Any]]
 
@@ -60,7 +61,22 @@ _GPT2: dict[str, Any] = {
     "1.5b": GPT2Config(vocab_size=50257, dim=1600, layers=48, heads=25),
 }
 
-FAMILIES: dict[str, Family] = {"llama3": (Llama, _LLAMA3), "qwen3": (Qwen3, _QWEN3), "gpt2": (GPT2, _GPT2)}
+_SO400M = VisionConfig(dim=1152, layers=27, heads=16, hidden=4304)
+_VISION: dict[str, Any] = {
+    "debug": VisionLlamaConfig(
+        vocab_size=2048, dim=256, layers=6, heads=8, kv_heads=4, hidden=704, max_positions=2048, image_token=2047,
+        vision=VisionConfig(dim=192, layers=4, heads=4, hidden=512),
+    ),
+    "1b": VisionLlamaConfig(**vars(_LLAMA3["1b"]), vision=VisionConfig(), image_token=128255),
+    "8b": VisionLlamaConfig(**vars(_LLAMA3["8b"]), vision=_SO400M, image_token=128255),
+}  # fmt: skip
+
+FAMILIES: dict[str, Family] = {
+    "llama3": (Llama, _LLAMA3),
+    "qwen3": (Qwen3, _QWEN3),
+    "gpt2": (GPT2, _GPT2),
+    "llama3-vision": (VisionLlama, _VISION),
+}
 
 
 def model_names() -> list[str]:
