@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.shares import ShareSaver, attempt
 from arclight.checkpoint.store import write
 from arclight.checkpoint.tensorfile import as_bytes
+
+if TYPE_CHECKING:
+    from arclight.fabric.exchange import Exchange
+    from arclight.fabric.strategies import Strategy
+
+
+_Files = Mapping[str, dict[str, torch.Tensor]]
+"""File -> name -> tensor."""
+
+_PATIENCE = 3600.0
+"""Seconds that rank 0 waits for other processes to write their parts, while all of them live."""
 
 
 class AsyncSaver:
@@ -28,12 +40,14 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Path] | None = None
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
+        self._shares: ShareSaver | None = None
+        self._exchange: Exchange | None = None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Allocate the buffers for such a state in the background: fresh memory is what makes a first save slow."""
         self.wait()
         encoded = tree.encode(state)
-        self._in_flight = self._thread.submit(self._allocate, encoded)
+        self._in_flight = self._thread.submit(self._allocate, encoded.files)
 
     def save(self, path: str | Path, state: Mapping[str, Any]) -> Future[Path]:
         """Copy `state` and write it to `path` in the background, as `arclight.checkpoint.save` does.
@@ -43,9 +57,33 @@ class AsyncSaver:
         """
         self.wait()
         encoded = tree.encode(state)
-        event = self._stage(encoded)
-        self._in_flight = self._thread.submit(_write, Path(path), encoded, event)
+        event = self._stage(encoded.files)
+        self._in_flight = self._thread.submit(_write, Path(path), lambda: write(Path(path), encoded), event)
         return self._in_flight
+
+    def save_shares(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
+        """The same as `arclight.checkpoint.save_shares` does: who writes what is agreed on at once, by every process.
+
+        Nothing in the background is a collective. The result of rank 0's future comes when the checkpoint is complete, that of
+        another rank's when its own part is written. Raises the error of a save before on every rank.
+        """
+        _, problem = attempt(self.wait)
+        if self._shares is None or self._shares.processes is not processes:
+            self._shares, self._exchange = ShareSaver(processes), processes.exchange("checkpoint", _PATIENCE)
+        job = self._shares.begin(path, state, problem)
+        event = self._stage(job.own)
+
+        def write_part() -> None:
+            if (problem := job.write(self._exchange or (lambda value: [value]))) is not None:
+                raise CheckpointError(problem)
+
+        self._in_flight = self._thread.submit(_write, Path(path), write_part, event)
+        return self._in_flight
+
+    def hurry(self, seconds: float = 10.0) -> None:
+        """Something has failed: a save in flight waits no longer than this for other processes' parts."""
+        if self._exchange is not None:
+            self._exchange.hurry(seconds)
 
     def wait(self) -> None:
         """Return when nothing is in flight. Raises CheckpointError for an error of the last save, once."""
@@ -69,11 +107,11 @@ class AsyncSaver:
     ) -> None:
         self.close()
 
-    def _stage(self, encoded: tree.Encoded) -> torch.cuda.Event | None:
+    def _stage(self, files: _Files) -> torch.cuda.Event | None:
         """Replace all tensors by copies in the buffers; the event, if any, says when those from CUDA have arrived."""
-        self._allocate(encoded, fill=False)
+        self._allocate(files, fill=False)
         on_cuda = False
-        for file, tensors in encoded.files.items():
+        for file, tensors in files.items():
             for name, tensor in tensors.items():
                 buffer = self._buffers[file, name]
                 buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
@@ -85,10 +123,10 @@ class AsyncSaver:
         event.record()
         return event
 
-    def _allocate(self, encoded: tree.Encoded, fill: bool = True) -> Path:
+    def _allocate(self, files: _Files, fill: bool = True) -> Path:
         """Make the buffers exactly those that this state needs."""
         needed: dict[tuple[str, str], torch.Tensor] = {}
-        for file, tensors in encoded.files.items():
+        for file, tensors in files.items():
             for name, tensor in tensors.items():
                 buffer = self._buffers.get((file, name))
                 if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
@@ -100,11 +138,11 @@ class AsyncSaver:
         return Path()
 
 
-def _write(path: Path, encoded: tree.Encoded, event: torch.cuda.Event | None) -> Path:
+def _write(path: Path, writer: Callable[[], None], event: torch.cuda.Event | None) -> Path:
     if event is not None:
         event.synchronize()
     try:
-        write(path, encoded)
+        writer()
     except CheckpointError:
         raise
     except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,19 +54,34 @@ class ShareSaver:
         self._plan: SharePlan | None = None
         self._layouts: list[str] = []
 
-    def begin(self, path: str | Path, state: Mapping[str, Any]) -> ShareJob:
-        """Agree on who writes what; a collective. No tensor is copied yet. Raises CheckpointError on every process."""
+    def begin(self, path: str | Path, state: Mapping[str, Any], problem: str | None = None) -> ShareJob:
+        """Agree on who writes what; a collective. No tensor is copied yet.
+
+        Raises CheckpointError on every process, also where any of them has a `problem` already.
+        """
         path, processes = Path(path), self.processes
-        taken, problem = attempt(lambda: Taken(state))
-        told = (taken.layout(), taken.structure(), problem) if taken is not None else ("", "", problem)
-        everyones: list[tuple[str, str, str | None]] = processes.all_gather_object(told)
-        raise_first(path, [problem for _, _, problem in everyones])
+        staging: Path | None = None
+        taken: Taken | None = None
+        if problem is None:
+            taken, problem = attempt(lambda: Taken(state))
+        if problem is None and processes.is_global_zero:
+            staging, problem = attempt(lambda: _staging(path))
+        known = (taken.layout(), taken.structure()) if taken is not None else ("", "")
+        everyones: list[Any] = processes.all_gather_object((*known, problem, None if staging is None else str(staging)))
+        if any(told[2] is not None for told in everyones) or taken is None:
+            if staging is not None:
+                files.discard(staging)
+            raise_first(path, [told[2] for told in everyones])
         assert taken is not None
-        layouts = [layout for layout, _, _ in everyones]
+        layouts = [told[0] for told in everyones]
         if self._plan is None or layouts != self._layouts:
-            self._plan, self._layouts = make_plan(processes.all_gather_object(taken.places)), layouts
-        entries, meshes = self._unite(taken, [structure for _, structure, _ in everyones])
-        staging = Path(_agreed(processes, lambda: str(_staging(path))))
+            try:
+                self._plan, self._layouts = make_plan(processes.all_gather_object(taken.places)), layouts
+            except CheckpointError:  # the same on every process
+                if staging is not None:
+                    files.discard(staging)
+                raise
+        entries, meshes = self._unite(taken, [told[1] for told in everyones])
         own: dict[str, dict[str, torch.Tensor]] = {}
         for where, shares in self._plan.own(processes.global_rank).items():
             part = own_part(taken.held[where]).detach()
@@ -78,7 +93,7 @@ class ShareSaver:
             encoded = tree.Encoded(
                 self._plan.filled(entries), {}, **taken.counts, processes=processes.world_size, meshes=meshes
             )
-        return ShareJob(path, staging, own, encoded)
+        return ShareJob(path, Path(everyones[0][3]), own, encoded)
 
     def _unite(self, taken: Taken, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
         """The entries of all processes, on rank 0; only those tell theirs that have others than the ranks before."""
@@ -110,23 +125,26 @@ class ShareJob:
 
         Returns why the checkpoint could not be written: on rank 0 whoever failed, elsewhere what failed here.
         """
-        records, problem = attempt(
-            lambda: {name: _write(self.staging / name, group) for name, group in self.own.items()}
-        )
+        records, problem = attempt(self._write_own)
         if self.encoded is None:
             exchange((records, problem))
             return None if problem is None else f"checkpoint {self.path} could not be written: {problem}"
         try:
             outcomes = exchange((records, problem))
             raise_first(self.path, [problem for _, problem in outcomes])
-            self._complete({name: record for written, _ in outcomes for name, record in written.items()})
+            self._complete(
+                {name: FileRecord(**record) for files_of, _ in outcomes for name, record in files_of.items()}
+            )
         except CheckpointError as error:
             return str(error)
-        except OSError as error:
+        except (OSError, TimeoutError) as error:
             return _sentence(self.path, "", error.strerror or str(error))
         finally:
             files.discard(self.staging)
         return None
+
+    def _write_own(self) -> dict[str, dict[str, Any]]:
+        return {name: asdict(_write(self.staging / name, group)) for name, group in self.own.items()}
 
     def _complete(self, records: dict[str, FileRecord]) -> None:
         assert self.encoded is not None
@@ -160,15 +178,6 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, str(error)
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
-
-
-def _agreed(processes: Strategy, function: Callable[[], str]) -> str:
-    """What `function` gives on rank 0, on every rank."""
-    given: tuple[Any, str | None] = attempt(function) if processes.is_global_zero else ("", None)
-    value, problem = processes.broadcast(given)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return str(value)
 
 
 def raise_first(path: Path, problems: list[str | None]) -> None:

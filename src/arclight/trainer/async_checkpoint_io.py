@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from arclight.checkpoint.saver import AsyncSaver
+from arclight.fabric.strategies import Strategy
 from arclight.trainer.checkpoint_io import CheckpointIO, FolderCheckpointIO, TorchCheckpointIO, to_tree
 from arclight.trainer.conventions import LIGHTNING
 
@@ -54,6 +56,27 @@ class AsyncCheckpointIO(CheckpointIO):
         self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         options = {} if storage_options is None else {"storage_options": storage_options}
         self.in_flight = self._thread.submit(self.wrapped.save_checkpoint, copied(checkpoint), path, **options)
+
+    @property
+    def save_shares(self) -> Callable[[dict[str, Any], str | Path, Strategy], None] | None:
+        """Like :meth:`save_checkpoint`, each process its own part; None where what writes cannot do that."""
+        return self._save_shares if type(self.wrapped) is FolderCheckpointIO else None
+
+    def _save_shares(self, checkpoint: dict[str, Any], path: str | Path, processes: Strategy) -> None:
+        self._saver = self._saver or AsyncSaver()
+        self.in_flight = self._saver.save_shares(path, to_tree(checkpoint), processes)
+
+    @property
+    def load_shares(self) -> Callable[[str | Path, Strategy], dict[str, Any]] | None:
+        """Like :meth:`load_checkpoint`, each process its own part; None where what reads cannot do that."""
+        self.wait()
+        found: Callable[[str | Path, Strategy], dict[str, Any]] | None = getattr(self.wrapped, "load_shares", None)
+        return found
+
+    def hurry(self) -> None:
+        """Something has failed: do not wait long for what other processes still have to write."""
+        if self._saver is not None:
+            self._saver.hurry()
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None

@@ -99,6 +99,8 @@ class Checkpointing:
     """Save after every n-th step as well."""
     every_n_epochs: int = 1
     """Save after every n-th epoch."""
+    asynchronous: bool | None = None
+    """Write in the background, from a copy in host memory; none: where several processes each write their share of the model."""
 
     def build(self) -> ModelCheckpoint:
         from arclight.trainer.callbacks import ModelCheckpoint
@@ -110,6 +112,7 @@ class Checkpointing:
             save_last=self.save_last,
             every_n_train_steps=self.every_n_steps,
             every_n_epochs=None if self.every_n_steps else self.every_n_epochs,
+            asynchronous=self.asynchronous,
         )
 
 

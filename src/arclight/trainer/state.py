@@ -72,13 +72,14 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _loops(trainer: Trainer) -> dict[str, Any]:
-    strategy = trainer.strategy
+    own = (trainer.rng_before_validation or rng_state(), trainer.window.state_dict(trainer.optimizers))
+    everyones = trainer.strategy.all_gather_object(own)
     return {
         "logged": reporting.logged_state(trainer),
         "metrics": dict(trainer.callback_metrics),
         "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
-        "rng": strategy.all_gather_object(trainer.rng_before_validation or rng_state()),
-        "window": strategy.all_gather_object(trainer.window.state_dict(trainer.optimizers)),
+        "rng": [rng for rng, _ in everyones],
+        "window": [window for _, window in everyones],
         "data": {"seed": trainer.data_seed, "loader": dataloading.position(trainer)},
     }
 
@@ -92,7 +93,8 @@ def _save(trainer: Trainer, path: str | Path, weights_only: bool, storage_option
     reporting.check_finite(trainer)
     checkpoint = dump(trainer, weights_only)
     trainer.strategy.write_checkpoint(trainer.checkpoint_io, checkpoint, path, storage_options)
-    trainer.strategy.barrier("checkpoint saved")
+    if getattr(trainer.checkpoint_io, "in_flight", None) is None:
+        trainer.strategy.barrier("checkpoint saved")
 
 
 def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import move_batch
 from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.exchange import Exchange
 from arclight.fabric.launchers import Launcher
 from arclight.fabric.no_init import NoInit, entered, give_memory
 from arclight.fabric.precision import Precision
@@ -291,6 +292,10 @@ class Strategy(Checkpointing):
         With ``sync_grads`` a gradient of the result flows back to the rank that each part came from.
         """
         return tensor
+
+    def exchange(self, name: str, timeout: float) -> Exchange | None:
+        """How a thread beside the loop tells rank 0 something; None where there is one process."""
+        return None
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether ``all`` (or any) ranks decided so."""

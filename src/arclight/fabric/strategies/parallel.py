@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.exchange import Exchange
 from arclight.fabric.launchers import (
     Launcher,
     MultiProcessingLauncher,
@@ -61,7 +62,7 @@ class ParallelStrategy(Strategy):
         self.parallel_devices, self.cluster_environment = parallel_devices, cluster_environment
         self._start_method, self.timeout, self.process_group_backend = start_method, timeout, process_group_backend
         self._launcher: Launcher | None = None
-        self._turns = 0
+        self._turns = self._exchanges = 0
 
     def attach(
         self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
@@ -195,6 +196,13 @@ class ParallelStrategy(Strategy):
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.stack(parts)
+
+    def exchange(self, name: str, timeout: float) -> Exchange | None:
+        if not dist.is_initialized():
+            return None
+        self._exchanges += 1
+        store: Any = dist.distributed_c10d._get_default_store()
+        return Exchange(store.clone(), self.global_rank, self.world_size, timeout, f"{name}-{self._exchanges}")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision), device=self.device)

@@ -89,7 +89,7 @@ class ShardedStrategy(ParallelStrategy):
 
     def read_checkpoint(self, io: Any, path: Any, **options: Any) -> dict[str, Any]:
         """Tensors stay in the files of a checkpoint folder: each process reads the part that it keeps."""
-        if hasattr(io, "load_shares") and not self.broadcast(os.path.isfile(path)):
+        if getattr(io, "load_shares", None) is not None and not self.broadcast(os.path.isfile(path)):
             found: dict[str, Any] = io.load_shares(path, self)
             return found
         return super().read_checkpoint(io, path, **options)
@@ -104,7 +104,7 @@ class ShardedStrategy(ParallelStrategy):
         return named if len(set(everyones)) == 1 else by_name(named)
 
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if self.saves_shares and hasattr(io, "save_shares"):
+        if self.saves_shares and getattr(io, "save_shares", None) is not None:
             io.save_shares(checkpoint, path, self)
         else:
             super().write_checkpoint(io, checkpoint, path, storage_options)

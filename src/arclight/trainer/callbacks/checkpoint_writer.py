@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.checkpoint import CheckpointError
+from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, link_checkpoint, remove_checkpoint
 from arclight.trainer.callbacks.checkpoint_record import Plan
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 class Writer:
     """One save at a time: :meth:`write` begins it, :meth:`take` gives the plan back once it is complete."""
 
-    asynchronous: bool
+    asynchronous: bool | None
+    """None: where processes write their own shares, and there is more than one."""
     plan: Plan | None = None
     """What is being written."""
     _future: Future[Any] | None = None
@@ -32,14 +34,19 @@ class Writer:
     def begin(self, trainer: Trainer) -> None:
         """Let ``trainer`` write in the background, if asked to."""
         self.plan = self._future = None
-        if self.asynchronous and not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
+        strategy = trainer.strategy
+        sharded = strategy.world_size > 1 and isinstance(strategy, ShardedStrategy) and strategy.saves_shares
+        wanted = sharded if self.asynchronous is None else self.asynchronous
+        if wanted and not isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
             self._before, trainer.checkpoint_io = trainer.checkpoint_io, AsyncCheckpointIO(trainer.checkpoint_io)
 
-    def end(self, trainer: Trainer) -> None:
-        """Give the trainer back what it wrote with."""
+    def end(self, trainer: Trainer, failed: bool = False) -> None:
+        """Give the trainer back what it wrote with; other ranks' parts are not waited for long where the run has ``failed``."""
+        if failed and isinstance(trainer.checkpoint_io, AsyncCheckpointIO):
+            trainer.checkpoint_io.hurry()
         if self._before is not None:
-            trainer.checkpoint_io.teardown()
-            trainer.checkpoint_io, self._before = self._before, None
+            writer, trainer.checkpoint_io, self._before = trainer.checkpoint_io, self._before, None
+            writer.teardown()
 
     def write(self, trainer: Trainer, plan: Plan, weights_only: bool) -> None:
         """Write the checkpoint of ``plan``, or begin to. A collective: every rank must call it."""

@@ -48,8 +48,8 @@ class ModelCheckpoint(Checkpoint):
       ``"link"``. It is brought up to date at every save, whatever that save's rank, and at the end of training.
     * ``save_on_train_epoch_end``: at the end of training epochs rather than after validation. By default it is so
       where validation runs once per epoch.
-    * ``asynchronous``: training goes on while a checkpoint is written. What went wrong with it is raised at the next save,
-      validation or end of an epoch, and training ends only when all is written.
+    * ``asynchronous``: write from a copy in host memory while training goes on; by default where several processes write
+      their shares. Errors are raised at the next save, validation or epoch's end; training ends when all is written.
     * ``dirpath`` defaults to ``checkpoints/`` in the run folder.
 
     ``best_model_path`` and its siblings change only when the checkpoint they name is complete, and a checkpoint is
@@ -82,7 +82,7 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         every: str | Duration | None = None,
-        asynchronous: bool = False,
+        asynchronous: bool | None = None,
     ) -> None:
         self.dirpath = checkpoint_files.full_path(dirpath) if dirpath else None
         self.filename, self.monitor, self.verbose, self.mode = filename, monitor, verbose, mode
@@ -271,10 +271,10 @@ class ModelCheckpoint(Checkpoint):
                 self._save(trainer, rank=False, keep=True)
             if trainer.world_size == 1:
                 self._settle(trainer)
+            self._writer.end(trainer, failed=trainer.world_size > 1)
         except CheckpointError as error:  # the error that ends the run is the one to raise
             exception.add_note(str(error))
         self._fitting = False
-        self._writer.end(trainer)
 
     # -- saving ------------------------------------------------------------------------------------------------
 
