@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.text.data_module import TextDataModule
+    from arclight.text.data_settings import Text
     from arclight.text.generation import generate
     from arclight.text.interchange.reading import from_hf
     from arclight.text.interchange.writing import to_hf
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     dict.fromkeys(("build_model", "model_names"), "arclight.text.models.zoo")
+    | {"Text": "arclight.text.data_settings", "TextDataModule": "arclight.text.data_module"}
     | {"generate": "arclight.text.generation"}
     | {"from_hf": "arclight.text.interchange.reading", "to_hf": "arclight.text.interchange.writing"}
     | dict.fromkeys(("ByteTokenizer", "Tokenizer"), "arclight.text.tokenizer"),

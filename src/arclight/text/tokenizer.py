@@ -103,6 +103,11 @@ class Tokenizer:
         """SHA-256 of the vocabulary: which token each id is. Shards and models of other digests do not fit."""
         return hashlib.sha256(json.dumps([self.names, sorted(self.specials)]).encode()).hexdigest()
 
+    @property
+    def fingerprint(self) -> str:
+        """As `digest`, but of the rules by which text is cut too: equal ones turn equal texts into equal tokens."""
+        return self.digest
+
     @cached_property
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Bytes of text that each id stands for, (V,); 0 for special tokens."""
@@ -174,6 +179,11 @@ class HFTokenizer(Tokenizer):
         if isinstance(templates, list):
             templates = {entry["name"]: entry["template"] for entry in templates}
         self.chat_templates = {"default": templates} if isinstance(templates, str) else templates
+
+    @property
+    def fingerprint(self) -> str:
+        described = json.dumps([self._described, self.bos, self.eos], sort_keys=True)
+        return hashlib.sha256(described.encode()).hexdigest()
 
     @cached_property
     def _with_specials(self) -> Any:

@@ -1,0 +1,92 @@
+"""Settings of text data (no torch here: a recipe is read without it)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from arclight.text.data_module import TextDataModule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Every byte of UTF-8 is a token: nothing to learn, nothing to install."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BPE:
+    """Byte-level byte pair encoding, learned from the training text when it is first needed."""
+
+    vocab_size: int = 4096
+    """Tokens in all: 3 special ones, 256 single bytes, the rest learned."""
+    sample: int = 2**28
+    """Bytes of text that it is learned from, taken from the beginning of each source in equal parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """A tokenizer that exists."""
+
+    path: Path
+    """A folder with tokenizer.json, or that file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Text to learn from: where it is, how it becomes tokens, and how tokens become batches."""
+
+    data: str | tuple[str, ...] | dict[str, str] = "stdlib"
+    """The Python standard library's sources ("stdlib"), a file or folder (text, JSON lines, Parquet, tar, a saved HF data
+    set), a list of these read one after another, or a table of named ones to mix."""
+    val: str | None = None
+    """Text to validate with; none holds back a share of the data."""
+    held_out: float = 0.05
+    """Share of the documents to validate with where there is no other text for it, in [0, 1)."""
+    field: str = "text"
+    """Field of a row that holds the text."""
+    tokenizer: BPE | Bytes | Pretrained = dataclasses.field(default_factory=BPE)
+    """How text becomes tokens."""
+    sequence_length: int = 256
+    """Tokens of a sample."""
+    batch_size: int = 16
+    """Samples per step on each device."""
+    global_batch_size: int | None = None
+    """Samples per step on all devices together, in place of batch_size."""
+    packing: Literal["concat", "pack"] = "concat"
+    """Samples are windows of all documents in a row (concat), or whole documents side by side with little padding (pack)."""
+    mask_documents: bool = True
+    """Tokens see their own document only, and its last one does not predict the next document's first."""
+    mixture: dict[str, float | tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    """Weight of each named source, or its weights at the points of mixture_at; without any, sources count by size."""
+    mixture_at: tuple[float, ...] = (0.0,)
+    """Moments, in epochs since the beginning, at which the lists of weights hold; in between they change linearly."""
+    epoch_samples: int | None = None
+    """Samples in an epoch of a mixture; none for as many as there are."""
+    shard_bytes: int = 2**26
+    """Bytes of text in a shard of tokens."""
+    prepare_workers: int = 1
+    """Processes that tokenize, the first time."""
+    workers: int = 0
+    """Processes that load batches; 0 loads in the training process, which is enough for most."""
+    cache: Path | None = None
+    """Folder for tokenizers and tokens; none for the folder data beside the runs."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1 or self.batch_size < 1 or (self.global_batch_size or 1) < 1:
+            raise ValueError("sequence_length, batch_size and global_batch_size must be 1 or more")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out is a share in [0, 1), got {self.held_out}")
+        if self.mixture and not isinstance(self.data, dict):
+            raise ValueError("a mixture needs named sources: data = {first = ..., second = ...}")
+        if isinstance(self.data, dict) and (unknown := set(self.mixture) - set(self.data)):
+            raise ValueError(f"mixture names {', '.join(sorted(unknown))}, data has {', '.join(self.data)}")
+        if self.mixture and isinstance(self.data, dict) and (missing := set(self.data) - set(self.mixture)):
+            raise ValueError(f"mixture has no weight for {', '.join(sorted(missing))}")
+
+    def build(self) -> TextDataModule:
+        from arclight.text.data_module import TextDataModule
+
+        return TextDataModule(self)

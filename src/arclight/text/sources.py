@@ -1,0 +1,197 @@
+"""Where text comes from: files of several kinds, read as documents in an order that never changes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sysconfig
+import tarfile
+import tokenize
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from arclight.fabric.extras import require
+
+STDLIB = "stdlib"
+"""The source that every machine has: the Python standard library's own modules, without its tests."""
+
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+_DATASET_FILES = ("dataset_info.json", "dataset_dict.json", "state.json")
+_UNPACK_FIRST = (".zst", ".bz2", ".xz", ".zip", ".7z")
+
+
+class SourceError(ValueError):
+    """Text that cannot be read; the message names the file and the row."""
+
+
+class Document(NamedTuple):
+    """One text: a file, a row or a member of an archive."""
+
+    id: str
+    """Where it was found: the file, and the row where there is one."""
+    text: str
+    bytes: int
+    """Its length in UTF-8."""
+
+
+def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
+    """The documents of a source, always in the same order.
+
+    where: ``"stdlib"``; a file; or a folder, all of whose files are read in the order of their names (those that begin
+    with a dot are not). By its name a file is JSON lines (.jsonl, .ndjson), Parquet (.parquet), an archive of text files
+    (.tar, .tgz, .tar.gz) or one document of plain text, UTF-8; lines and text may be compressed (.gz). A folder that HF
+    ``datasets`` has saved is read as such. field: the field of a row that holds the text.
+    Raises SourceError for what cannot be read, FileNotFoundError for what is not there.
+    """
+    for path in files(where):
+        try:
+            for place, text in _reader(path)(path, field):
+                try:
+                    yield Document(place, text, len(text.encode()))
+                except UnicodeEncodeError as error:
+                    raise SourceError(
+                        f"{place}: character {error.start} is half of a surrogate pair, no text"
+                    ) from error
+        except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
+            raise SourceError(f"{path} is cut short or damaged: {error}; fetch it again") from error
+
+
+def files(where: str | Path) -> list[Path]:
+    """The files (or saved data sets) of a source, in the order that they are read in."""
+    if where == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        found = (p for p in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(p.relative_to(root).parts))
+        return sorted(found, key=lambda p: p.relative_to(root).parts)
+    root = Path(where)
+    if not root.exists():
+        raise FileNotFoundError(f'{root} does not exist: data is "{STDLIB}", a file or a folder')
+    if root.is_file() or _is_saved_dataset(root):
+        return [root]
+    inside = sorted(
+        (p for p in root.rglob("*") if p.is_file() and not any(n.startswith(".") for n in p.relative_to(root).parts)),
+        key=lambda p: p.relative_to(root).parts,
+    )
+    if not inside:
+        raise FileNotFoundError(f"{root} has no files to read")
+    return inside
+
+
+def fingerprint(where: str | Path) -> list[list[Any]]:
+    """Name, size and time of change of every file of a source, by which a corpus made of it is known again."""
+    found = []
+    for path in files(where):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            facts = file.stat()
+            found.append([str(file), facts.st_size, facts.st_mtime_ns])
+    return found
+
+
+def _is_saved_dataset(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _DATASET_FILES)
+
+
+_Reader = Callable[[Path, str], Iterator[tuple[str, str]]]
+
+
+def _reader(path: Path) -> _Reader:
+    if path.is_dir():
+        return _saved_dataset
+    name = path.name.lower()
+    if name.endswith((".tar", ".tgz", ".tar.gz")):
+        return _archive
+    if name.endswith(_UNPACK_FIRST):
+        raise SourceError(f"{path}: this kind of file is not read; unpack it first (gzip and tar are read as they are)")
+    if name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
+        return _json_lines
+    return _parquet if name.endswith(".parquet") else _plain
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _decode(data: bytes, place: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"{place}: byte {error.start} ({data[error.start]:#04x}) is not UTF-8 text") from error
+
+
+def _plain(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    with _open(path) as file:
+        data = file.read()
+    if path.suffix == ".py":  # Python says in its first lines which encoding it is in
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+            yield str(path), data.decode(encoding)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise SourceError(f"{path} is not the Python source that it says: {error}") from error
+        return
+    yield str(path), _decode(data, str(path))
+
+
+def _json_lines(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(_decode(line, place))
+            except json.JSONDecodeError as error:
+                raise SourceError(f"{place} is no JSON: {error}") from error
+            yield place, _text_of(row, field, place)
+
+
+def _text_of(row: Any, field: str, place: str) -> str:
+    if not isinstance(row, dict):
+        raise SourceError(f"{place}: need an object with the field {field!r}, got {type(row).__name__}")
+    if field not in row:
+        raise SourceError(f"{place} has no field {field!r}; it has {', '.join(map(repr, row)) or 'none'}")
+    if not isinstance(row[field], str):
+        raise SourceError(f"{place}: {field!r} is no text but {type(row[field]).__name__}")
+    text: str = row[field]
+    return text
+
+
+def _parquet(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    arrow, parquet = require("pyarrow", extra="text"), require("pyarrow.parquet", extra="text")
+    try:
+        with parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                known = ", ".join(map(repr, file.schema_arrow.names))
+                raise SourceError(f"{path} has no field {field!r}; it has {known}")
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    place = f"{path}, row {number}"
+                    yield place, _text_of({field: value}, field, place)
+                    number += 1
+    except (arrow.ArrowException, OSError) as error:
+        raise SourceError(f"{path} cannot be read as Parquet: {error}") from error
+
+
+def _archive(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    with tarfile.open(path) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() else None
+            if file is not None:
+                place = f"{path}, {member.name}"
+                yield place, _decode(file.read(), place)
+
+
+def _saved_dataset(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    library = require("datasets", extra="text")
+    try:
+        found = library.load_from_disk(str(path))
+    except Exception as error:  # the library lets through whatever its readers raise
+        raise SourceError(f"{path} cannot be read as a saved data set: {error}") from error
+    splits = found if isinstance(found, dict) else {"": found}
+    for name in sorted(splits):
+        rows = splits[name].select_columns([field]) if field in splits[name].column_names else splits[name]
+        for number, row in enumerate(rows):
+            place = f"{path}, {name + ' ' if name else ''}row {number}"
+            yield place, _text_of(row, field, place)
