@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from arclight.fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
     from arclight.fabric.strategies.registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
     from arclight.fabric.strategies.registry import StrategyRegistry as StrategyRegistry
+    from arclight.fabric.strategies.replicas import ReplicaStrategy as ReplicaStrategy
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
@@ -26,6 +27,7 @@ __getattr__, __dir__, __all__ = lazy(
         "LayerSync": "arclight.fabric.layer_sync",
         "ModelParallelStrategy": "arclight.fabric.strategies.model_parallel",
         "ParallelStrategy": "arclight.fabric.strategies.parallel",
+        "ReplicaStrategy": "arclight.fabric.strategies.replicas",
         "STRATEGY_REGISTRY": "arclight.fabric.strategies.registry",
         "SingleDeviceStrategy": "arclight.fabric.strategies.base",
         "Strategy": "arclight.fabric.strategies.base",

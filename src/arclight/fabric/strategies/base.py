@@ -145,6 +145,11 @@ class Strategy(Checkpointing):
         return self.stop.due(position)
 
     @property
+    def replica_mesh(self) -> Any:
+        """A mesh whose first dimension counts copies of the model that steps do not keep alike; None where there are none."""
+        return None
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Among how many samplers the data is shared, and which of them is this process's."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}

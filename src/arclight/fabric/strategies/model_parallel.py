@@ -53,6 +53,11 @@ class ModelParallelStrategy(ShardedStrategy):
             )
         return self._device_mesh
 
+    @property
+    def replica_mesh(self) -> Any:
+        """The mesh: what is not shared out over ``data_parallel`` is not kept alike there either."""
+        return self.device_mesh
+
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._device_mesh is not None:

@@ -6,6 +6,7 @@ from arclight.fabric.registry import Registry
 from arclight.fabric.strategies.ddp import DDPStrategy
 from arclight.fabric.strategies.fsdp import FSDPStrategy
 from arclight.fabric.strategies.model_parallel import ModelParallelStrategy
+from arclight.fabric.strategies.replicas import ReplicaStrategy
 
 DDP_START_METHODS = {"ddp": "popen", "ddp_spawn": "spawn", "ddp_fork": "fork", "ddp_notebook": "fork"}
 """How processes start under each name of the family."""
@@ -39,6 +40,7 @@ def _built_in() -> StrategyRegistry:
     names.register("fsdp", FSDPStrategy, "FSDP2: shares of parameters, gradients and moments")
     names.register("fsdp_cpu_offload", FSDPStrategy, "FSDP2 with the shares in host memory", cpu_offload=True)
     names.register("model_parallel", ModelParallelStrategy, "tensor parallelism and FSDP2 by hand, on a mesh")
+    names.register("replicas", ReplicaStrategy, "copies that train alone; the DiLoCo callback brings them together")
     return names
 
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callback import Callback, Checkpoint
     from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder
     from arclight.trainer.callbacks.device_stats_monitor import DeviceStatsMonitor
+    from arclight.trainer.callbacks.diloco import DiLoCo
     from arclight.trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from arclight.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from arclight.trainer.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
@@ -38,6 +39,7 @@ _FILES = {
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
     "DeviceStatsMonitor": "device_stats_monitor",
+    "DiLoCo": "diloco",
     "EarlyStopping": "early_stopping",
     "EarlyStoppingReason": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",

@@ -1,0 +1,110 @@
+"""The outer step of training that exchanges rarely: replicas or clients train alone, then their changes are one gradient.
+
+Local SGD and federated averaging (McMahan et al. 2017), DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1) and its
+streaming form in fragments (Douillard et al. 2025, arXiv 2501.18512). Weights are dicts from parameter name to tensor;
+nothing here communicates or changes what it is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """Stochastic gradient descent on pseudo-gradients. ``lr=1, momentum=0`` is federated averaging."""
+
+    lr: float = 0.7
+    """Rate; 1 goes to the mean of the local weights."""
+    momentum: float = 0.9
+    """Velocity decay, in [0, 1)."""
+    nesterov: bool = True
+    """Look ahead along the velocity."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"the outer lr must be positive and the momentum in [0, 1), got {self.lr} and {self.momentum}"
+            )
+
+    def step(
+        self, anchor: Tensors, gradient: Tensors, velocity: Tensors
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """New anchor and velocity: v <- momentum v + g; anchor <- anchor - lr (g + momentum v), or lr v without ``nesterov``.
+
+        ``velocity`` may lack names, which then begin at zero; it stays empty without momentum. Raises KeyError for a gradient
+        without an anchor. What the gradient does not name stays as it is.
+        """
+        anchors, velocities = dict(anchor), dict(velocity)
+        for name, push in gradient.items():
+            update = push
+            if self.momentum:
+                velocities[name] = push + self.momentum * velocity[name] if name in velocity else push.clone()
+                update = push + self.momentum * velocities[name] if self.nesterov else velocities[name]
+            anchors[name] = (anchor[name].to(update.dtype) - self.lr * update).to(anchor[name].dtype)
+        return anchors, velocities
+
+
+def pseudo_gradient(anchor: Tensors, local: Tensors, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """``anchor - local`` of all or the given names, one precision wider than the weights, so that a step of rate 1 from
+    ``anchor`` comes back to ``local`` exactly unless their sizes are 2^29 apart.
+
+    Raises ValueError where names or shapes differ.
+    """
+    chosen = list(anchor) if names is None else list(names)
+    if missing := [name for name in chosen if name not in local or name not in anchor]:
+        raise ValueError(f"{missing[0]} is not in both the anchor and the local weights ({len(missing)} in all)")
+    result = {}
+    for name in chosen:
+        if anchor[name].shape != local[name].shape:
+            raise ValueError(f"{name} is {tuple(local[name].shape)}, its anchor {tuple(anchor[name].shape)}")
+        wide = torch.float64 if anchor[name].dtype in (torch.float32, torch.float64) else torch.float32
+        result[name] = anchor[name].to(wide) - local[name].to(wide)
+    return result
+
+
+def weighted_mean(contributions: Sequence[tuple[Tensors, float]]) -> dict[str, torch.Tensor]:
+    """The mean of several dicts, each with its weight (samples, tokens). Raises ValueError for no or negative weights."""
+    total = sum(weight for _, weight in contributions)
+    if not total > 0 or any(weight < 0 for _, weight in contributions):
+        raise ValueError(
+            f"weights must not be negative and their sum must be positive, got {[w for _, w in contributions]}"
+        )
+    names = list(contributions[0][0])
+    if any(list(tensors) != names for tensors, _ in contributions):
+        raise ValueError("the contributions do not name the same tensors in the same order")
+    result = {}
+    for name in names:
+        result[name] = torch.zeros_like(contributions[0][0][name])
+        for tensors, weight in contributions:
+            result[name] += tensors[name] * (weight / total)
+    return result
+
+
+def fragments_of(names: Iterable[str], count: int) -> list[list[str]]:
+    """Names dealt into ``count`` fragments by block: those that agree up to their first number go together, blocks in turn.
+
+    Blocks far apart in one fragment spread what each exchange changes over the depth of the model (streaming DiLoCo, 2.1).
+    Raises ValueError where there are fewer blocks than fragments.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        found = re.match(r"(.*?\.\d+)\.", name)
+        blocks.setdefault(found[1] if found else "", []).append(name)
+    if not 1 <= count <= len(blocks):
+        raise ValueError(f"{len(blocks)} blocks of parameters cannot be dealt into {count} fragments")
+    dealt: list[list[str]] = [[] for _ in range(count)]
+    for number, block in enumerate(blocks.values()):
+        dealt[number % count] += block
+    return dealt
+
+
+def due(step: int, sync_every: int, fragments: int = 1) -> list[int]:
+    """Fragments whose turn it is after ``step`` steps: each every ``sync_every``, evenly set off from one another."""
+    return [f for f in range(fragments) if step > 0 and (step - f * sync_every // fragments) % sync_every == 0]
