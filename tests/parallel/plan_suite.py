@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
+from arclight.fabric.sharding import whole_tensor
 from arclight.parallel import Mesh, Plan, initialize, parallelize
-from arclight.parallel.tensor import whole_logits
 from arclight.text import build_model
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 48}
@@ -60,6 +61,16 @@ CASES = [
     Case(Plan(tp=2), "gpt2-debug", fields={"kv_heads": None, "hidden": None}),
     Case(Plan(tp=2), "qwen3-debug", fields={"head_dim": 8}),
     Case(Plan(tp=2, sequence_parallel=False), "qwen3-debug", fields={"head_dim": 8}),
+    Case(Plan(dp_shard=2, activation_checkpointing="full")),
+    Case(Plan(dp_shard=2, activation_checkpointing="selective", reshard_after_forward="never")),
+    Case(Plan(dp_shard=2, cpu_offload=True)),
+    Case(Plan(dp_replicate=2, compile="aot_eager")),
+    Case(Plan(dp_shard=2, compile="aot_eager")),
+    Case(Plan(dp_shard=2, compile="aot_eager", activation_checkpointing="selective")),
+    Case(Plan(tp=2, activation_checkpointing="selective")),
+    Case(Plan(tp=2, activation_checkpointing="full")),
+    Case(Plan(tp=2, compile="aot_eager"), quick=True),
+    Case(Plan(tp=2, compile="aot_eager", activation_checkpointing="selective")),
     Case(Plan(dp_shard=2, tp=2), quick=True),
     Case(Plan(dp_replicate=2, dp_shard=2)),
     Case(
@@ -110,15 +121,19 @@ def compare(case: Case) -> dict[str, Any]:
     with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
         loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-    value = whole_logits(loss.detach()).clone()
+    value = whole_tensor(loss.detach()).clone()
     dist.all_reduce(value)
     value /= dist.get_world_size()
     names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
     assert names.keys() == wanted.keys()
-    error = max((whole_logits(names[name].grad) - gradient).abs().max() for name, gradient in wanted.items())
+    error = max((whole_tensor(names[name].grad) - gradient).abs().max() for name, gradient in wanted.items())
     worst = torch.stack([(value - wanted_loss).abs(), error]).double()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return {"case": case.name, "loss": float(worst[0]), "gradient": float(worst[1])}
+    found = {"case": case.name, "loss": float(worst[0]), "gradient": float(worst[1])}
+    if case.plan.compile != "none":
+        found |= {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
+        counters.clear()
+    return found
 
 
 def run(cases: list[Case]) -> None:
@@ -133,4 +148,4 @@ def run(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    run([case for case in CASES if case.quick] if "quick" in sys.argv else CASES)
+    run([case for case in CASES if case.quick or "quick" not in sys.argv])

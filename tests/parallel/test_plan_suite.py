@@ -47,6 +47,9 @@ def check(cases: list[Case], quick: bool) -> None:
         if not (found[case.name]["loss"] <= case.tolerance[0] and found[case.name]["gradient"] <= case.tolerance[1])
     }
     assert not wrong
+    for case in cases:
+        if case.plan.compile != "none":  # one code for all blocks, whatever was done to them before
+            assert (found[case.name]["graphs"], found[case.name]["breaks"]) == (1, 0), case.name
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
+from arclight import checkpoint
 from arclight.parallel import Plan, initialize
 from arclight.text import build_model
 
@@ -82,7 +83,7 @@ def loader(batch_size: int, count: int, shuffle: bool) -> DataLoader[Any]:
 
 
 def fit(
-    folder: Path, plan: Plan | None = None, ckpt: Path | None = None, curve: Curve | None = None, **options: Any
+    folder: Path, plan: Plan | None = None, ckpt: Path | None = None, curve: Curve | None = None, more: Any = ()
 ) -> Any:
     """Twenty steps on global batches of twelve: the losses, and what logging made of them."""
     torch.manual_seed(11)
@@ -90,7 +91,7 @@ def fit(
     strategy: Any = "auto" if plan is None else plan.strategy(start_method="fork", sequence_length=16)
     trainer = al.Trainer(
         accelerator="cpu", strategy=strategy, max_steps=STEPS, default_root_dir=folder, gradient_clip_val=0.5, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, callbacks=curve, limit_val_batches=2, **options,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[curve, *more], limit_val_batches=2,
     )  # fmt: skip
     share = plan.data_parallel if plan is not None else 1
     module = Language()
@@ -116,3 +117,42 @@ def test_a_plan_trains_what_one_process_trains(tmp_path: Path, plan: Plan) -> No
     for name in ("loss_epoch", "val_loss"):
         assert float(two.callback_metrics[name]) == pytest.approx(float(one.callback_metrics[name]), abs=1e-5)
     assert two.callback_metrics["batches"] == plan.data_parallel * one.callback_metrics["batches"]
+
+
+class AtStart(al.Callback):
+    """Saves what was loaded, before anything is trained."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: al.Trainer, module: al.Module) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def tensors_of(tree: Any, prefix: str = "") -> dict[str, Tensor]:
+    if isinstance(tree, Tensor):
+        return {prefix: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    return {name: found for key, item in items for name, found in tensors_of(item, f"{prefix}/{key}").items()}
+
+
+def state(path: Path) -> dict[str, Tensor]:
+    """Weights and moments of a checkpoint, whole."""
+    entries = checkpoint.load(path)
+    return tensors_of({name: entries[name] for name in entries if name in ("model", "optimizers")})
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_other_plans(tmp_path: Path) -> None:
+    _, wanted, _ = fit(tmp_path / "one")
+    four, two, three = Plan(dp_shard=2, tp=2), Plan(tp=2), Plan(dp_shard=3)
+    fit(tmp_path / "4", four, curve=Curve(tmp_path / "a", 7))
+    fit(tmp_path / "2", two, ckpt=tmp_path / "a", curve=Curve(tmp_path / "b", 14), more=[AtStart(tmp_path / "a2")])
+    _, found, _ = fit(tmp_path / "3", three, ckpt=tmp_path / "b", more=[AtStart(tmp_path / "b3")])
+    assert len(found) == STEPS
+    assert found == pytest.approx(wanted, abs=1e-5)
+    for one, other in (("a", "a2"), ("b", "b3")):
+        before, after = state(tmp_path / one), state(tmp_path / other)
+        assert len(before) > 40
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from arclight.fabric.batches import map_tensors
@@ -32,10 +32,27 @@ def gathered(tree: Any, keep: bool) -> Any:
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        full: torch.Tensor = tensor.full_tensor().detach()
+        full = whole_tensor(tensor).detach()
         return full.cpu() if keep else full.new_empty(0)
 
     return map_tensors(tree, whole)
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor with all shares of ``tensor``; every process must call this.
+
+    One dimension of the mesh after the other, the first one (FSDP's cut, which is inside of the others') first: torch
+    does the same for `full_tensor`, with a warning on every process.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():
+            placements[dimension] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    whole: torch.Tensor = tensor.to_local()
+    return whole
 
 
 def share_of(full: torch.Tensor, like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -144,7 +161,7 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
     meshes: dict[Any, list[torch.Tensor]] = {}
     for gradient in gradients:
         meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
-    norms = [_whole(nn.utils.get_total_norm(group, norm_type)) for group in meshes.values()]
+    norms = [whole_tensor(nn.utils.get_total_norm(group, norm_type)) for group in meshes.values()]
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
@@ -171,11 +188,6 @@ def clip_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
     if parts:
         torch._foreach_clamp_min_(parts, -limit)
         torch._foreach_clamp_max_(parts, limit)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole
 
 
 # -- first values --------------------------------------------------------------------------------------------------

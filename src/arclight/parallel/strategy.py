@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from arclight.fabric import sharding
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.spread import own_part
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.root import StepRoot, let_go_without_backward
 from arclight.fabric.strategies.sharded import ShardedStrategy
@@ -150,13 +153,30 @@ class PlanStrategy(ShardedStrategy):
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip by the norm over all parameters of all processes, each parameter once."""
-        if self.plan.pp == 1:
-            return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+        """Clip by the norm over all parameters of all processes, each parameter once; one exchange of one number."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        own = sharding.total_norm(gradients, norm_type).to(self.device)
-        stages = [torch.empty_like(own) for _ in range(self.plan.pp)]
-        dist.all_gather(stages, own, group=self.mesh.group("pp"))
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(stages), norm_type)
+        total = self.total_norm(gradients, norm_type)
         sharding.scale_to_norm(gradients, total, max_norm, error_if_nonfinite)
         return total
+
+    @torch.no_grad()
+    def total_norm(self, gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+        """The norm over the gradients of all processes, whichever meshes they are spread over. Every process calls this."""
+        holders = self.plan.world_size // self.plan.pp
+        copies: dict[int, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            parts = 1
+            if isinstance(gradient, DTensor):
+                sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+                parts = math.prod(size for placement, size in sizes if not placement.is_replicate())
+            copies.setdefault(holders // parts, []).append(own_part(gradient))
+        norms = {count: nn.utils.get_total_norm(parts, norm_type).to(self.device) for count, parts in copies.items()}
+        if math.isinf(norm_type):
+            total = torch.stack([torch.zeros((), device=self.device), *norms.values()]).max()
+            dist.all_reduce(total, dist.ReduceOp.MAX)
+            return total
+        total = torch.zeros((), device=self.device)
+        for count, norm in norms.items():
+            total = total + norm**norm_type / count
+        dist.all_reduce(total)
+        return total ** (1 / norm_type)

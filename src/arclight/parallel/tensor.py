@@ -9,6 +9,7 @@ gradients that are *parts* of a sum; the sum is made once, by ``gather`` in its 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -130,25 +131,35 @@ def _cut(module: nn.Module, mesh: DeviceMesh, style: str, outside: Placement, ma
         gradients[name] = placement if dimension is not None else Partial() if summed else Replicate()
     if own:
         once = {"bias"} if style == "row" and mesh.get_local_rank() > 0 else set()
-        module.__class__ = _seeing_own_part(type(module), gradients, once)
+        module.__class__ = _seeing_own_part(cast(Any, type(module)), tuple(gradients.items()), frozenset(once))
 
 
-def _seeing_own_part(kind: type[nn.Module], gradients: dict[str, Placement], zeroed: set[str]) -> type[nn.Module]:
-    """A subclass whose parameters, read as attributes, are local tensors with gradients of the given placements."""
+@cache
+def _seeing_own_part(
+    kind: type[nn.Module], gradients: tuple[tuple[str, Placement], ...], zeroed: frozenset[str]
+) -> type[nn.Module]:
+    """A subclass whose parameters, read as attributes, are local tensors with gradients of the given placements.
 
-    def reader(name: str) -> property:
+    One class for all that are alike: blocks of different classes would be compiled one by one.
+    """
+
+    def reader(name: str, placement: Placement) -> property:
         def read(self: nn.Module) -> Tensor:
             parameter = self._parameters[name]
             if (
                 not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1
             ):  # at rest: a share over `fsdp` as well
                 return cast(Tensor, parameter)
-            own: Tensor = parameter.to_local(grad_placements=[gradients[name]])
+            own: Tensor = parameter.to_local(grad_placements=[placement])
             return own * 0 if name in zeroed else own  # added by one process of the group only
 
         return property(read)
 
-    return type(kind.__name__, (kind,), {name: reader(name) for name in gradients} | {"__module__": kind.__module__})
+    return type(
+        kind.__name__,
+        (kind,),
+        {name: reader(name, placement) for name, placement in gradients} | {"__module__": kind.__module__},
+    )
 
 
 def _whole(x: Any, mesh: DeviceMesh, placement: Placement) -> Tensor:
@@ -195,8 +206,3 @@ def _look_up_own_rows(embedding: nn.Module, mesh: DeviceMesh, outside: Placement
 
     embedding.register_forward_pre_hook(shift)
     embedding.register_forward_hook(total)
-
-
-def whole_logits(logits: Tensor) -> Tensor:
-    """Logits (..., V) as one plain tensor, whether or not they are cut along the vocabulary."""
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits

@@ -1,0 +1,145 @@
+"""Plans that cannot be carried out are refused in one sentence that says what would fit, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import arclight as al
+from arclight.parallel import Plan, PlanError, PlanStrategy
+from arclight.parallel.apply import check
+from arclight.parallel.checkpointing import checkpoint_blocks
+from arclight.parallel.units import blocks, embeddings
+from arclight.text import build_model
+
+SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tp": 0}, "tp must be a positive integer, got 0"),
+        ({"dp_shard": 2, "ep": 4}, "ep = 4 must divide dp_shard . cp = 2"),
+        ({"pp": 4, "micro_batches": 2}, "micro_batches = 2 leaves some of pp = 4 stages idle"),
+        ({"activation_checkpointing": "some"}, "choose none, selective, full or a number"),
+        ({"activation_checkpointing": 1.5}, "from 0 to 1"),
+        ({"activation_checkpointing": 0.5}, 'set compile = "inductor"'),
+        ({"reshard_after_forward": "often"}, "choose one of default, always, never"),
+        ({"async_tp": True, "tp": 2}, 'set compile = "inductor"'),
+        ({"float8": "int4"}, "choose one of none, tensorwise"),
+    ],
+)
+def test_a_plan_that_contradicts_itself(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "facts", "message"),
+    [
+        ({"dp_shard": 2, "tp": 2}, {"world_size": 8}, "for 4 processes .* there are 8"),
+        ({"tp": 4}, {"kv_heads": 2}, "2 key and value heads cannot be cut into tp = 4"),
+        ({"tp": 4}, {"hidden": 50}, "50 hidden width"),
+        ({"tp": 4}, {"vocab_size": 50257}, "pad it to 50260"),
+        ({"dp_shard": 4, "ep": 4}, {"experts": 6}, "6 experts cannot be cut into ep = 4"),
+        ({"tp": 4}, {"sequence_length": 30}, "use 28 or 32 tokens"),
+        ({"cp": 2}, {"sequence_length": 30}, "2 . cp = 4 equal parts: use 28 or 32"),
+        ({"cp": 2, "tp": 2}, {"sequence_length": 28}, "use 24 or 32"),
+        ({"pp": 4}, {"layers": 3}, "3 layers are too few"),
+    ],
+)
+def test_a_plan_that_does_not_fit(fields: dict[str, int], facts: dict[str, int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(**fields).check(**facts)
+
+
+def test_a_model_that_a_plan_does_not_fit() -> None:
+    check(build_model("llama3-debug", **SMALL), Plan(tp=2), sequence_length=16)
+    with pytest.raises(PlanError, match="2 key and value heads"):
+        check(build_model("llama3-debug", **SMALL), Plan(tp=4))
+    with pytest.raises(PlanError, match="pad it to 98"):
+        check(build_model("llama3-debug", **SMALL | {"vocab_size": 97}), Plan(tp=2))
+    with pytest.raises(PlanError, match="Linear declares no sharding"):
+        check(nn.Linear(4, 4), Plan(tp=2))
+    check(nn.Linear(4, 4), Plan(dp_shard=2))
+
+
+class Odd(nn.Module):
+    def __init__(self, table: dict[str, str]) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 6), nn.Linear(6, 4), nn.LayerNorm(4)
+        self.sharding = table
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"up": "column", "dwon": "row"}, "names dwon, which does not exist"),
+        ({"up": "columns"}, "'columns', which is not known"),
+        ({"up": "column", "down": "row"}, "no sharding table names the module of norm.weight"),
+        ({"norm": "sequence", "up": "row", "down": "row"}, None),
+        ({"norm": "sequence", "up": "column", "down": "column"}, None),
+    ],
+)
+def test_tables_that_are_wrong(table: dict[str, str], message: str | None) -> None:
+    if message is None:
+        check(Odd(table), Plan(tp=2))
+        with pytest.raises(PlanError, match=r"which tp = 5 does not divide"):
+            check(Odd(table), Plan(tp=5))
+    else:
+        with pytest.raises(PlanError, match=message):
+            check(Odd(table), Plan(tp=2))
+
+
+def test_a_trainer_takes_a_plan() -> None:
+    trainer = al.Trainer(accelerator="cpu", strategy=Plan(dp_shard=2, tp=2), logger=False)
+    assert isinstance(trainer.strategy, PlanStrategy)
+    assert trainer.world_size == 4
+    with pytest.raises(PlanError, match="for 4 processes"):
+        al.Trainer(accelerator="cpu", strategy=Plan(tp=4), devices=2, logger=False)
+    with pytest.raises(PlanError, match="30 tokens"):
+        Plan(tp=4).strategy(sequence_length=30)
+
+
+def test_blocks_are_found_without_being_named() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), "head": nn.Linear(2, 2)})
+    assert [name for name, _ in blocks(model)] == ["layers.0", "layers.1", "layers.2"]
+    assert [name for name, _ in blocks(build_model("llama3-debug", **SMALL))] == ["layers.0", "layers.1"]
+    mixed = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
+    assert blocks(mixed) == []
+    assert len(embeddings(build_model("llama3-debug", **SMALL))) == 1
+    assert embeddings(build_model("llama3-debug", **SMALL, tied=True)) == []
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_activations_are_computed_again_as_asked() -> None:
+    """Seven products in each of two blocks: none of them, every second one, or all but the last, whose result nothing needs."""
+    counted, gradients = {}, {}
+    for how in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        model = build_model("llama3-debug", **SMALL)
+        checkpoint_blocks(model, how)
+        with Products() as products:
+            model(torch.arange(24).reshape(2, 12)).square().mean().backward()
+        counted[how] = products.count
+        gradients[how] = [parameter.grad for parameter in model.parameters()]
+        assert list(model.state_dict()) == list(build_model("llama3-debug", **SMALL).state_dict())
+    assert counted["full"] - counted["none"] == 12
+    assert counted["selective"] - counted["none"] == 6
+    for how in ("selective", "full"):
+        assert all(torch.equal(a, b) for a, b in zip(gradients["none"], gradients[how], strict=True))
