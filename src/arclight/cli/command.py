@@ -32,7 +32,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "serve": ("arclight.cli.serve:serve", "answer over HTTP, with a page to try it"),
     },
     "Look after": {
-        "data": ("arclight.cli.data:data", "draw a data set of payment codes, check a data set"),
+        "data": ("arclight.cli.data:data", "turn text into tokens, draw payment codes, check a data set"),
         "checkpoint": ("arclight.cli.checkpoint:checkpoint", "inspect, verify or convert a checkpoint"),
         "doctor": ("arclight.cli.doctor:doctor", "explain this machine: devices, speed, what is missing"),
     },

@@ -1,4 +1,4 @@
-"""``arclight data``: draw a data set of payment codes, check any data set."""
+"""``arclight data``: text into shards of tokens, a data set of payment codes, and what is wrong with a data set."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from argparse import Namespace
 from pathlib import Path
 
 from arclight.cli.arguments import Parser
+from arclight.cli.corpora import add_verbs
 
 
 def data(arguments: list[str]) -> int:
-    parser = Parser(prog="arclight data", description="Draw a data set of payment codes, or check a data set.")
-    verbs = parser.add_subparsers(required=True, metavar="qris|check")
+    about = "Turn text into tokens and look into them, draw a data set of payment codes, or check one of images."
+    parser = Parser(prog="arclight data", description=about)
+    verbs = parser.add_subparsers(required=True, metavar="tokenize|retokenize|pack|inspect|qris|check")
+    add_verbs(verbs)
 
     verb = verbs.add_parser("qris", help="draw scenes with payment codes, labelled")
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from arclight.data.permutation import Ints, keys_of, permute
+from arclight.fabric.errors import MisconfigurationError
 
 _BLOCK = 1024  # samples within which the shares hold to one sample
 _ORDER, _ROUNDING, _PART = range(3)
@@ -26,7 +27,7 @@ class MixtureOrder(Sampler[int]):
     Each part is read in orders of its own and begins a new one only when it has been read through (give or take a block
     of 1,024 samples), however many epochs of the mixture that takes. The sample at a position depends on seed and position since the beginning of training
     alone: nothing else needs to be kept. The tables for that grow by 8 bytes for each part and 1,024 samples.
-    Raises ValueError for weights that are negative, or all zero at some point, or where a part is empty.
+    Raises MisconfigurationError for weights that are negative, or all zero at some point, or where a part is empty.
     """
 
     def __init__(
@@ -39,14 +40,16 @@ class MixtureOrder(Sampler[int]):
     ) -> None:
         points = [[w] * len(at) if isinstance(w, int | float) else list(w) for w in weights]
         if len(points) != len(sizes) or any(len(row) != len(at) for row in points):
-            raise ValueError(f"need a weight for each of {len(sizes)} parts at each of {len(at)} points, got {weights}")
+            raise MisconfigurationError(
+                f"need a weight for each of {len(sizes)} parts at each of {len(at)} points, got {weights}"
+            )
         table = np.array(points, np.float64)
         if not (np.isfinite(table).all() and (table >= 0).all() and (table.sum(0) > 0).all()):
-            raise ValueError(f"weights must be 0 or more and not all 0 at any point, got {weights}")
+            raise MisconfigurationError(f"weights must be 0 or more and not all 0 at any point, got {weights}")
         if list(at) != sorted(set(at)):
-            raise ValueError(f"points must rise, got {list(at)}")
+            raise MisconfigurationError(f"points must rise, got {list(at)}")
         if empty := [part for part, size in enumerate(sizes) if size < 1 and table[part].any()]:
-            raise ValueError(f"parts {empty} have a weight but no samples")
+            raise MisconfigurationError(f"parts {empty} have a weight but no samples")
         self.sizes, self.weights, self.at = list(sizes), table, list(at)
         self.samples = sum(sizes) if samples is None else samples
         self._firsts = list(accumulate(sizes, initial=0))

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arclight.data.token_shards import TokenShards, write_index, write_shard
+from arclight.data.token_shards import INDEX, TokenShards, write_index, write_shard
+from arclight.fabric.errors import MisconfigurationError
 from arclight.text.sources import Document
 from arclight.text.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ def write_corpus(
             for job in jobs:
                 _write(tokenizer, *job)
         if not names:
-            raise ValueError(f"there are no documents to make {folder} of")
+            raise MisconfigurationError(f"there are no documents to make {folder} of")
         for name, shards in names.items():
             write_index(staging / name, shards, vocabulary=tokenizer.digest, **(about or {}))
         os.rename(staging, folder)
@@ -77,7 +78,7 @@ def write_corpus(
 def held_out(share: float) -> Callable[[Document], str]:
     """Sends about ``share`` of the documents to ``val``, by their text alone: equal texts never lie on both sides."""
     if not 0 <= share < 1:
-        raise ValueError(f"held_out is a share in [0, 1), got {share}")
+        raise MisconfigurationError(f"held_out is a share in [0, 1), got {share}")
 
     def split(document: Document) -> str:
         digest = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
@@ -94,26 +95,43 @@ def documents_of(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document
         yield Document(f"{shards.folder}, document {number}", text, len(text.encode()))
 
 
-def retokenize(source: str | Path, target: str | Path, tokenizer: Tokenizer, *, workers: int = 1) -> None:
-    """The same documents in the same splits, from one tokenizer's tokens to another's."""
+def retokenize(
+    source: str | Path, target: str | Path, tokenizer: Tokenizer, *, workers: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:  # fmt: skip
+    """The same documents in the same splits, from one tokenizer's tokens to another's. Errors are those of `write_corpus`."""
     source = Path(source)
-    splits = [name for name in SPLITS if (source / name).is_dir()]
-    if not splits:
-        raise FileNotFoundError(f"{source} is no corpus: it has neither {' nor '.join(SPLITS)}")
+    found = shards_in(source)
     before = Tokenizer.load(source / "tokenizer")
     home: dict[str, str] = {}
 
     def documents() -> Iterator[Document]:
-        for name in splits:
-            shards = TokenShards(source / name)
+        for name, shards in found.items():
             shards.verify()
             for document in documents_of(shards, before):
                 home[document.id] = name
                 yield document
 
     write_corpus(
-        target, documents(), tokenizer, split=lambda d: home.pop(d.id), workers=workers, about={"made_of": str(source)}
+        target,
+        documents(),
+        tokenizer,
+        split=lambda d: home.pop(d.id),
+        workers=workers,
+        about={"made_of": str(source)},
+        progress=progress,
     )
+
+
+def shards_in(folder: str | Path) -> dict[str, TokenShards]:
+    """The splits of a corpus, or the one that ``folder`` is itself. Raises FileNotFoundError where there is none."""
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        return {folder.name: TokenShards(folder)}
+    found = {name: TokenShards(folder / name) for name in SPLITS if (folder / name).is_dir()}
+    if not found:
+        raise FileNotFoundError(f"{folder} is no corpus: it has neither {' nor '.join(SPLITS)}")
+    return found
 
 
 def open_split(folder: str | Path, split: str, tokenizer: Tokenizer | None = None) -> TokenShards:

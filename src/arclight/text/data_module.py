@@ -21,6 +21,7 @@ from arclight.data.order import EpochOrder
 from arclight.data.packing import Layout, Packed, Windows
 from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import TokenShards
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.text.corpus import held_out, open_split, write_corpus
 from arclight.text.data_settings import BPE, Bytes, Pretrained, Text
@@ -147,7 +148,7 @@ class TextDataModule(DataModule):
     # -- on every process ----------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
-        """Open the shards. Raises ValueError where there are not enough documents for both splits."""
+        """Open the shards. Raises MisconfigurationError where there are not enough documents for both splits."""
         names = list(self.parts)
         self.train = self._samples([open_split(self._corpus(name), "train", self.tokenizer) for name in names])
         if self.settings.val is not None:
@@ -155,7 +156,7 @@ class TextDataModule(DataModule):
         elif self.settings.held_out > 0:
             folders = [folder for name in names if ((folder := self._corpus(name)) / "val").is_dir()]
             if not folders:
-                raise ValueError(
+                raise MisconfigurationError(
                     f"held_out = {self.settings.held_out} of {sum(part.shards.documents for part in self.train.layouts)} documents leaves "
                     "none to validate with: hold out more, name other text as val, or hold out 0 to do without"
                 )
@@ -184,13 +185,13 @@ class TextDataModule(DataModule):
 
     @property
     def batch_size(self) -> int:
-        """Samples per step on each device. Raises ValueError where the global batch does not divide among them."""
+        """Samples per step on each device. Raises MisconfigurationError where the global batch does not divide among them."""
         total = self.settings.global_batch_size
         if total is None:
             return self.settings.batch_size
         ranks = 1 if self.trainer is None else self.trainer.distributed_sampler_kwargs["num_replicas"]
         if total % ranks:
-            raise ValueError(f"global_batch_size {total} does not divide among {ranks} ranks that read data")
+            raise MisconfigurationError(f"global_batch_size {total} does not divide among {ranks} ranks that read data")
         return total // ranks
 
     def _loader(self, samples: TokenSamples, order: EpochOrder | MixtureOrder) -> DataLoader[Any]:

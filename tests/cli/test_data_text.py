@@ -1,0 +1,100 @@
+"""``arclight data`` for text: what a person types, what is there afterwards, what is said when it cannot be done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arclight.cli import main
+from arclight.text.corpus import shards_in
+
+pytest.importorskip("tokenizers")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(30):
+        (folder / f"{number:02}.txt").write_text(f"Document {number} says {number * 37} things. " * (1 + number % 6))
+    return folder
+
+
+def inspected(capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["data", "inspect", str(folder), "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_from_text_to_packed_tokens(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "corpus"
+    words = ["--tokenizer", "bytes", "--held-out", "0.2", "--shard-bytes", "1000"]
+    assert main(["data", "tokenize", str(texts), "--out", str(out), *words]) == 0
+    assert "tokens in" in capsys.readouterr().out
+    assert main(["data", "pack", str(out), "--length", "64"]) == 0
+    said = capsys.readouterr().out
+    facts = inspected(capsys, out, "--verify")
+    train, val = facts["splits"]["train"], facts["splits"]["val"]
+    assert facts["problems"] == []
+    assert train["documents"] + val["documents"] == 30
+    size = sum(path.stat().st_size for path in texts.iterdir())
+    assert train["text_bytes"] + val["text_bytes"] == size
+    assert train["tokens"] + val["tokens"] == size + 2 * 30
+    assert train["longest"] == max(path.stat().st_size for path in texts.iterdir()) + 2
+    assert train["shards"] > 1
+    assert f"{train['packed']['64']['padding']:.2%} padding" in said
+    assert main(["data", "inspect", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert f"{train['tokens']:,}" in table
+    assert "padding, packed for 64" in table
+
+
+def test_learned_and_translated(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = (tmp_path / name for name in ("bytes", "bpe", "again"))
+    assert main(["data", "tokenize", str(texts), "--out", str(first), "--tokenizer", "bytes", "--held-out", "0.2"]) == 0
+    assert main(["data", "retokenize", str(first), "--out", str(second), "--vocab-size", "300"]) == 0
+    assert main(["data", "retokenize", str(second), "--out", str(third), "--tokenizer", "bytes"]) == 0
+    for split in ("train", "val"):
+        assert shards_in(third)[split].digest == shards_in(first)[split].digest
+    facts = inspected(capsys, second)["splits"]["train"]
+    assert facts["vocab_size"] == 300
+    assert facts["bytes_per_token"] > 1.5
+
+
+def test_damage_is_status_1(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "corpus"
+    main(["data", "tokenize", str(texts), "--out", str(out), "--tokenizer", "bytes"])
+    path = out / "train" / "00000.tokens"
+    content = bytearray(path.read_bytes())
+    content[4200] ^= 1
+    path.write_bytes(content)
+    assert main(["data", "inspect", str(out)]) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", str(out), "--verify"]) == 1
+    assert "00000.tokens is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["inspect", "{tmp}"], "is no corpus"),
+        (["tokenize", "{tmp}/nowhere", "--out", "{tmp}/x"], "does not exist"),
+        (["tokenize", "{tmp}/texts", "--out", "{tmp}/texts"], "exists already"),
+        (["tokenize", "{tmp}/texts", "--out", "{tmp}/x", "--vocab-size", "9"], "need at least 259"),
+        (["tokenize", "{tmp}/texts", "--out", "{tmp}/x", "--held-out", "2"], "share in"),
+        (["pack", "{tmp}/texts", "--length", "0"], "1 token or more"),
+        (["pack", "{tmp}/texts"], "--length"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["data", *(word.format(tmp=tmp_path) for word in words)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+    assert not (tmp_path / "x").exists()
