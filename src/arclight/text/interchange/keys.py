@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -30,6 +30,8 @@ class Key:
     dim: int = 0
     transposed: bool = False
     """Whether the last two dimensions are exchanged in the file (after what is said above)."""
+    span: int = 1
+    """How many of the equal parts ours is, from ``part`` on."""
     exact: bool = False
     """Whether it stays in its type where weights are written in another."""
 
@@ -48,12 +50,12 @@ class Key:
             return None
         layer = found.groupdict().get("layer", "")
         theirs = self.theirs.replace("{layer}", layer)
-        return Key(name, theirs, self.part, self.of, self.dim, self.transposed, self.exact)
+        return replace(self, ours=name, theirs=theirs)
 
     def files(self, shape: torch.Size) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors in the file that a parameter of ``shape`` is in."""
         sizes = list(shape)
-        sizes[self.dim : self.dim + 1] = [size * self.of for size in sizes[self.dim : self.dim + 1]]
+        sizes[self.dim : self.dim + 1] = [size // self.span * self.of for size in sizes[self.dim : self.dim + 1]]
         experts, sizes = (sizes[0], sizes[1:]) if self.per_expert else (1, sizes)
         if self.transposed:
             sizes[-2:] = reversed(sizes[-2:])
@@ -64,7 +66,8 @@ class Key:
         places = list(bounds)
         if self.of > 1:
             start, stop = places[self.dim]
-            places[self.dim] = (start + self.part * shape[self.dim], stop + self.part * shape[self.dim])
+            before = shape[self.dim] // self.span * self.part
+            places[self.dim] = (before + start, before + stop)
         if self.per_expert:
             experts = range(*places[0])
             stack = [self._turned(places[1:], self.theirs.replace("{expert}", str(e)), read) for e in experts]
@@ -101,7 +104,9 @@ def pieces(keys: list[Key], shapes: dict[str, torch.Size]) -> Iterator[Piece]:
         together.setdefault(key.theirs, []).append(key)
     for theirs, parts in together.items():
         parts.sort(key=lambda key: key.part)
-        if [key.part for key in parts] != list(range(parts[0].of)):
-            raise ValueError(f"{theirs} has {parts[0].of} parts; the model has only {[key.ours for key in parts]}")
+        if [n for key in parts for n in range(key.part, key.part + key.span)] != list(range(parts[0].of)):
+            raise ValueError(
+                f"{theirs} is made of more parts than the model has: {', '.join(key.ours for key in parts)}"
+            )
         for expert, (name, shape) in enumerate(parts[0].files(shapes[parts[0].ours])):
             yield Piece(name, shape, tuple(parts), expert if parts[0].per_expert else None)
