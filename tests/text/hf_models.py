@@ -17,11 +17,36 @@ STRETCHED = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0,
+    "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 1.0,
+}  # fmt: skip
+QWEN3_MOE = SMALL | {
+    "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True
+}  # fmt: skip
+DEEPSEEK_V3 = SMALL | {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+LLAMA4 = SMALL | {
+    "num_hidden_layers": 4, "head_dim": 16, "intermediate_size": 48, "intermediate_size_mlp": 80, "num_local_experts": 4,
+    "interleave_moe_layer_step": 2, "attention_chunk_size": 16, "floor_scale": 8,
+}  # fmt: skip
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", SMALL),
     "llama-stretched-tied": ("Llama", SMALL | {"tie_word_embeddings": True, "rope_parameters": STRETCHED}),
     "qwen3": ("Qwen3", SMALL | {"head_dim": 24}),
     "qwen3-tied": ("Qwen3", SMALL | {"head_dim": 24, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", QWEN3_MOE),
+    "deepseek-v3": ("DeepseekV3", DEEPSEEK_V3),
+    "deepseek-v3-whole-queries-yarn": ("DeepseekV3", DEEPSEEK_V3 | {"q_lora_rank": None, "rope_parameters": YARN}),
+    "llama4": ("Llama4", LLAMA4),
+    "llama4-all-mixtures": (
+        "Llama4",
+        LLAMA4 | {"interleave_moe_layer_step": 1, "use_qk_norm": False, "rope_parameters": STRETCHED},
+    ),
     "gpt2": ("GPT2", {"vocab_size": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),
 }
 
@@ -30,7 +55,8 @@ def hf_model(case: str) -> Any:
     """In float32, its weights larger than a fresh model's and its norms not all ones, so that differences show."""
     transformers = pytest.importorskip("transformers")
     family, fields = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**fields, attn_implementation="eager")
+    name = "Llama4TextConfig" if family == "Llama4" else f"{family}Config"
+    config = getattr(transformers, name)(**fields, attn_implementation="eager")
     torch.manual_seed(0)
     name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     model = getattr(transformers, name)(config).eval()

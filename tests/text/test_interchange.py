@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.text.hf_models import CASES, hf_folder
+from tests.text.hf_models import CASES, hf_folder, hf_model
 from torch.nn.functional import cross_entropy
 
 from arclight.text import ByteTokenizer, build_model, from_hf, to_hf
@@ -208,3 +209,34 @@ def test_two_processes_read_and_write_their_shares(folders: Any, tmp_path: Path)
         written, original = from_hf(tmp_path / case), from_hf(folders[case][0])
         for name, parameter in original.named_parameters():
             assert torch.equal(parameter, written.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v3"])
+def test_experts_lie_one_by_one_in_a_file_or_all_in_one_tensor(case: str, folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders[case]
+    hf_model(case).save_pretrained(tmp_path / "fused", save_original_format=False)
+    names = [set(load_file(where / "model.safetensors")) for where in (folder, tmp_path / "fused")]
+    assert "model.layers.1.mlp.experts.7.up_proj.weight" in names[0] - names[1]
+    assert "model.layers.1.mlp.experts.gate_up_proj" in names[1] - names[0]
+    apart, fused = from_hf(folder).state_dict(), from_hf(tmp_path / "fused").state_dict()
+    assert all(torch.equal(value, fused[name]) for name, value in apart.items())
+    to_hf(from_hf(tmp_path / "fused"), tmp_path / "out")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == names[0]
+
+
+def test_experts_that_hugging_face_does_not_know_are_not_written(tmp_path: Path) -> None:
+    model = build_model("deepseek-v3-16b", vocab_size=64, dim=32, layers=2, hidden=32, latent=16)
+    with pytest.raises(ValueError, match=r"moe\.score is 'softmax'; the family at Hugging Face knows only 'sigmoid'"):
+        to_hf(model, tmp_path / "out")
+
+
+def test_a_model_that_is_balanced_otherwise_is_filled_all_the_same(folders: Any) -> None:
+    folder, _ = folders["deepseek-v3"]
+    read = from_hf(folder)
+    config = read.config
+    model = type(read)(
+        dataclasses.replace(config, moe=dataclasses.replace(config.moe, bias_rate=0.1, balance_loss=1e-3))
+    )
+    from_hf(folder, model)
+    assert model.config.moe.bias_rate == 0.1
+    torch.testing.assert_close(model(tokens()), read(tokens()), rtol=0, atol=0)

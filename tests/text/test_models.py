@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from arclight.parallel import Normal, draw, initialize
 from arclight.text import build_model
 from arclight.text.models.cache import KVCache
+from arclight.text.models.moe import active_parameters
 
-DENSE = ("llama3-debug", "qwen3-debug", "gpt2-debug")
+SMALL: dict[str, dict[str, Any]] = {
+    "llama3-debug": {"layers": 2},
+    "qwen3-debug": {"layers": 2},
+    "gpt2-debug": {"layers": 2},
+    "qwen3-moe-debug": {"layers": 2},
+    "deepseek-v3-debug": {"layers": 2},
+    "llama4-debug": {"layers": 4, "chunk": 8, "temperature_floor": 4},
+}
 
 
 def test_names_and_fields_that_do_not_exist_name_the_nearest() -> None:
@@ -44,9 +54,9 @@ def test_a_parameter_that_nobody_declares_is_named() -> None:
         initialize(torch.nn.Linear(2, 2), seed=0)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_cache_changes_nothing_but_the_work(name: str) -> None:
-    model = build_model(name, layers=2)
+    model = build_model(name, **SMALL[name])
     initialize(model, seed=0)
     tokens = torch.randint(0, 2048, (2, 48))
     whole, cache = model(tokens), KVCache(2, 48)
@@ -56,9 +66,9 @@ def test_a_cache_changes_nothing_but_the_work(name: str) -> None:
         model(tokens[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", SMALL)
 def test_packed_documents_do_not_see_one_another(name: str) -> None:
-    model = build_model(name, layers=2)
+    model = build_model(name, **SMALL[name])
     initialize(model, seed=0)
     tokens = torch.randint(0, 2048, (1, 30))
     documents = torch.tensor([[0] * 11 + [1] * 19])
@@ -72,6 +82,8 @@ PUBLISHED = {  # millions of parameters, tied ones once
     "llama3-1b": 1235.8, "llama3-3b": 3212.7, "llama3-8b": 8030.3, "llama3-70b": 70553.7, "llama3-405b": 405853.4,
     "qwen3-0.6b": 596.0, "qwen3-1.7b": 1720.6, "qwen3-4b": 4022.5, "qwen3-8b": 8190.7, "qwen3-14b": 14768.3,
     "qwen3-32b": 32762.1, "gpt2-124m": 124.4, "gpt2-350m": 354.8, "gpt2-774m": 774.0, "gpt2-1.5b": 1557.6,
+    "qwen3-30b-a3b": 30532.1, "qwen3-235b-a22b": 235093.6, "deepseek-v3-16b": 15706.5, "deepseek-v3-236b": 235741.4,
+    "deepseek-v3-671b": 671026.4, "llama4-scout-17bx16e": 107769.9, "llama4-maverick-17bx128e": 400711.9,
 }  # fmt: skip
 
 
@@ -82,9 +94,9 @@ def test_published_sizes_have_their_parameters(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(PUBLISHED[name], abs=0.06)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", SMALL)
 def test_sequences_padded_at_the_left_are_as_alone(name: str) -> None:
-    model = build_model(name, layers=2)
+    model = build_model(name, **SMALL[name])
     initialize(model, seed=0)
     tokens = torch.randint(0, 2048, (2, 20))
     cache = KVCache(2, 20, padding=torch.tensor([0, 7]))
@@ -93,3 +105,18 @@ def test_sequences_padded_at_the_left_are_as_alone(name: str) -> None:
     torch.testing.assert_close(logits[1, 7:], model(tokens[1:, 7:])[0], rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="leave them out"):
         model(tokens, documents=torch.zeros_like(tokens), cache=cache)
+
+
+ACTIVE = {  # billions of parameters per token, as their papers and model cards say
+    "qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "deepseek-v3-236b": 21, "deepseek-v3-671b": 37, "llama4-scout-17bx16e": 17,
+    "llama4-maverick-17bx128e": 17,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_meets_as_many_parameters_as_published(name: str) -> None:
+    with torch.device("meta"):
+        model = build_model(name)
+    assert active_parameters(model, embeddings=True) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
+    table = model.tok_embeddings.weight.numel()
+    assert active_parameters(model, embeddings=True) - active_parameters(model) == table

@@ -278,24 +278,3 @@ SIGLIP2 = Family(
     read_more=_read_siglip2,
     write_more=lambda config: {"num_patches": config.grid**2, "vision_use_head": False},
 )
-
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, SIGLIP2)
-
-
-def family_of_type(model_type: str) -> Family:
-    """The family that config.json calls ``model_type``; raises ValueError naming those that are known."""
-    for family in FAMILIES:
-        if family.model_type == model_type:
-            return family
-    known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"config.json has model_type {model_type!r}; families known here: {known}")
-
-
-def family_of_model(model: nn.Module) -> Family:
-    """The family of one of our models; raises TypeError for a model of none."""
-    for kind in type(model).__mro__:  # FSDP derives a class of its own
-        for family in FAMILIES:
-            if kind is family.model:
-                return family
-    known = ", ".join(family.model.__name__ for family in FAMILIES)
-    raise TypeError(f"{type(model).__name__} has no names at Hugging Face; models that have: {known}")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from arclight.fabric.tying import find_shared_parameters, set_shared_parameters
-from arclight.text.interchange.families import Family, family_of_model, family_of_type
+from arclight.text.interchange.families import Family
 from arclight.text.interchange.keys import Key
+from arclight.text.interchange.known import family_of_model, family_of_type
 from arclight.text.interchange.names import own_part, same_tensors, tensors
 from arclight.text.interchange.safetensors_folder import Folder, dtype_named
 

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from arclight.text.interchange.families import Family, family_of_model
+from arclight.text.interchange.families import Family
 from arclight.text.interchange.keys import Piece, pieces
+from arclight.text.interchange.known import family_of_model
 from arclight.text.interchange.names import same_tensors, tensors
 
 

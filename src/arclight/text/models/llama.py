@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -68,12 +68,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     sharding: ClassVar[dict[str, str]] = {"attention_norm": "sequence", "feed_forward_norm": "sequence"}
 
-    def __init__(self, config: LlamaConfig, number: int) -> None:
+    def __init__(self, config: DecoderConfig, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attention = Attention(config, str(number))
+        self.attention = attention
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
-        self.feed_forward: nn.Module = FeedForward(config.dim, config.hidden, config.std, config.std_out)
+        self.feed_forward = feed_forward
 
     def forward(self, h_BTD: Tensor, around: Surroundings) -> Tensor:
         h_BTD = h_BTD + self.attention(self.attention_norm(h_BTD), around)
@@ -85,7 +85,12 @@ class Llama(Decoder):
     config: LlamaConfig
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, lambda number: Block(config, number))
+        super().__init__(config, lambda number: self.block(config, number))
+
+    @staticmethod
+    def block(config: Any, number: int) -> nn.Module:
+        feed_forward = FeedForward(config.dim, config.hidden, config.std, config.std_out)
+        return Block(config, Attention(config, str(number)), feed_forward)
 
     def rotation(self, positions: Tensor) -> Rotation:
         frequencies = rope_frequencies(self.config.width, self.config.rope_theta, self.config.rope_scaling)

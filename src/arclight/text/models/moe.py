@@ -8,7 +8,7 @@ Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -24,7 +24,7 @@ from arclight.text.models.layers import FeedForward
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """How a layer of experts routes. The values are those of DeepSeek-V3 (Liu et al. 2024) where papers differ in names."""
+    """How a layer of experts routes. Two are equal where they compute the same, however they are balanced while they train."""
 
     experts: int
     top_k: int
@@ -43,11 +43,11 @@ class MoEConfig:
     top_groups: int = 1
     group_best: int = 2
     """Scores that are summed up to a group's score: 2 (DeepSeek-V3) or 1 (V2)."""
-    bias_rate: float | None = None
+    bias_rate: float | None = field(default=None, compare=False)
     """Step of the bias that balances the choice without a loss (Wang et al. 2024); 0: a bias that stays, None: no bias."""
-    balance_loss: float = 0.0
+    balance_loss: float = field(default=0.0, compare=False)
     """Weight of the loss, sequence by sequence, that balances the choice (DeepSeek-V3, equations 17 to 20)."""
-    force_balance: bool = False
+    force_balance: bool = field(default=False, compare=False)
     """For measurements: experts are taken in turn, whatever their scores."""
 
     def __post_init__(self) -> None:
@@ -78,14 +78,16 @@ class Router(nn.Module):
         bias = None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
         self.register_buffer("counts", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
-        self.initial = {"weight": Normal(std), "expert_bias": Constant(0.0), "counts": Constant(0.0)}
+        self.initial = {"weight": Normal(std), "expert_bias": Constant(0.0)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        bias = self.expert_bias
+        bias, meta = self.expert_bias, self.counts.is_meta
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             # steps of 1e-3 are lost in bfloat16
             self.expert_bias = (self.expert_bias if bias.is_meta else bias).to(self.expert_bias.device, torch.float32)
+        if meta and not self.counts.is_meta:  # `to_empty` leaves whatever lay there
+            self.counts.zero_()
         return self
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

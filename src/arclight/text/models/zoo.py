@@ -8,13 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from arclight.text.models.deepseek import DeepSeek, DeepSeekConfig, Yarn
 from arclight.text.models.gpt2 import GPT2, GPT2Config
 from arclight.text.models.layers import RopeScaling
 from arclight.text.models.llama import Llama, LlamaConfig
+from arclight.text.models.llama4 import Llama4, Llama4Config
+from arclight.text.models.moe import MoEConfig
 from arclight.text.models.qwen3 import Qwen3, Qwen3Config
+from arclight.text.models.qwen3_moe import Qwen3MoE, Qwen3MoEConfig
 from arclight.text.models.vlm import VisionConfig, VisionLlama, VisionLlamaConfig
 
-Family = tuple[type[nn.Module], dict[str, Any]]
+Family = tuple[str, type[nn.Module], dict[str, Any]]
 
 _STRETCHED = RopeScaling()
 _LLAMA3: dict[str, Any] = {
@@ -71,26 +75,94 @@ _VISION: dict[str, Any] = {
     "8b": VisionLlamaConfig(**vars(_LLAMA3["8b"]), vision=_SO400M, image_token=128255),
 }  # fmt: skip
 
-FAMILIES: dict[str, Family] = {
-    "llama3": (Llama, _LLAMA3),
-    "qwen3": (Qwen3, _QWEN3),
-    "gpt2": (GPT2, _GPT2),
-    "llama3-vision": (VisionLlama, _VISION),
-}
+_QWEN3_MOE: dict[str, Any] = {
+    "moe-debug": Qwen3MoEConfig(
+        vocab_size=2048, dim=256, layers=4, heads=8, kv_heads=4, head_dim=48, hidden=704, max_positions=2048,
+        moe=MoEConfig(experts=16, top_k=4, hidden=128, route_norm=True, bias_rate=1e-3),
+    ),
+    "30b-a3b": Qwen3MoEConfig(
+        vocab_size=151936, dim=2048, layers=48, heads=32, kv_heads=4, hidden=6144,
+        moe=MoEConfig(experts=128, top_k=8, hidden=768, route_norm=True),
+    ),
+    "235b-a22b": Qwen3MoEConfig(
+        vocab_size=151936, dim=4096, layers=94, heads=64, kv_heads=4, hidden=12288,
+        moe=MoEConfig(experts=128, top_k=8, hidden=1536, route_norm=True),
+    ),
+}  # fmt: skip
+
+_DEEPSEEK_V3: dict[str, Any] = {
+    "debug": DeepSeekConfig(
+        vocab_size=2048, dim=256, layers=4, heads=8, hidden=704, dense_layers=1, max_positions=2048, query_rank=96,
+        latent=64, plain_width=32, turned_width=16, value_width=32,
+        moe=MoEConfig(
+            experts=16, top_k=4, hidden=128, shared=1, score="sigmoid", route_norm=True, route_scale=2.5, groups=4,
+            top_groups=2, bias_rate=1e-3, balance_loss=1e-4,
+        ),
+    ),
+    "16b": DeepSeekConfig(
+        vocab_size=102400, dim=2048, layers=27, heads=16, hidden=10944, dense_layers=1, max_positions=163840,
+        query_rank=None, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
+        moe=MoEConfig(experts=64, top_k=6, hidden=1408, shared=2, bias_rate=1e-3),
+    ),
+    "236b": DeepSeekConfig(
+        vocab_size=102400, dim=5120, layers=60, heads=128, hidden=12288, dense_layers=1, max_positions=163840,
+        query_rank=1536, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
+        moe=MoEConfig(
+            experts=160, top_k=6, hidden=1536, shared=2, route_scale=16.0, groups=8, top_groups=3, group_best=1,
+            bias_rate=1e-3,
+        ),
+    ),
+    "671b": DeepSeekConfig(
+        vocab_size=129280, dim=7168, layers=61, heads=128, hidden=18432, dense_layers=3, max_positions=163840,
+        query_rank=1536, yarn=Yarn(),
+        moe=MoEConfig(
+            experts=256, top_k=8, hidden=2048, shared=1, score="sigmoid", route_norm=True, route_scale=2.5, groups=8,
+            top_groups=4, bias_rate=1e-3, balance_loss=1e-4,
+        ),
+    ),
+}  # fmt: skip
+
+_LLAMA4: dict[str, Any] = {
+    "debug": Llama4Config(
+        vocab_size=2048, dim=256, layers=4, heads=8, kv_heads=4, hidden=704, max_positions=2048, moe_every=2, chunk=128,
+        temperature_floor=256,
+        moe=MoEConfig(experts=8, top_k=1, hidden=352, shared=1, score="sigmoid", score_before=True, bias_rate=1e-3),
+    ),
+    "scout-17bx16e": Llama4Config(
+        vocab_size=202048, dim=5120, layers=48, heads=40, kv_heads=8, head_dim=128, hidden=16384, max_positions=10485760,
+        rope_scaling=RopeScaling(factor=16.0, low_frequency_factor=1.0, high_frequency_factor=1.0),
+        moe=MoEConfig(experts=16, top_k=1, hidden=8192, shared=1, score="sigmoid", score_before=True),
+    ),
+    "maverick-17bx128e": Llama4Config(
+        vocab_size=202048, dim=5120, layers=48, heads=40, kv_heads=8, head_dim=128, hidden=16384, max_positions=1048576,
+        qk_l2_norm=False, moe_every=2,
+        moe=MoEConfig(experts=128, top_k=1, hidden=8192, shared=1, score="sigmoid", score_before=True),
+    ),
+}  # fmt: skip
+
+FAMILIES: tuple[Family, ...] = (
+    ("llama3", Llama, _LLAMA3),
+    ("qwen3", Qwen3, _QWEN3),
+    ("qwen3", Qwen3MoE, _QWEN3_MOE),
+    ("gpt2", GPT2, _GPT2),
+    ("deepseek-v3", DeepSeek, _DEEPSEEK_V3),
+    ("llama4", Llama4, _LLAMA4),
+    ("llama3-vision", VisionLlama, _VISION),
+)
+MODELS = {f"{family}-{size}": (model, config) for family, model, sizes in FAMILIES for size, config in sizes.items()}
 
 
 def model_names() -> list[str]:
     """All names that :func:`build_model` knows."""
-    return [f"{family}-{size}" for family, (_, sizes) in FAMILIES.items() for size in sizes]
+    return list(MODELS)
 
 
 def model_config(name: str, **overrides: Any) -> Any:
     """The configuration called ``name``, with fields replaced. Raises ValueError for an unknown name or field, and names the nearest."""
-    family, _, size = name.rpartition("-")
-    if family not in FAMILIES or size not in FAMILIES[family][1]:
+    if name not in MODELS:
         near = difflib.get_close_matches(name, model_names(), 3, 0.4) or model_names()
         raise ValueError(f"there is no model {name!r}; there is {', '.join(near)}")
-    config = FAMILIES[family][1][size]
+    config = MODELS[name][1]
     fields = [field.name for field in dataclasses.fields(config)]
     for key in overrides:
         if key not in fields:
@@ -105,5 +177,5 @@ def build_model(name: str, **overrides: Any) -> nn.Module:
     Its weights are torch's defaults until `arclight.parallel.initialize` draws them or a checkpoint is loaded.
     """
     config = model_config(name, **overrides)
-    family = FAMILIES[name.rpartition("-")[0]][0]
-    return family(config)
+    model: nn.Module = MODELS[name][0](config)
+    return model
