@@ -50,6 +50,11 @@ class Case:
         return " ".join([str(self.plan), self.model, *other])
 
 
+EXPERTS: dict[str, Any] = {"head_dim": 8}
+LATENT: dict[str, Any] = {
+    "kv_heads": None, "query_rank": 24, "latent": 16, "plain_width": 8, "turned_width": 4, "value_width": 8
+}  # fmt: skip
+
 CASES = [
     Case(Plan(dp_replicate=2), quick=True),
     Case(Plan(dp_shard=2), quick=True),
@@ -80,6 +85,15 @@ CASES = [
         dtype=torch.float64,
     ),
     Case(Plan(dp_replicate=2, tp=2), meta=False),
+    Case(Plan(dp_shard=2, ep=2), "qwen3-moe-debug", fields=EXPERTS, quick=True),
+    Case(Plan(dp_shard=2), "deepseek-v3-debug", fields=LATENT),
+    Case(Plan(tp=2), "deepseek-v3-debug", fields=LATENT),
+    Case(Plan(tp=2, sequence_parallel=False), "deepseek-v3-debug", fields=LATENT),
+    Case(Plan(tp=2), "llama4-debug", fields={"chunk": 16, "temperature_floor": 8}),
+    Case(Plan(dp_shard=2, tp=2, ep=2), "deepseek-v3-debug", fields=LATENT),
+    Case(Plan(dp_shard=4, ep=2), "deepseek-v3-debug", fields=LATENT, dtype=torch.float64),
+    Case(Plan(dp_replicate=2, dp_shard=2, ep=2), "qwen3-moe-debug", fields=EXPERTS),
+    Case(Plan(dp_shard=4, ep=4, activation_checkpointing="selective"), "deepseek-v3-debug", fields=LATENT),
 ]
 
 

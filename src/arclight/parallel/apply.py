@@ -8,6 +8,7 @@ from torch import nn
 
 from arclight.parallel.checkpointing import checkpoint_blocks
 from arclight.parallel.compiling import compile_blocks
+from arclight.parallel.expert import place_experts
 from arclight.parallel.initial import materialize
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.plan import Plan
@@ -36,6 +37,7 @@ def parallelize(
     _move(model, device)
     if plan.tp > 1:
         spread(model, mesh.tp, sequence=plan.sequence_parallel, logits=plan.loss_parallel)
+    place_experts(model, mesh)
     checkpoint_blocks(model, plan.activation_checkpointing)
     compile_blocks(model, plan)
     outermost = root if root is not None else model

@@ -1,8 +1,8 @@
 """Experts shared out among processes: put in from outside, into layers that declare a child as ``experts`` and have a ``dispatcher``.
 
 Each process of the ``ep`` dimension keeps ``E / ep`` experts; rows travel to the process that has their expert and back, by
-one exchange of counts and one of rows in each direction. Over that, FSDP may shard what is left (`fully_shard` of the experts
-on the mesh that completes ``ep`` to ``dp_shard * cp``, cut along dimension 1).
+one exchange of counts and one of rows in each direction. Over that, FSDP shards what is left, on the mesh that completes
+``ep`` to ``dp_shard * cp``, along the dimension that nothing else cuts.
 
 **Scale of gradients.** The house's convention: each process scales its loss so that the *average* over the data-parallel
 processes (dp_replicate * dp_shard * cp) is the gradient of the whole. Rows of ``ep`` processes meet at one expert, so its
@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from arclight.parallel.mesh import Mesh
 from arclight.parallel.plan import PlanError
 from arclight.parallel.rows import inverse, take
 
@@ -109,9 +111,9 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    out = rows.new_empty(sum(receive), rows.shape[1])
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
-    return out
+    # the functional form is one that activation checkpointing keeps the result of and compilers see
+    received: Tensor = wait_tensor(all_to_all_single(rows.contiguous(), receive, send, group))
+    return received
 
 
 class _OwnShare:
@@ -147,22 +149,69 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]
                 yield name, module, module.get_submodule(child)
 
 
-def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = None) -> None:
-    """Share the experts of every mixture in ``model`` out over ``mesh`` (one dimension) and put the all-to-all exchange in.
+def place_experts(model: nn.Module, mesh: Mesh) -> None:
+    """Cut the experts below ``model`` as the plan of ``mesh`` says: by ``ep`` and by ``tp``; nothing where both are 1."""
+    if mesh.sparse is not None:
+        shard_experts(model, mesh.sparse["ep", "tp"] if mesh.plan.tp > 1 else mesh.sparse["ep"])
+    elif mesh.plan.tp > 1 and any(True for _ in expert_layers(model)):
+        shard_experts(model, mesh.tp)
 
-    Stacked weights become DTensors, Shard(0). Call it before `fully_shard`, with the same weights on all processes or on the
-    meta device. capacity: see `AllToAllDispatcher`. Raises PlanError for a number of experts that the mesh does not divide and
-    for a model without experts.
+
+def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = None) -> None:
+    """Cut the experts of every mixture in ``model`` over ``mesh``, whose dimensions are ``ep``, ``tp`` or both, in place.
+
+    Stacked weights become DTensors: their experts are shared out over ``ep``, with the all-to-all exchange put in, and each
+    expert's hidden width over ``tp``, so that what a layer computes is a part of a sum over ``tp``, which the layer makes.
+    Call it before `fully_shard`, with the same weights on all processes or on the meta device. capacity: see
+    `AllToAllDispatcher`. Raises PlanError for experts that the mesh does not divide and for a model without experts.
     """
-    size, found = mesh.size(), False
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if not sizes or sizes.keys() - {"ep", "tp"}:
+        raise PlanError(f"experts are cut over dimensions named ep and tp, not {tuple(sizes) or 'without names'}")
+    ep, found = sizes.get("ep", 1), False
     for name, layer, experts in expert_layers(model):
         found = True
+        cuts: Mapping[str, int] = experts.cuts  # type: ignore[assignment]
         for weight, parameter in list(experts.named_parameters(recurse=False)):
-            if parameter.shape[0] % size:
-                raise PlanError(f"{name} has {parameter.shape[0]} experts, which ep = {size} does not divide")
-            share = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+            dimensions = {"ep": 0, "tp": cuts[weight]}
+            for axis, size in sizes.items():
+                if parameter.shape[dimensions[axis]] % size:
+                    what = "experts" if axis == "ep" else "rows of each expert"
+                    raise PlanError(
+                        f"{name} has {parameter.shape[dimensions[axis]]} {what}, which {axis} = {size} does not divide"
+                    )
+            placements = [Shard(dimensions[axis]) for axis in sizes]
+            share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
             setattr(experts, weight, nn.Parameter(share, requires_grad=parameter.requires_grad))
-        experts.share = _OwnShare(size)  # type: ignore[assignment]
-        layer.dispatcher = AllToAllDispatcher(mesh.get_group(), capacity)  # type: ignore[assignment]
+        experts.share, experts.parts = _OwnShare(ep), sizes.get("tp", 1)  # type: ignore[assignment]
+        if "ep" in sizes:
+            layer.dispatcher = AllToAllDispatcher(mesh.get_group("ep"), capacity)  # type: ignore[assignment]
     if not found:
-        raise PlanError(f"ep = {size} shares experts out, and the model has none: set ep = 1")
+        raise PlanError(f"ep = {ep} shares experts out, and the model has none: set ep = 1")
+
+
+def fsdp_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
+    """A ``shard_placement_fn`` by which `fully_shard` spreads what ``ep`` shares out over the processes that are left.
+
+    Experts stay in the unit of their block (hooks within a block would differ between a checkpointed forward and its
+    repetition), in a group of their own. They are cut along the dimension that neither ``ep`` nor ``tp`` cuts.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    assert mesh.sparse is not None
+    if mesh.plan.dp_replicate > 1:
+        left: FSDPMeshInfo = HSDPMeshInfo(mesh.sparse["dp_replicate", "efsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
+    else:
+        left = FSDPMeshInfo(mesh.sparse["efsdp"], shard_mesh_dim=0)
+    found = {}
+    for name, _, experts in expert_layers(model):
+        cuts: Mapping[str, int] = experts.cuts  # type: ignore[assignment]
+        for weight, parameter in experts.named_parameters(recurse=False):
+            (dimension,) = {1, 2} - {cuts[weight]}
+            size = mesh.plan.dp_shard * mesh.plan.cp // mesh.plan.ep
+            if parameter.shape[dimension] % size:
+                raise PlanError(
+                    f"{name} has a width of {parameter.shape[dimension]}, which dp_shard * cp / ep = {size} does not divide"
+                )
+            found[parameter] = ShardPlacementResult(Shard(dimension), left)
+    return found.get

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from arclight.parallel.expert import fsdp_placement
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.units import blocks, embeddings
 
@@ -31,6 +32,8 @@ def shard(model: nn.Module, mesh: Mesh, types: Types | None = None, root: nn.Mod
     """
     root = root if root is not None else model
     options = unit_options(mesh, types or Types())
+    if mesh.sparse is not None:
+        options["shard_placement_fn"] = fsdp_placement(model, mesh)
     units = [block for _, block in blocks(model)]
     for unit in units:
         fully_shard(unit, **options)

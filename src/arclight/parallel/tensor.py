@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from arclight.parallel.plan import Plan, PlanError
 
-STYLES = ("column", "row", "vocabulary", "head", "sequence", "sequence_gather", "gather", "shared")
+STYLES = ("column", "row", "vocabulary", "head", "sequence", "sequence_gather", "gather", "shared", "part", "experts")
 
 
 def declared(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -80,14 +80,14 @@ def check_tables(model: nn.Module, plan: Plan) -> None:
             )
 
 
-_CUT = ("column", "head", "row", "vocabulary")
+_CUT = ("column", "head", "row", "part", "vocabulary")
 
 
 def _cut_dimension(style: str, parameter: str) -> int | None:
     """The dimension of a parameter that is cut; None where each process has all of it."""
     if style not in _CUT:
         return None
-    if style != "row":
+    if style not in ("row", "part"):
         return 0
     return None if parameter == "bias" else 1
 
@@ -103,6 +103,8 @@ def spread(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, logits:
     for _, module, style in list(declared(model)):
         if style == "gather":
             module.register_forward_pre_hook(lambda _, given: (_whole(given[0], mesh, outside), *given[1:]))
+            continue
+        if style == "experts":  # see `arclight.parallel.expert`: they are cut in two ways at once
             continue
         for part in module.modules():
             _cut(part, mesh, style, outside, made)
@@ -127,10 +129,10 @@ def _cut(module: nn.Module, mesh: DeviceMesh, style: str, outside: Placement, ma
             value = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             made[parameter] = nn.Parameter(value, parameter.requires_grad)
         module._parameters[name] = made.get(parameter, parameter)
-        summed = style in ("row", "shared") or isinstance(outside, Shard)
+        summed = style in ("row", "part", "shared") or isinstance(outside, Shard)
         gradients[name] = placement if dimension is not None else Partial() if summed else Replicate()
     if own:
-        once = {"bias"} if style == "row" and mesh.get_local_rank() > 0 else set()
+        once = {"bias"} if style in ("row", "part") and mesh.get_local_rank() > 0 else set()
         module.__class__ = _seeing_own_part(cast(Any, type(module)), tuple(gradients.items()), frozenset(once))
 
 

@@ -4,9 +4,8 @@
 ``row`` (a linear map by its outputs or inputs), ``vocabulary`` (embeddings by rows), ``head`` (the output by its rows, for a
 loss that is computed on shares), ``sequence`` (computed on parts of the sequence), ``sequence_gather`` (the same, and whole
 afterwards), ``gather`` (a module whose input must be whole), ``shared`` (small weights that work inside such a module, on whole
-sequences or on shares of heads), ``experts`` (stacked weights that expert parallelism shares out: see
-`arclight.parallel.expert`). ``initial`` gives the distribution of first weights: see
-`arclight.parallel.initial`.
+sequences or on shares of heads), ``part`` (a ``row`` whose result is summed later, with others'), ``experts`` (stacked weights:
+see `arclight.parallel.expert`). ``initial`` gives the distribution of first weights: see `arclight.parallel.initial`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ class LatentAttention(nn.Module):
     """
 
     sharding: ClassVar[dict[str, str]] = {
-        "": "gather", "wq": "column", "wq_b": "column", "wkv_b": "column", "wo": "row",
+        "": "gather", "wq": "column", "wq_a": "shared", "q_norm": "shared", "wq_b": "column",
+        "wkv_a": "shared", "kv_norm": "shared", "wkv_b": "column", "wo": "row",
     }  # fmt: skip
 
     def __init__(self, config: DeepSeekConfig, layer: str) -> None:

@@ -66,7 +66,6 @@ class Router(nn.Module):
     """
 
     expert_bias: Tensor | None
-    counts: Tensor
 
     def __init__(self, config: MoEConfig, width: int, std: float) -> None:
         super().__init__()
@@ -77,33 +76,36 @@ class Router(nn.Module):
         """What the balance loss is multiplied by before its gradient is taken: see `scale_balance_loss`."""
         bias = None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("counts", torch.zeros(config.experts, dtype=torch.int64), persistent=False)
+        self.counts: Tensor | None = None
+        """Choices of each expert since the last step, (E,) int64. No buffer: it is each process's own."""
         self.initial = {"weight": Normal(std), "expert_bias": Constant(0.0)}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        bias, meta = self.expert_bias, self.counts.is_meta
+        bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
             # steps of 1e-3 are lost in bfloat16
             self.expert_bias = (self.expert_bias if bias.is_meta else bias).to(self.expert_bias.device, torch.float32)
-        if meta and not self.counts.is_meta:  # `to_empty` leaves whatever lay there
-            self.counts.zero_()
         return self
 
-    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64."""
+    def forward(self, x_BTD: Tensor, repeated: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights (N, K) float32 and numbers (N, K) of the chosen experts, and how many chose each expert, (E,) int64.
+
+        repeated: processes that compute this for the same tokens, and whose gradients are summed.
+        """
         config, (batch, _, width) = self.config, x_BTD.shape
         with torch.autocast(x_BTD.device.type, enabled=False):
-            logits_NE = F.linear(x_BTD.reshape(-1, width).float(), self.weight.float())
+            wide = torch.promote_types(x_BTD.dtype, torch.float32)
+            logits_NE = F.linear(x_BTD.reshape(-1, width).to(wide), self.weight.to(wide))
             scores_NE = logits_NE.sigmoid() if config.score == "sigmoid" else logits_NE.softmax(-1)
         chosen_NK = self.choose(scores_NE.detach())
-        counts_E = torch.zeros_like(self.counts).scatter_add_(
-            0, chosen_NK.flatten(), torch.ones_like(chosen_NK.flatten())
-        )
+        chosen_R = chosen_NK.flatten()
+        counts_E = chosen_R.new_zeros(config.experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
         if scores_NE.requires_grad:
             if config.balance_loss:
-                scores_NE = _Attach.apply(scores_NE, self._balance_loss(scores_NE, chosen_NK, batch), self.loss_scale)
-            scores_NE = _Count.apply(scores_NE, counts_E, self.counts)
+                loss = self._balance_loss(scores_NE, chosen_NK, batch)
+                scores_NE = _Attach.apply(scores_NE, loss, self.loss_scale / repeated)
+            scores_NE = _Count.apply(scores_NE, counts_E, self)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if config.route_norm:
             weights_NK = weights_NK / (weights_NK.sum(-1, keepdim=True) + 1e-20)
@@ -152,17 +154,18 @@ class _Attach(torch.autograd.Function):
 
 
 class _Count(torch.autograd.Function):
-    """Its first argument; the backward pass adds ``counts`` to ``total``."""
+    """Its first argument; the backward pass adds ``counts`` to those of ``router``."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, counts: Tensor, total: Tensor) -> Tensor:
-        ctx.counts, ctx.total = counts, total
+    def forward(ctx: Any, scores: Tensor, counts: Tensor, router: Router) -> Tensor:
+        ctx.counts, ctx.router = counts, router
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.total += ctx.counts
+        before = ctx.router.counts
+        ctx.router.counts = ctx.counts if before is None else before + ctx.counts
         return grad, None, None
 
 
@@ -182,6 +185,8 @@ class Experts(nn.Module):
             nn.init.normal_(getattr(self, name), std=distribution.std)
         self.alignment = 1
         """Rows of an expert are padded to a multiple of this where a kernel asks for it (float8: 16)."""
+        self.parts = 1
+        """Processes that each have a part of the hidden width of every expert here."""
         self.share: Callable[[Tensor], Tensor] | None = None
         """What turns a weight into the tensor that this process multiplies with; None where weights are whole."""
 
@@ -201,9 +206,15 @@ class Experts(nn.Module):
 
 def _swiglu(x_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
     ends = counts_E.cumsum(0).to(torch.int32)
-    gate_RF = F.grouped_mm(x_RD, w1_EFD.transpose(1, 2), offs=ends)
-    up_RF = F.grouped_mm(x_RD, w3_EFD.transpose(1, 2), offs=ends)
-    return F.grouped_mm(F.silu(gate_RF) * up_RF, w2_EDF.transpose(1, 2), offs=ends)
+    gate_RF, up_RF = (_grouped(x_RD, w, ends) for w in (w1_EFD, w3_EFD))
+    return _grouped(F.silu(gate_RF) * up_RF, w2_EDF, ends)
+
+
+def _grouped(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
+    if x_RI.dtype == torch.float64:  # which no grouped kernel knows
+        parts = x_RI.tensor_split(ends[:-1].long().cpu())
+        return torch.cat([part @ w.T for part, w in zip(parts, w_EOI, strict=True)])
+    return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=ends)
 
 
 def _aligned(
@@ -240,25 +251,33 @@ class LocalDispatcher:
         return experts(rows_RD, counts_E)
 
 
+class SharedExperts(FeedForward):
+    """The experts that all tokens pass through; under tensor parallelism what they give is a part of a sum, made by the layer."""
+
+    sharding: ClassVar[dict[str, str]] = {"w1": "column", "w3": "column", "w2": "part"}
+
+
 class MoE(nn.Module):
     """y = sum over the token's experts of weight * expert(x), plus what the shared experts make of it."""
 
-    sharding: ClassVar[dict[str, str]] = {"": "gather", "experts": "experts"}
+    sharding: ClassVar[dict[str, str]] = {"": "gather", "router": "shared", "experts": "experts", "total": "row"}
 
     def __init__(self, config: MoEConfig, width: int, std: float, std_out: float) -> None:
         super().__init__()
         self.config = config
         self.router = Router(config, width, std)
         self.experts = Experts(config, width, std, std_out)
-        self.shared = FeedForward(width, config.shared * config.hidden, std, std_out) if config.shared else None
+        self.shared = SharedExperts(width, config.shared * config.hidden, std, std_out) if config.shared else None
+        self.total = nn.Identity()
         self.dispatcher: Dispatcher = LocalDispatcher()
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         out_BTD = self.routed(x_BTD)
-        return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
+        out: Tensor = self.total(out_BTD if self.shared is None else out_BTD + self.shared(x_BTD))
+        return out
 
     def routed(self, x_BTD: Tensor) -> Tensor:
-        weights_NK, chosen_NK, counts_E = self.router(x_BTD)
+        weights_NK, chosen_NK, counts_E = self.router(x_BTD, self.experts.parts)
         order_R = chosen_NK.flatten().argsort(stable=True)
         places_NK = inverse(order_R).view_as(chosen_NK)
         x_ND = x_BTD.flatten(0, 1)
@@ -283,7 +302,8 @@ class _Spread(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
         (places_NK,) = ctx.saved_tensors
-        return grad_RD[places_NK].sum(1, dtype=torch.float32).to(grad_RD.dtype), None, None
+        wide = torch.promote_types(grad_RD.dtype, torch.float32)
+        return grad_RD[places_NK].sum(1, dtype=wide).to(grad_RD.dtype), None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -299,7 +319,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, Tensor, None, None]:
         y_RD, weights_NK, order_R, places_NK = ctx.saved_tensors
         d_y_RD = grad_ND[order_R // places_NK.shape[1]] * weights_NK.flatten()[order_R][:, None]
-        d_weights_NK = (y_RD[places_NK].float() * grad_ND[:, None]).sum(-1)
+        d_weights_NK = (y_RD[places_NK].to(weights_NK.dtype) * grad_ND[:, None]).sum(-1)
         return d_y_RD.to(y_RD.dtype), d_weights_NK, None, None
 
 
@@ -328,12 +348,15 @@ def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
     layers = [router for _, router in routers(model)]
     if not layers:
         return {}
-    flat = torch.cat([router.counts for router in layers])
+    none = [torch.zeros(router.config.experts, dtype=torch.int64, device=router.weight.device) for router in layers]
+    flat = torch.cat(
+        [zeros if router.counts is None else router.counts for router, zeros in zip(layers, none, strict=True)]
+    )
     if group is not None:
         dist.all_reduce(flat, group=group)
     violations, entropies = [], []
-    for router, counts_E in zip(layers, flat.split([len(router.counts) for router in layers]), strict=True):
-        router.counts.zero_()
+    for router, counts_E in zip(layers, flat.split([len(zeros) for zeros in none]), strict=True):
+        router.counts = None
         load_E = counts_E.double()
         mean = load_E.mean()
         share_E = load_E / load_E.sum().clamp(min=1)
