@@ -155,7 +155,8 @@ class _Said(NamedTuple):
 
     @property
     def value(self) -> Any:
-        return self.file if self.flag is MISSING else self.flag
+        both = isinstance(self.file, Mapping) and isinstance(self.flag, Mapping)
+        return {**self.file, **self.flag} if both else self.file if self.flag is MISSING else self.flag
 
     @property
     def place(self) -> str:

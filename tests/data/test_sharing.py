@@ -51,3 +51,14 @@ def test_predictions_leave_nothing_out() -> None:
 
     with pytest.warns(UserWarning, match="custom batch sampler Odd"):
         ResumableLoader(DataLoader(list(range(5)), batch_sampler=Odd()), complete=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("batch_size", [2, 5])
+@pytest.mark.parametrize("count", range(4, 42))
+def test_in_evaluation_all_ranks_have_equally_many_batches_and_nothing_twice(count: int, batch_size: int) -> None:
+    """A forward pass that exchanges with other ranks would wait for one that has no batch left."""
+    loader = DataLoader(list(range(count)), batch_size)  # type: ignore[arg-type]
+    shares = [ResumableLoader(loader, rank=rank, world_size=4, train=False) for rank in range(4)]
+    batches = [[batch.tolist() for batch in share.batches(0)] for share in shares]
+    assert {len(mine) for mine in batches} == {len(share) for share in shares} == {-(-count // (4 * batch_size))}
+    assert sorted(sample for mine in batches for batch in mine for sample in batch) == list(range(count))

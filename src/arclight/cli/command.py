@@ -22,12 +22,12 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "run": ("arclight.cli.run:run", "start a script that uses Fabric in several processes"),
     },
     "Ship": {
-        "export": ("arclight.cli.export:export", "write a trained detector as a float32 program"),
+        "export": ("arclight.cli.export:export", "write a trained model as a float32 program, or for Hugging Face"),
         "quantize": ("arclight.cli.export:quantize", "write it as an int8 program"),
         "benchmark": ("arclight.cli.benchmark:benchmark", "compare the speed of programs"),
     },
     "Use": {
-        "predict": ("arclight.cli.predict:predict", "draw what a program finds in images, folders and videos"),
+        "predict": ("arclight.cli.predict:predict", "draw what a program finds in images; let a language model write"),
         "scan": ("arclight.cli.scan:scan", "find and read payment codes in images"),
         "serve": ("arclight.cli.serve:serve", "answer over HTTP, with a page to try it"),
     },

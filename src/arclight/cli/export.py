@@ -13,16 +13,26 @@ if TYPE_CHECKING:
 
 
 def export(arguments: list[str]) -> None:
+    from arclight.cli import language
+
+    if language.trained_language(arguments):
+        return language.export(arguments)
     _write("export", "Write a trained detector as a float32 program.", arguments, int8=False)
+    return None
 
 
 def quantize(arguments: list[str]) -> None:
+    from arclight.cli import language
+
+    if language.trained_language(arguments):
+        return language.quantize(arguments)
     _write(
         "quantize",
         "Quantize a trained detector to int8, calibrated on its training images, and write it as a program.",
         arguments,
         int8=True,
     )
+    return None
 
 
 def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:

@@ -33,7 +33,9 @@ def listing(settings: list[Setting], width: int) -> list[str]:
     fields = {setting.path: setting for setting in settings if not setting.path.endswith(".kind")}
     tables: dict[tuple[str, str], list[Setting]] = {}
     for setting in settings:
-        tables.setdefault((setting.path.rpartition(".")[0], setting.kind), []).append(setting)
+        rows = tables.setdefault((setting.path.rpartition(".")[0], setting.kind), [])
+        if setting.path not in [row.path for row in rows]:  # two kinds of a task may hold the same table
+            rows.append(setting)
     lines: list[str] = []
     for (table, kind), rows in tables.items():
         lines += ["", *heading(table, kind, fields.get(table), rows[0], width)]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from arclight.cli import language
 from arclight.cli.arguments import Parser
 from arclight.cli.own_module import named_module
 
@@ -15,6 +16,8 @@ def predict(arguments: list[str]) -> None:
         from arclight.cli.own_run import own_run
 
         return own_run("predict", own, arguments[1:])
+    if language.trained_language(arguments):
+        return language.predict(arguments)
     parser = Parser(
         prog="arclight predict",
         description="Find objects in images, folders, patterns and videos; or, with package.module:Model first, let a module of your own predict.",

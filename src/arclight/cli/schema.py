@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from arclight.parallel.plan import Plan
+from arclight.text.settings import Language
 from arclight.trainer.settings import EMA, Checkpointing, Stopping, TrainerSettings
 from arclight.vision.settings import Detection
 
@@ -19,10 +21,12 @@ class Recipe:
     """Folder of all runs."""
     seed: int = 0
     """Seed of every random stream, from 0 to 2**32 - 1."""
-    task: Detection
+    task: Detection | Language
     """What is learned, from which data; or kind = "package.module:Class", a class of your own with a method build()."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """How long, how precisely and where to train."""
+    plan: Plan | None = None
+    """How the model is spread over processes; none leaves that to trainer.strategy."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """Which checkpoints are kept."""
     stopping: Stopping | None = None

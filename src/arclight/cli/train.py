@@ -12,7 +12,9 @@ from arclight.cli.own_module import named_module
 if TYPE_CHECKING:
     from arclight.cli.own_module import OwnRun
     from arclight.cli.schema import Recipe
+    from arclight.parallel import Plan
     from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
+    from arclight.trainer.settings import TrainerSettings
 
 
 def train(arguments: list[str]) -> None:
@@ -68,9 +70,25 @@ def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
     from arclight import Trainer
 
     try:
+        if (plan := getattr(recipe, "plan", None)) is not None:
+            objects |= spread(plan, recipe.trainer)
         return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
     except ValueError as error:
         raise UsageError(f"trainer: {error}") from error
+
+
+def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
+    """The strategy of a recipe's plan, and as many devices as it needs. Raises UsageError where both say how to spread the work."""
+    if settings.strategy != "auto":
+        raise UsageError(
+            f"a [plan] is a strategy of its own: leave out trainer.strategy = {settings.strategy!r}, or the plan"
+        )
+    of_node, rest = divmod(plan.world_size, settings.num_nodes)
+    if rest:
+        raise UsageError(
+            f"the plan needs {plan.world_size} processes, which do not divide among {settings.num_nodes} nodes"
+        )
+    return {"strategy": plan.strategy(), "devices": of_node if settings.devices == "auto" else settings.devices}
 
 
 def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:

@@ -27,8 +27,9 @@ class EpochSampler:
     each of its items as one batch, so rank ``r`` loads items ``r, r + W, ...``.
 
     Training repeats items from the start of the order so that all ranks have equally many batches of equal size (or
-    drops the tail, where the loader says ``drop_last``). Evaluation repeats nothing: ranks may differ by a batch.
-    A sampler that shards by itself (DistributedSampler) is taken as it is.
+    drops the tail, where the loader says ``drop_last``). Evaluation repeats nothing: a tail with fewer samples than ranks takes
+    some of the batch before it, so that ranks have equally many batches wherever there is a sample for each; only items that
+    are whole batches may leave them differing by one. A sampler that shards by itself (DistributedSampler) is taken as it is.
 
     A sampler that computes its order (see `arclight.data.order`) is asked for what is loaded only, and all batches are
     full: the last ones are filled up with the sample -1 in the place of repeated ones, in training and evaluation alike.
@@ -58,8 +59,17 @@ class EpochSampler:
     def __len__(self) -> int:
         """Batches of an epoch on this rank; raises TypeError where the sampler has no length."""
         items = len(self.source)  # type: ignore[arg-type]
-        mine = len(range(self.rank, self._kept(items), self.world_size))
+        kept = self._kept(items)
+        if self._evened_tail(kept):
+            return math.ceil(kept / self.global_batch)
+        mine = len(range(self.rank, kept, self.world_size))
         return math.ceil(mine / self.batch_size)
+
+    def _evened_tail(self, kept: int) -> int:
+        """Samples that an evaluation's last batch takes from the one before, for each rank to have one."""
+        tail = kept % self.global_batch
+        evened = not self.train and self.batch_size > 1 and 0 < tail < self.world_size and kept > self.global_batch
+        return self.world_size - tail if evened else 0
 
     @property
     def global_batch(self) -> int:
@@ -110,10 +120,12 @@ class EpochSampler:
             order = list(self.source)
         kept = self._kept(len(order))
         order = order[:kept] if kept <= len(order) else list(islice(cycle(order), kept))
-        size = self.global_batch
+        size, taken = self.global_batch, self._evened_tail(kept)
 
         def share(batch: int) -> list[Any]:
-            rest = order[self._begin(epoch, batch) : (batch + 1) * size]
+            last, before = (batch + 1) * size >= kept, (batch + 2) * size >= kept
+            begin = self._begin(epoch, batch) - (taken if last else 0)
+            rest = order[begin : (batch + 1) * size - (taken if before and not last else 0)]
             missing = -len(rest) % self.world_size if self.train else 0
             return [*rest, *islice(cycle(order), missing)][self.rank :: self.world_size]
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from arclight.text.generation import generate
     from arclight.text.interchange.reading import from_hf
     from arclight.text.interchange.writing import to_hf
+    from arclight.text.language_model import LanguageModel
     from arclight.text.models.zoo import build_model, model_names
     from arclight.text.tokenizer import ByteTokenizer, Tokenizer
 
@@ -21,5 +22,6 @@ __getattr__, __dir__, __all__ = lazy(
     | {"Text": "arclight.text.data_settings", "TextDataModule": "arclight.text.data_module"}
     | {"generate": "arclight.text.generation"}
     | {"from_hf": "arclight.text.interchange.reading", "to_hf": "arclight.text.interchange.writing"}
+    | {"LanguageModel": "arclight.text.language_model"}
     | dict.fromkeys(("ByteTokenizer", "Tokenizer"), "arclight.text.tokenizer"),
 )

@@ -24,7 +24,8 @@ def cross_entropy(
     """The sum over labels that are not -100 of -log softmax(hidden weight^T)[label], float32.
 
     hidden: (..., D). weight: (V, D), or a DTensor whose rows lie on the processes of one mesh dimension; then every process
-    must call this with the same hidden states, and their gradient is whole on each of them. labels: (...), int64.
+    must call this with the same hidden states, and the gradient by them is the part that its rows give, to be summed over
+    processes as `arclight.parallel.tensor` does it. labels: (...), int64.
     chunk: rows of logits at a time (default: about four million logits). softcap: logits become softcap * tanh(logits / softcap).
     Gradients are computed on the way forward and kept in the place of logits: each matrix product is done once.
     """
@@ -86,8 +87,6 @@ class _Chunked(torch.autograd.Function):
                     d_hidden[start : start + size] = d_logits_NV @ w_VD
                 if d_weight is not None:
                     d_weight += d_logits_NV.T @ h_ND
-        if group is not None and d_hidden is not None:
-            dist.all_reduce(d_hidden, group=group)
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return total
 

@@ -66,6 +66,8 @@ def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: 
 def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any]) -> Any:
     """What rank 0 of other processes ended with becomes this trainer's own state."""
     if module is not None:
+        if overridden(module, "configure_model", Module):
+            module.configure_model()  # the new processes made layers that this one has not
         module.load_state_dict(load_bytes(outcome["weights"]))
         trainer._module = module
     trainer.progress = outcome["progress"]

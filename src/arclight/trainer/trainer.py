@@ -119,8 +119,8 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
 
     @classmethod
     def from_settings(cls, settings: TrainerSettings, **objects: Any) -> Trainer:
-        """A trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``: callbacks, logger, run folder."""
-        return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}, **objects)
+        """A trainer with these settings (a recipe's ``[trainer]`` table) and ``objects``, which win: callbacks, logger, run folder."""
+        return cls(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)} | objects)
 
     @property
     def ckpt_path(self) -> str | Path | None:

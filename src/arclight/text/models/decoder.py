@@ -23,12 +23,18 @@ class DecoderConfig:
     vocab_size: int
     dim: int
     layers: int
+    heads: int
     max_positions: int = 8192
     norm_eps: float = 1e-5
     tied: bool = False
     """Whether the output uses the embeddings' weights."""
     std: float = 0.02
     """Standard deviation of first weights; those that add to the residual stream have std / sqrt(2 layers)."""
+
+    @property
+    def attention_width(self) -> float:
+        """Width of a head, the mean of keys' and values', as operations are counted."""
+        return self.dim / self.heads
 
     @property
     def std_out(self) -> float:
@@ -72,11 +78,22 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
+<<<<<<< HEAD
         **extra: Any,
     ) -> Tensor:  # fmt: skip
         """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation."""
         h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
         return h_BTD if self.output is None else self.output(h_BTD)
+=======
+        logits: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation.
+
+        Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them, for a loss that never holds them all.
+        """
+        h_BTD = self.hidden(tokens_BT, positions, documents, cache)
+        return h_BTD if self.output is None or not logits else self.output(h_BTD)
+>>>>>>> ef07b09 (A language model as an ordinary module: settings, speed and samples, text from a run, hand-over to other programs)
 
     def hidden(
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,

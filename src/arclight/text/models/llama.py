@@ -15,7 +15,6 @@ from arclight.text.models.layers import FeedForward, RMSNorm, RopeScaling, Rotat
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    heads: int
     kv_heads: int
     hidden: int
     """Width between the two maps of the feed-forward part."""
@@ -29,6 +28,10 @@ class LlamaConfig(DecoderConfig):
     @property
     def width(self) -> int:
         return self.head_dim or self.dim // self.heads
+
+    @property
+    def attention_width(self) -> float:
+        return self.width
 
 
 class Attention(nn.Module):

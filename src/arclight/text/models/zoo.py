@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import tomllib
 from typing import Any
 
 from torch import nn
@@ -168,7 +170,16 @@ def model_config(name: str, **overrides: Any) -> Any:
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1, 0.4) or fields
             raise ValueError(f"{name} has no {key!r} to set; did you mean {', '.join(near)}?")
-    return dataclasses.replace(config, **overrides)
+    return dataclasses.replace(config, **{key: _value(value) for key, value in overrides.items()})
+
+
+def _value(value: Any) -> Any:
+    """What was typed on a command line, as TOML means it; None for "none"."""
+    if value == "none":
+        return None
+    with contextlib.suppress(tomllib.TOMLDecodeError, TypeError):
+        return tomllib.loads(f"x = {value}")["x"] if isinstance(value, str) else value
+    return value
 
 
 def build_model(name: str, **overrides: Any) -> nn.Module:

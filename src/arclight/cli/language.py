@@ -1,0 +1,146 @@
+"""What the verbs do with a run that trained a language model: write text, hand weights on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arclight.cli.arguments import Parser
+from arclight.cli.export import best_checkpoint
+from arclight.deploy.settings import Int8
+
+if TYPE_CHECKING:
+    from arclight.text import LanguageModel
+
+
+def trained_language(words: list[str]) -> bool:
+    """Whether the first word names a run (or a checkpoint in one) of a language model."""
+    if not words or words[0].startswith("-"):
+        return False
+    run = run_folder(Path(words[0]))
+    return run is not None and (run / "tokenizer").is_dir()
+
+
+def run_folder(path: Path) -> Path | None:
+    """The run that ``path`` is or lies in as a checkpoint."""
+    for folder in (path, path.parent.parent):
+        if (folder / "checkpoints").is_dir():
+            return folder
+    return None
+
+
+def load_run(path: Path) -> LanguageModel:
+    """The model of a run's best checkpoint, or of the checkpoint ``path``, with the run's tokenizer."""
+    from arclight.text import LanguageModel, Tokenizer
+
+    run = run_folder(path)
+    assert run is not None
+    model: LanguageModel = LanguageModel.load_from_checkpoint(best_checkpoint(path) if path == run else path)
+    model.use_tokenizer(Tokenizer.load(run / "tokenizer"))
+    return model.eval()
+
+
+def predict(arguments: list[str]) -> None:
+    """Let a trained model go on with texts, shown as they are written."""
+    parser = Parser(prog="arclight predict", description="Let a language model go on with texts.")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint is taken) or a checkpoint"
+    )
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; may be repeated")
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="longest continuation (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="draw from the likeliest that hold this share (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end where this is written; may be repeated"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the texts here")
+    options = parser.parse_args(arguments)
+    model = load_run(options.run)
+    texts = []
+    for prompt in options.prompt or [sys.stdin.read()]:
+        print(prompt, end="", flush=True)
+        pieces = []
+        for piece in model.generate(
+            prompt, max_new_tokens=options.tokens, temperature=options.temperature, top_k=options.top_k,
+            top_p=options.top_p, stop=options.stop, seed=options.seed, stream=True,
+        ):  # fmt: skip
+            print(piece, end="", flush=True)
+            pieces.append(piece)
+        print()
+        texts.append({"prompt": prompt, "text": "".join(pieces)})
+    if options.json is not None:
+        options.json.write_text(json.dumps(texts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def export(arguments: list[str]) -> None:
+    """Write a trained model as a Hugging Face folder or as a float32 program."""
+    options = _parser("export", "Write a trained language model for other programs.").parse_args(arguments)
+    kind = options.format or ("onnx" if options.out.suffix == ".onnx" else "hf")
+    if kind == "onnx":
+        return _program(options, None)
+    from arclight.text import to_hf
+
+    model = load_run(options.run)
+    to_hf(model.model, options.out, tokenizer=model.tokenizer)
+    size = sum(file.stat().st_size for file in options.out.iterdir())
+    print(f"wrote {options.out}: {size / 1e6:.1f} MB, opens with transformers.AutoModelForCausalLM.from_pretrained")
+    return None
+
+
+def quantize(arguments: list[str]) -> None:
+    """Write a trained model as an int8 program, calibrated on its training text."""
+    parser = _parser("quantize", "Quantize a language model to int8, calibrated on its training text.")
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="MODULE", help="keep this module in float32; may be repeated"
+    )
+    options = parser.parse_args(arguments)
+    _program(options, Int8(skip=tuple(options.skip)))
+
+
+def _parser(verb: str, about: str) -> Parser:
+    parser = Parser(prog=f"arclight {verb}", description=about)
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint is taken) or a checkpoint"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="file to write (.onnx)" + ", or folder (hf)" * (verb == "export"),
+    )
+    if verb == "export":
+        parser.add_argument("--format", choices=("hf", "onnx"), help="default: onnx for a name that ends so, else hf")
+    return parser
+
+
+def _program(options: Namespace, int8: Int8 | None) -> None:
+    from itertools import islice
+
+    from arclight.text import TextDataModule
+    from arclight.text.deployment import export_language_model
+
+    model = load_run(options.run)
+    data = TextDataModule(model.settings.data)
+    data.prepare_data()
+    data.setup("fit")
+    count = int8.calibration_batches if int8 is not None else 1
+    batches = [batch["tokens"] for batch in islice(data.train_dataloader(), count)]
+    program = export_language_model(model, options.out, batches, int8)
+    length = batches[0].shape[1]
+    print(f"wrote {options.out}: {program.precision}, {program.nbytes / 1e6:.1f} MB, token ids (B, {length}) to logits")

@@ -1,0 +1,164 @@
+"""Language modelling as an ordinary module: predict each next token, count bits per byte."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from arclight.fabric.no_init import NoInit
+from arclight.parallel import initialize
+from arclight.parallel.running import Split, batch_loss
+from arclight.text.flops import flops_per_token
+from arclight.text.loss import IGNORED, cross_entropy
+from arclight.text.models.zoo import build_model
+from arclight.text.settings import Language
+from arclight.trainer import Callback, Module
+
+_LOG = logging.getLogger("arclight")
+
+VOCABULARY_MULTIPLE = 64
+"""Vocabularies are padded to a multiple of this, for matrix kernels and for cutting."""
+
+
+class LanguageModel(Module):
+    """Trains and runs a language model.
+
+    A batch is a mapping: ``tokens`` (B, T) and ``labels`` (B, T) int64, labels -100 where nothing is to be predicted; of packed documents
+    also ``positions`` and ``documents`` (B, T); ``bytes`` (B,), how much text the labels stand for.
+
+    vocab_size: ids of the tokenizer, and vocabulary: its digest; None takes those of the data module's when a stage begins. ``model`` maps token ids (B, T) to
+    logits (B, T, V); it is built in ``configure_model``, so that a mesh may build it without memory first.
+    """
+
+    def __init__(self, settings: Language, vocab_size: int | None = None, vocabulary: str | None = None) -> None:
+        super().__init__()
+        self.settings = settings
+        self.save_hyperparameters({"settings": settings, "vocab_size": vocab_size, "vocabulary": vocabulary})
+        self.initial_seed = torch.initial_seed()
+        """What first weights are drawn from, alike on every process."""
+        self.model: Any = None
+        self.runner: Any = None
+        self.tokenizer: Any = None
+
+    # -- the model -------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        data = self.trainer.datamodule
+        if getattr(data, "tokenizer", None) is not None:
+            self.use_tokenizer(data.tokenizer)
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Take ``tokenizer`` for text in and out. Raises ValueError if it is not the one that the model was made for."""
+        size, known = tokenizer.vocab_size, self.hparams["vocab_size"]
+        if known is not None and size > known:
+            raise ValueError(
+                f"the tokenizer has {size} tokens, the model was made for {known}: use the one it was trained with"
+            )
+        if self.hparams["vocabulary"] not in (None, tokenizer.digest):
+            raise ValueError("this is another tokenizer than the one that the model was trained with: use that one")
+        asked = int(self.settings.overrides.get("vocab_size", size))
+        if asked < size:
+            raise ValueError(
+                f"overrides.vocab_size = {asked} is less than the {size} tokens of the tokenizer; leave it out"
+            )
+        self.tokenizer = tokenizer
+        for kept in (self.hparams, self.hparams_initial):
+            kept["vocab_size"], kept["vocabulary"] = known or size, tokenizer.digest
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        overrides, size = dict(self.settings.overrides), self.hparams["vocab_size"]
+        if size is not None:
+            overrides.setdefault("vocab_size", -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+        spread = torch.distributed.is_initialized() and hasattr(self.trainer.strategy, "plan")  # memory for shares only
+        with torch.device("meta") if spread else NoInit():
+            self.model = build_model(self.settings.model, **overrides)
+        if not next(self.model.parameters()).is_meta:
+            initialize(self.model, self.initial_seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (B, T, V) of token ids (B, T)."""
+        logits: Tensor = self.model(tokens)
+        return logits
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = self.settings.optimizer.build(self.model.named_parameters())
+        steps = self.trainer.estimated_stepping_batches
+        if steps == math.inf:
+            raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")
+        schedule = self.settings.schedule.build(optimizer, int(steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_callbacks(self) -> list[Callback]:
+        from arclight.text.watching import Samples, Speed
+
+        samples = [Samples(self.settings.sampling)] if self.settings.sampling is not None else []
+        return [Speed(), *samples]
+
+    def on_fit_start(self) -> None:
+        """Keep the tokenizer in the run, which is then complete."""
+        if self.tokenizer is None or self.trainer.checkpoint_callback is None:
+            return
+        folder = self.trainer.run_folder.path  # which all ranks agree on
+        if self.trainer.is_global_zero:
+            self.tokenizer.save(folder / "tokenizer")
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def split_batch(self, batch: dict[str, Tensor]) -> Split:
+        """What the model gets, and what the loss is about; see `arclight.parallel.running`."""
+        tokens = batch["tokens"]
+        kwargs: dict[str, Any] = {name: batch[name] for name in ("positions", "documents") if name in batch}
+        if self.runner is not None and "positions" not in kwargs:
+            kwargs["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return (tokens,), kwargs | {"logits": False}, batch["labels"]
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy (nats) of hidden states (B, T, D), and how many labels are valid."""
+        (weight,) = self.model.output.parameters(recurse=False)  # all of it, where `output.weight` shows own rows only
+        total = cross_entropy(output, weight, targets, chunk=self.settings.loss_chunk)
+        return total, (targets != IGNORED).sum()
+
+    def batch_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        """Valid labels: losses are means over all of an update's."""
+        return (batch["labels"] != IGNORED).sum()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        total, count = batch_loss(self, batch)
+        loss = total / count.clamp(min=1)
+        self.log("train/loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
+        total, count = batch_loss(self, batch)
+        size = int(count)
+        self.log(f"{stage}/loss", total / max(1, size), batch_size=size, prog_bar=True)
+        if "bytes" in batch:
+            covered = int(batch["bytes"].sum())
+            self.log(f"{stage}/bits_per_byte", total / math.log(2) / max(1, covered), batch_size=covered, prog_bar=True)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Operations of forward and backward for one token of a training sequence."""
+        return flops_per_token(self.model, self.settings.data.sequence_length)
+
+    # -- text ------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: str | list[str], **options: Any) -> Any:
+        """Texts that go on from ``prompts``; see `arclight.text.generate`."""
+        from arclight.text import generate
+
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give it one with use_tokenizer(Tokenizer.load(folder))")
+        return generate(self.model, self.tokenizer, prompts, **options)

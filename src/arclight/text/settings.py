@@ -1,0 +1,61 @@
+"""Settings of language modelling (no torch here: a recipe is read without it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
+from arclight.optim.settings import SGD, AdamW, Mixed, Muon, NorMuon
+from arclight.text.data_settings import Text
+
+if TYPE_CHECKING:
+    from arclight.trainer import DataModule, Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Text written by the model after each validation, kept in the run's log."""
+
+    prompts: tuple[str, ...] = ("def ",)
+    """What the texts begin with."""
+    new_tokens: int = 64
+    """Tokens added to each."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest token."""
+    top_p: float = 0.95
+    """Draw from the likeliest tokens that hold this share of probability, in (0, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Language:
+    """Pre-train a language model on text."""
+
+    model: str = "llama3-debug"
+    """Architecture and size: llama3-debug, llama3-8b, qwen3-0.6b, gpt2-124m, ...; a wrong name lists them."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's configuration to replace, as layers = 4."""
+    weights: Path | None = None
+    """Start from these: a Hugging Face folder, or a checkpoint of an earlier run."""
+    data: Text = field(default_factory=Text)
+    """Which text, cut into which tokens."""
+    optimizer: AdamW | Muon | NorMuon | SGD | Mixed = field(
+        default_factory=lambda: AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    )
+    """How weights move."""
+    schedule: WSD | Cosine | Linear | InverseSqrt | Constant = field(default_factory=WSD)
+    """How the learning rate changes over the run."""
+    loss_chunk: int | None = None
+    """Rows of logits held at a time; none: about four million numbers."""
+    balance: float = 1e-3
+    """Step of the biases that keep a mixture's experts equally busy; 0 leaves them."""
+    sampling: Sampling | None = field(default_factory=Sampling)
+    """Text to write after each validation; none writes nothing."""
+
+    def build(self) -> tuple[Module, DataModule]:
+        from arclight.text.data_module import TextDataModule
+        from arclight.text.language_model import LanguageModel
+
+        data = TextDataModule(self.data)
+        return LanguageModel(self, data.vocab_size), data

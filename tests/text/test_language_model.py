@@ -1,0 +1,133 @@
+"""The language model as a module under the trainer: its loss, its bits per byte, its vocabulary, its run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import arclight as al
+from arclight.text import ByteTokenizer, LanguageModel
+from arclight.text.flops import active_parameters, flops_per_token
+from arclight.text.settings import Language
+
+SMALL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
+TEXT = "the cat sat on the mat and the dog sat on the log; " * 200
+
+
+class Windows(Dataset[dict[str, torch.Tensor]]):
+    """Windows of bytes; the first label of each odd window is not to be predicted."""
+
+    def __init__(self, text: str, length: int = 32) -> None:
+        self.ids, self.length = torch.tensor(list(text.encode())), length
+
+    def __len__(self) -> int:
+        return (len(self.ids) - 1) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.ids[index * self.length : (index + 1) * self.length + 1]
+        labels = ids[1:].clone()
+        labels[: index % 2 * 20] = -100
+        return {"tokens": ids[:-1], "labels": labels, "bytes": (labels >= 0).sum()}
+
+
+class Data(al.DataModule):
+    tokenizer = ByteTokenizer()
+
+    def __init__(self, batch_size: int = 8) -> None:
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Windows(TEXT), self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Windows(TEXT[:700]), 5)
+
+
+def fit(tmp_path: Path, steps: int = 30, ckpt: Any = None, batch_size: int = 8, **options: Any) -> Any:
+    al.seed_everything(5)
+    model = LanguageModel(Language(overrides=SMALL, sampling=None), ByteTokenizer().vocab_size)
+    options = {"val_check_interval": 10, "log_every_n_steps": 5, "gradient_clip_val": 1.0} | options
+    trainer = al.Trainer(
+        max_steps=steps, default_root_dir=tmp_path, enable_progress_bar=False, accelerator="cpu", **options
+    )
+    trainer.fit(model, datamodule=Data(batch_size), ckpt_path=ckpt)
+    return trainer, model
+
+
+def test_it_learns_and_counts_bits_per_byte(tmp_path: Path) -> None:
+    trainer, model = fit(tmp_path)
+    assert float(trainer.callback_metrics["val/loss"]) < 0.7 * math.log(256)
+    model.eval()
+    nats = labels = 0.0
+    for batch in Data().val_dataloader():
+        logits = model(batch["tokens"]).double()
+        nats += float(F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum").detach())
+        labels += float((batch["labels"] >= 0).sum())
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(nats / labels, rel=1e-5)
+    assert float(trainer.callback_metrics["val/bits_per_byte"]) == pytest.approx(nats / labels / math.log(2), rel=1e-5)
+    rows = (trainer.run_folder.path / "metrics.csv").read_text()
+    for name in ("speed/tokens_per_second", "speed/mfu", "speed/without_batch", "memory/peak_gib"):
+        assert name in rows
+    assert (trainer.run_folder.path / "tokenizer").is_dir()
+
+
+def test_a_window_of_batches_equals_one_large_batch(tmp_path: Path) -> None:
+    """Though batches have unequal numbers of valid labels: the loss is a mean over all of an update's."""
+    _, whole = fit(tmp_path / "1", 3, batch_size=16, val_check_interval=None, check_val_every_n_epoch=None)
+    _, parts = fit(
+        tmp_path / "2", 3, batch_size=4, accumulate_grad_batches=4, val_check_interval=None, check_val_every_n_epoch=None
+    )  # fmt: skip
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(parts.model.state_dict()[name], value, rtol=0, atol=2e-5)
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path: Path) -> None:
+    _, whole = fit(tmp_path / "1", 20)
+    fit(tmp_path / "2", 20, limit_train_batches=20, callbacks=[StopAt(13)])
+    found = sorted((tmp_path / "2").rglob("at13.ckpt"))
+    _, resumed = fit(tmp_path / "3", 20, ckpt=found[0])
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+class StopAt(al.Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "at13.ckpt")
+            trainer.should_stop = True
+
+
+def test_a_checkpoint_opens_alone_and_refuses_another_vocabulary(tmp_path: Path) -> None:
+    trainer, model = fit(tmp_path, 2)
+    trainer.save_checkpoint(tmp_path / "alone.ckpt")
+    opened = LanguageModel.load_from_checkpoint(tmp_path / "alone.ckpt")
+    tokens = torch.arange(12)[None]
+    assert torch.equal(opened.eval()(tokens), model.eval()(tokens))
+    assert opened.model.config.vocab_size % 64 == 0
+
+    class Other(ByteTokenizer):
+        vocab_size = 300
+
+    with pytest.raises(ValueError, match="has 300 tokens, the model was made for"):
+        opened.use_tokenizer(Other())
+    with pytest.raises(ValueError, match=r"overrides.vocab_size = 100"):
+        LanguageModel(Language(overrides={"vocab_size": 100})).use_tokenizer(ByteTokenizer())
+
+
+def test_operations_by_hand() -> None:
+    model = LanguageModel(Language(overrides=SMALL), vocab_size=256)
+    model.configure_model()
+    attention, forward = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 96
+    multiplied = 2 * (attention + forward + 2 * 64) + 64 + 256 * 64
+    assert active_parameters(model.model, embeddings=False) == multiplied
+    assert active_parameters(model.model) == multiplied + 256 * 64 == sum(p.numel() for p in model.parameters())
+    assert flops_per_token(model.model, 32) == 6 * multiplied + 12 * 2 * 64 * 32
