@@ -78,22 +78,14 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
-<<<<<<< HEAD
-        **extra: Any,
-    ) -> Tensor:  # fmt: skip
-        """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation."""
-        h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
-        return h_BTD if self.output is None else self.output(h_BTD)
-=======
-        logits: bool = True,
+        logits: bool = True, **extra: Any,
     ) -> Tensor:  # fmt: skip
         """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation.
 
         Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them, for a loss that never holds them all.
         """
-        h_BTD = self.hidden(tokens_BT, positions, documents, cache)
+        h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
         return h_BTD if self.output is None or not logits else self.output(h_BTD)
->>>>>>> ef07b09 (A language model as an ordinary module: settings, speed and samples, text from a run, hand-over to other programs)
 
     def hidden(
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
