@@ -79,7 +79,10 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
         ("predict a.jpg", "arclight: the following arguments are required: --program (see arclight predict --help)\n"),
         ("serve --program x.onnx --port high", "arclight: argument --port: invalid int value: 'high' (see arclight"),
         ("scan a.jpg --program x.onnx", "arclight: there is no program at x.onnx\n"),
-        ("data", "arclight: the following arguments are required: qris|check (see arclight data --help)\n"),
+        (
+            "data",
+            "arclight: the following arguments are required: tokenize|retokenize|pack|inspect|qris|check (see arclight data --help)\n",
+        ),
         ("checkpoint inspect x", "arclight: there is no checkpoint at x: nothing has that name\n"),
         ("train --task os.path:join", "arclight: --task.kind: need a kind, got <function join"),
         ("train --task tiny_task:Fit", "arclight: --task.kind: tiny_task:Fit cannot be imported: No module named"),

@@ -81,10 +81,10 @@ def part_of_batch(batch: Any, start: int, stop: int, size: int) -> Any:
 
 
 def counts_of(batch: Any) -> tuple[int, int]:
-    """Samples and tokens in a batch; tokens are those of its first tensor, or of ``input_ids``, if that is (B, T) of integers."""
+    """Samples and tokens in a batch; tokens are those of its first tensor, or of ``input_ids`` or ``tokens``, if that is (B, T) of integers."""
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if isinstance(first, Mapping) and "input_ids" in first:
-        first = first["input_ids"]
+    if isinstance(first, Mapping):
+        first = first.get("input_ids", first.get("tokens", first))
     if isinstance(first, torch.Tensor) and first.ndim:
         ids = first.ndim == 2 and not first.is_floating_point()
         return first.shape[0], first.numel() if ids else 0

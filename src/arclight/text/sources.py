@@ -10,6 +10,7 @@ import tarfile
 import tokenize
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -79,6 +80,14 @@ def files(where: str | Path) -> list[Path]:
     return inside
 
 
+def rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """All rows of a file of JSON lines or a Parquet file, each with its place. Errors are those of `documents`."""
+    try:
+        yield from _parquet_rows(path, None) if path.suffix == ".parquet" else _json_rows(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise SourceError(f"{path} is cut short or damaged: {error}; fetch it again") from error
+
+
 def fingerprint(where: str | Path) -> list[list[Any]]:
     """Name, size and time of change of every file of a source, by which a corpus made of it is known again."""
     found = []
@@ -134,6 +143,11 @@ def _plain(path: Path, field: str) -> Iterator[tuple[str, str]]:
 
 
 def _json_lines(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    for place, row in _json_rows(path):
+        yield place, _text_of(row, field, place)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -143,7 +157,7 @@ def _json_lines(path: Path, field: str) -> Iterator[tuple[str, str]]:
                 row = json.loads(_decode(line, place))
             except json.JSONDecodeError as error:
                 raise SourceError(f"{place} is no JSON: {error}") from error
-            yield place, _text_of(row, field, place)
+            yield place, row
 
 
 def _text_of(row: Any, field: str, place: str) -> str:
@@ -158,18 +172,20 @@ def _text_of(row: Any, field: str, place: str) -> str:
 
 
 def _parquet(path: Path, field: str) -> Iterator[tuple[str, str]]:
+    for place, row in _parquet_rows(path, field):
+        yield place, _text_of(row, field, place)
+
+
+def _parquet_rows(path: Path, field: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
     arrow, parquet = require("pyarrow", extra="text"), require("pyarrow.parquet", extra="text")
     try:
         with parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
+            if field is not None and field not in file.schema_arrow.names:
                 known = ", ".join(map(repr, file.schema_arrow.names))
                 raise SourceError(f"{path} has no field {field!r}; it has {known}")
-            number = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    place = f"{path}, row {number}"
-                    yield place, _text_of({field: value}, field, place)
-                    number += 1
+            batches = file.iter_batches(batch_size=1024, columns=None if field is None else [field])
+            for number, row in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
+                yield f"{path}, row {number}", row
     except (arrow.ArrowException, OSError) as error:
         raise SourceError(f"{path} cannot be read as Parquet: {error}") from error
 
