@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arclight.parallel import initialize
+from arclight.text import from_hf, to_hf
 from arclight.text.models.flux import (
     FLUX_SIZES,
     Conditions,
@@ -105,6 +108,28 @@ def test_blocks_are_what_their_formulas_say(double: bool) -> None:
     expected = by_formulas(weights, inputs, told.double(), angles, double)
     for name, value in got.items():
         torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("guidance", [True, False])
+def test_a_folder_goes_to_diffusers_and_back(guidance: bool, tmp_path: Path) -> None:
+    ours = shaken(Flux(replace(SMALL, guidance=guidance)))
+    to_hf(ours, tmp_path / "flux", max_shard_size="40KB")
+    again = from_hf(tmp_path / "flux")
+    assert again.config == ours.config
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in ours.state_dict().items())
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed: its Flux is not compared with")
+    theirs, report = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "flux", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    image, places = to_tokens(torch.randn(2, 2, 4, 6))
+    conditions = Conditions(torch.randn(2, 3, 12), torch.randn(2, 10), torch.tensor([3.5, 1.0]) if guidance else None)
+    times = torch.tensor([0.3, 0.9])
+    expected = theirs(
+        image, conditions.text, conditions.summary, times, places, torch.zeros(3, 3), conditions.guidance
+    ).sample  # fmt: skip
+    torch.testing.assert_close(
+        ours(image, places, times, conditions), expected, rtol=1e-5, atol=1e-5 * expected.std().item()
+    )
 
 
 def test_tokens_are_squares_of_latents() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isqrt
 from typing import Any
 
 from torch import nn
@@ -14,7 +13,6 @@ from arclight.text.models.gpt2 import GPT2, GPT2Config
 from arclight.text.models.layers import RopeScaling
 from arclight.text.models.llama import Llama, LlamaConfig
 from arclight.text.models.qwen3 import Qwen3, Qwen3Config
-from arclight.text.models.vlm import VisionConfig, VisionEncoder
 
 REQUIRED = object()
 """In the place of a default: config.json must say."""
@@ -28,6 +26,10 @@ class Family:
 
     model_type: str
     architecture: str
+    kind: str = "model_type"
+    """The field of config.json that holds ``model_type``."""
+    stem: str = "model"
+    """What files of weights are called, up to the first dot or number."""
     model: type[nn.Module]
     config: type[Any]
     fields: dict[str, tuple[str, Any]]
@@ -60,7 +62,9 @@ class Family:
 
     def write(self, config: Any) -> Fields:
         theirs = {other: getattr(config, name) for name, (other, _) in self.fields.items()}
-        base = {"architectures": [self.architecture], "model_type": self.model_type}
+        base: Fields = {self.kind: self.model_type}
+        if self.kind == "model_type":
+            base = {"architectures": [self.architecture]} | base
         return base | self.fixed | theirs | self.write_more(config)
 
 
@@ -229,52 +233,4 @@ GPT2_FAMILY = Family(
     ignored=(".attn.bias", ".attn.masked_bias"),
     read_more=_read_gpt2,
     write_more=lambda config: {"n_inner": None},
-)
-
-
-def _siglip2_keys() -> tuple[Key, ...]:
-    ours, theirs = "layers.{layer}", "vision_model.encoder.layers.{layer}"
-    names = {
-        f"{ours}.attention.wq": f"{theirs}.self_attn.q_proj",
-        f"{ours}.attention.wk": f"{theirs}.self_attn.k_proj",
-        f"{ours}.attention.wv": f"{theirs}.self_attn.v_proj",
-        f"{ours}.attention.wo": f"{theirs}.self_attn.out_proj",
-        f"{ours}.feed_forward.w1": f"{theirs}.mlp.fc1",
-        f"{ours}.feed_forward.w2": f"{theirs}.mlp.fc2",
-        f"{ours}.attention_norm": f"{theirs}.layer_norm1",
-        f"{ours}.feed_forward_norm": f"{theirs}.layer_norm2",
-        "patches": "vision_model.embeddings.patch_embedding",
-        "norm": "vision_model.post_layernorm",
-    }
-    found = [Key(f"{own}.{end}", f"{other}.{end}") for own, other in names.items() for end in ("weight", "bias")]
-    return (*found, Key("positions.weight", "vision_model.embeddings.position_embedding.weight"))
-
-
-def _read_siglip2(theirs: Fields) -> Fields:
-    places = theirs.get("num_patches", 256)
-    if isqrt(places) ** 2 != places:
-        raise ValueError(f"config.json has num_patches = {places}, which is no square")
-    return {"grid": isqrt(places)}
-
-
-SIGLIP2 = Family(
-    model_type="siglip2_vision_model",
-    architecture="Siglip2VisionModel",
-    model=VisionEncoder,
-    config=VisionConfig,
-    fields={
-        "dim": ("hidden_size", 768),
-        "layers": ("num_hidden_layers", 12),
-        "heads": ("num_attention_heads", 12),
-        "hidden": ("intermediate_size", 3072),
-        "patch": ("patch_size", 16),
-        "channels": ("num_channels", 3),
-        "norm_eps": ("layer_norm_eps", 1e-6),
-    },
-    fixed={"hidden_act": "gelu_pytorch_tanh"},
-    keys=_siglip2_keys(),
-    prefix="vision_model.",
-    ignored=("vision_model.head.",),
-    read_more=_read_siglip2,
-    write_more=lambda config: {"num_patches": config.grid**2, "vision_use_head": False},
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from arclight.text.interchange.families import GPT2_FAMILY, LLAMA, QWEN3, SIGLIP2, Family
+from arclight.text.interchange.families import GPT2_FAMILY, LLAMA, QWEN3, Family
 from arclight.text.interchange.mixtures import DEEPSEEK_V3, LLAMA4, QWEN3_MOE
+from arclight.text.interchange.pictures import FLUX, SIGLIP2
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, QWEN3_MOE, DEEPSEEK_V3, LLAMA4, SIGLIP2)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3, GPT2_FAMILY, QWEN3_MOE, DEEPSEEK_V3, LLAMA4, SIGLIP2, FLUX)
 
 
 def family_of_type(model_type: str) -> Family:

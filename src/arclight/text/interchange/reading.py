@@ -29,7 +29,7 @@ def from_hf(
     here does not do, differs from ``model``'s, or where tensors are missing, left over or of other shapes: all are named.
     """
     theirs = read_config(Path(folder))
-    family = family_of_type(theirs.get("model_type", ""))
+    family = family_of_type(theirs.get("model_type") or theirs.get("_class_name", ""))
     ours = family.read(theirs)
     with torch.device("meta"):
         whole = family.model(family.config(**ours))
@@ -45,7 +45,7 @@ def from_hf(
                 raise ValueError(f"{child} is on meta and gets no weights from this folder: give it its own first")
         tied = find_shared_parameters(model)
         model = set_shared_parameters(model.to_empty(device=device), tied)
-    source = Folder(Path(folder), family.prefix, _blocks(theirs))
+    source = Folder(Path(folder), family.prefix, _blocks(theirs), family.stem)
     _fill(model, whole, family, source)
     return model
 

@@ -16,23 +16,25 @@ _SCALE = "_scale_inv"
 
 
 class Folder:
-    """Tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` lists.
+    """Tensors of ``<stem>.safetensors``, or of the shards that ``<stem>.safetensors.index.json`` lists.
 
     prefix: names that lack it are found with it, because files of a family's trunk alone leave it out.
     block: height and width of the blocks of 8-bit weights that share a scale, where the folder has such.
     """
 
-    def __init__(self, folder: Path, prefix: str = "", block: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, folder: Path, prefix: str = "", block: tuple[int, int] | None = None, stem: str = "model"
+    ) -> None:  # fmt: skip
         self.folder, self.block = folder, block
         self._open: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
+        index, alone = folder / f"{stem}.safetensors.index.json", f"{stem}.safetensors"
         if index.is_file():
             files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif (folder / "model.safetensors").is_file():
-            files = dict.fromkeys(self._file("model.safetensors").keys(), "model.safetensors")
+        elif (folder / alone).is_file():
+            files = dict.fromkeys(self._file(alone).keys(), alone)
         else:
             raise FileNotFoundError(
-                f"{folder} has neither model.safetensors nor model.safetensors.index.json; weights of other formats "
+                f"{folder} has neither {alone} nor {index.name}; weights of other formats "
                 "(.bin, .pt, .gguf) must be converted to safetensors first"
             )
         bare = prefix and not any(name.startswith(prefix) for name in files)

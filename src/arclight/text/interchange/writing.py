@@ -63,7 +63,7 @@ def to_hf(
     if writes:
         partial.mkdir(parents=True)
     try:
-        _write_shards(todo, held, limit, dtype, partial if writes else None)
+        _write_shards(todo, held, limit, dtype, family.stem, partial if writes else None)
         if writes:
             _write_rest(model, family, tokenizer, dtype, partial)
             if folder.exists():
@@ -74,7 +74,7 @@ def to_hf(
 
 
 def _write_shards(
-    todo: list[Piece], held: dict[str, Tensor], limit: int, dtype: torch.dtype | None, folder: Path | None
+    todo: list[Piece], held: dict[str, Tensor], limit: int, dtype: torch.dtype | None, stem: str, folder: Path | None
 ) -> None:  # fmt: skip
     types = [_written(held[piece.keys[0].ours], piece, dtype) for piece in todo]
     sizes = [torch.Size(piece.shape).numel() * kind.itemsize for piece, kind in zip(todo, types, strict=True)]
@@ -92,7 +92,7 @@ def _write_shards(
     index: dict[str, str] = {}
     for number, shard in enumerate(shards):
         count = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file, out = f"model{count}.safetensors", {}
+        file, out = f"{stem}{count}.safetensors", {}
         for place in shard:
             made = todo[place].make(whole).to(types[place])
             if folder is not None:
@@ -102,7 +102,7 @@ def _write_shards(
             save_file(out, folder / file, {"format": "pt"})
     if folder is not None and len(shards) > 1:
         content = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(index.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _written(tensor: Tensor, piece: Piece, dtype: torch.dtype | None) -> torch.dtype:
@@ -127,7 +127,9 @@ def _write_rest(
     model: nn.Module, family: Family, tokenizer: SavesFolder | None, dtype: torch.dtype | None, folder: Path
 ) -> None:  # fmt: skip
     first = next(model.parameters()).dtype
-    content = family.write(model.config) | {"dtype": str(dtype or first).removeprefix("torch.")}
+    content = family.write(model.config)
+    if family.kind == "model_type":
+        content["dtype"] = str(dtype or first).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save(folder)
