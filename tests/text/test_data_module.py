@@ -16,7 +16,9 @@ import arclight as al
 from arclight import recipe
 from arclight.data import ResumableLoader
 from arclight.data.token_shards import TokenShardError
+from arclight.fabric.errors import MisconfigurationError
 from arclight.text import Text, TextDataModule
+from arclight.text.corpus import held_out, write_corpus
 from arclight.text.data_settings import BPE, Bytes, Pretrained
 from arclight.text.sources import documents
 from arclight.text.tokenizer import TokenizerError
@@ -118,6 +120,23 @@ def test_a_mixture_has_its_shares(folder: Path) -> None:
         ).tolist()
     )
     assert counts[True] == pytest.approx(border, abs=0.02 * len(plain.train) + 2)
+
+
+def test_tokens_that_are_there_are_used_as_they_are(folder: Path) -> None:
+    """With their own tokenizer and split; the cache stays empty."""
+    made = folder / "tokens"
+    tokenizer = ready(folder, tokenizer=BPE(vocab_size=280)).tokenizer
+    write_corpus(made, documents(folder / "prose"), tokenizer, split=held_out(0.3))
+    data = ready(folder, data=str(made), cache=folder / "unused", packing="pack")
+    assert data.vocab_size == 280
+    assert data.tokenizer.digest == tokenizer.digest
+    found = [batch for loader in (data.train_dataloader(), data.val_dataloader()) for batch in batches(loader)]
+    assert sum(int(b["bytes"].sum()) for b in found) == sum(d.bytes for d in documents(folder / "prose"))
+    assert not (folder / "unused").exists()
+    mixed = ready(folder, data={"a": str(made), "b": str(folder / "code")})
+    assert {part.shards.facts[0].tokenizer for part in mixed.train.layouts} == {tokenizer.digest}
+    with pytest.raises(MisconfigurationError, match="cannot stand in a list"):
+        TextDataModule(Text(data=(str(made), str(folder / "code"))))
 
 
 def test_other_text_to_validate_with(folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from arclight.checkpoint.files import discard, make_staging, sweep
 from arclight.data.token_shards import INDEX, TokenShards, write_index, write_shard
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text.sources import Document
@@ -51,8 +51,8 @@ def write_corpus(
     folder = Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder} exists already: choose another folder, or delete it first")
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.saving")
-    shutil.rmtree(staging, ignore_errors=True)
+    sweep(folder.parent)
+    staging = make_staging(folder)
     try:
         tokenizer.save(staging / "tokenizer")
         names: dict[str, list[str]] = {}
@@ -72,7 +72,7 @@ def write_corpus(
             raise
         raise FileExistsError(f"{folder} was made by another process meanwhile") from error
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        discard(staging)
 
 
 def held_out(share: float) -> Callable[[Document], str]:
@@ -132,6 +132,11 @@ def shards_in(folder: str | Path) -> dict[str, TokenShards]:
     if not found:
         raise FileNotFoundError(f"{folder} is no corpus: it has neither {' nor '.join(SPLITS)}")
     return found
+
+
+def is_corpus(folder: str | Path) -> bool:
+    """Whether ``folder`` is a corpus that `write_corpus` wrote."""
+    return (Path(folder) / "tokenizer").is_dir() and any((Path(folder) / name / INDEX).is_file() for name in SPLITS)
 
 
 def open_split(folder: str | Path, split: str, tokenizer: Tokenizer | None = None) -> TokenShards:

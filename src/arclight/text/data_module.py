@@ -23,7 +23,7 @@ from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import TokenShards
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.text.corpus import held_out, open_split, write_corpus
+from arclight.text.corpus import held_out, is_corpus, open_split, write_corpus
 from arclight.text.data_settings import BPE, Bytes, Pretrained, Text
 from arclight.text.sources import STDLIB, Document, documents, fingerprint
 from arclight.text.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
@@ -48,6 +48,11 @@ class TextDataModule(DataModule):
         self.parts: dict[str, tuple[str, ...]] = {
             name: (source,) if isinstance(source, str) else tuple(source) for name, source in named.items()
         }
+        self._ready = [Path(source) for sources in self.parts.values() for source in sources if is_corpus(source)]
+        if any(len(sources) > 1 and any(map(is_corpus, sources)) for sources in self.parts.values()):
+            raise MisconfigurationError(
+                "data: a folder of tokens cannot stand in a list; name the sources to mix them: data = {first = ..., second = ...}"
+            )
         self.train: TokenSamples | None = None
         self.val: TokenSamples | None = None
 
@@ -56,8 +61,13 @@ class TextDataModule(DataModule):
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary, which is known before it has been learned."""
+        return self._learns.vocab_size if self._learns else self.tokenizer.vocab_size
+
+    @property
+    def _learns(self) -> BPE | None:
+        """The settings of a tokenizer that has to be learned; None where there is one."""
         settings = self.settings.tokenizer
-        return settings.vocab_size if isinstance(settings, BPE) else self.tokenizer.vocab_size
+        return settings if isinstance(settings, BPE) and not self._ready else None
 
     @property
     def root(self) -> Path:
@@ -69,6 +79,8 @@ class TextDataModule(DataModule):
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises FileNotFoundError where it is to be learned and `prepare_data` has not run yet."""
+        if self._ready:
+            return Tokenizer.load(self._ready[0] / "tokenizer")
         match self.settings.tokenizer:
             case Bytes():
                 return ByteTokenizer()
@@ -83,8 +95,8 @@ class TextDataModule(DataModule):
 
     def prepare_data(self) -> None:
         """Learn the tokenizer and write the shards, unless they are there; check the shards that changed since."""
-        if isinstance(self.settings.tokenizer, BPE) and not self._learned.is_dir():
-            self._learn(self.settings.tokenizer)
+        if self._learns and not self._learned.is_dir():
+            self._learn(self._learns)
         for name, sources in self.parts.items():
             self._prepare(self._corpus(name), sources, self.settings.held_out if self.settings.val is None else 0.0)
         if self.settings.val is not None:
@@ -189,7 +201,7 @@ class TextDataModule(DataModule):
         total = self.settings.global_batch_size
         if total is None:
             return self.settings.batch_size
-        ranks = 1 if self.trainer is None else self.trainer.distributed_sampler_kwargs["num_replicas"]
+        ranks = 1 if self.trainer is None else self.trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         if total % ranks:
             raise MisconfigurationError(f"global_batch_size {total} does not divide among {ranks} ranks that read data")
         return total // ranks
@@ -247,6 +259,9 @@ class TextDataModule(DataModule):
     def _corpus(self, name: str | None) -> Path:
         """The folder of a part of the training text; of the validation text for None."""
         settings = self.settings
+        given = settings.val if name is None else self.parts[name][0]
+        if given is not None and is_corpus(given):
+            return Path(given)
         if name is None:
             assert settings.val is not None
             first, found, share = settings.val, fingerprint(settings.val), 0.0

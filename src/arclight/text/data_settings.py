@@ -40,7 +40,8 @@ class Text:
 
     data: str | tuple[str, ...] | dict[str, str] = "stdlib"
     """The Python standard library's sources ("stdlib"), a file or folder (text, JSON lines, Parquet, tar, a saved HF data
-    set), a list of these read one after another, or a table of named ones to mix."""
+    set), a list of these read one after another, or a table of named ones to mix. A folder that `arclight data tokenize`
+    has written is used as it is, with its own tokenizer and its own split val."""
     val: str | None = None
     """Text to validate with; none holds back a share of the data."""
     held_out: float = 0.05
@@ -48,7 +49,7 @@ class Text:
     field: str = "text"
     """Field of a row that holds the text."""
     tokenizer: BPE | Bytes | Pretrained = dataclasses.field(default_factory=BPE)
-    """How text becomes tokens."""
+    """How text becomes tokens, where the data are not tokens already."""
     sequence_length: int = 256
     """Tokens of a sample."""
     batch_size: int = 16

@@ -107,9 +107,8 @@ class DataView:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Arguments for a ``DistributedSampler`` of one's own."""
-        trainer = cast("Trainer", self)
-        return {"num_replicas": trainer.world_size, "rank": trainer.global_rank}
+        """Arguments for a ``DistributedSampler`` of one's own: of the ranks that read different data."""
+        return cast("Trainer", self).strategy.distributed_sampler_kwargs
 
     # -- what the loops take ---------------------------------------------------------------------------------------
 
