@@ -85,6 +85,8 @@ CASES = [
         dtype=torch.float64,
     ),
     Case(Plan(dp_replicate=2, tp=2), meta=False),
+    Case(Plan(dp_replicate=2, dp_shard=2, tp=2)),
+    Case(Plan(dp_replicate=2, dp_shard=2, tp=2, ep=2), "deepseek-v3-debug", fields=LATENT),
     Case(Plan(dp_shard=2, ep=2), "qwen3-moe-debug", fields=EXPERTS, quick=True),
     Case(Plan(dp_shard=2), "deepseek-v3-debug", fields=LATENT),
     Case(Plan(tp=2), "deepseek-v3-debug", fields=LATENT),

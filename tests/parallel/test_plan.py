@@ -65,6 +65,8 @@ def test_a_model_that_a_plan_does_not_fit() -> None:
         check(build_model("llama3-debug", **SMALL | {"vocab_size": 97}), Plan(tp=2))
     with pytest.raises(PlanError, match="Linear declares no sharding"):
         check(nn.Linear(4, 4), Plan(tp=2))
+    with pytest.raises(PlanError, match="the model has none: set ep = 1"):
+        check(nn.Linear(4, 4), Plan(dp_shard=2, ep=2))
     check(nn.Linear(4, 4), Plan(dp_shard=2))
 
 

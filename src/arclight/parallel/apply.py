@@ -8,10 +8,10 @@ from torch import nn
 
 from arclight.parallel.checkpointing import checkpoint_blocks
 from arclight.parallel.compiling import compile_blocks
-from arclight.parallel.expert import place_experts
+from arclight.parallel.expert import expert_layers, place_experts
 from arclight.parallel.initial import materialize
 from arclight.parallel.mesh import Mesh
-from arclight.parallel.plan import Plan
+from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.shard import Types, shard
 from arclight.parallel.tensor import check_tables, spread
 
@@ -69,6 +69,8 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
         if config is not None and not isinstance(config, nn.Module):
             found = {name: getattr(config, name, None) for name in _FACTS}
             plan.check(**{name: value for name, value in found.items() if type(value) is int})
+    if plan.ep > 1 and plan.pp == 1 and not any(True for _ in expert_layers(model)):
+        raise PlanError(f"ep = {plan.ep} shares experts out, and the model has none: set ep = 1")
     check_tables(model, plan)
 
 

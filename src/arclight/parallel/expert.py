@@ -151,9 +151,11 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]
 
 def place_experts(model: nn.Module, mesh: Mesh) -> None:
     """Cut the experts below ``model`` as the plan of ``mesh`` says: by ``ep`` and by ``tp``; nothing where both are 1."""
+    if not any(True for _ in expert_layers(model)):
+        return  # a stage of a pipeline may have none
     if mesh.sparse is not None:
         shard_experts(model, mesh.sparse["ep", "tp"] if mesh.plan.tp > 1 else mesh.sparse["ep"])
-    elif mesh.plan.tp > 1 and any(True for _ in expert_layers(model)):
+    elif mesh.plan.tp > 1:
         shard_experts(model, mesh.tp)
 
 
