@@ -261,3 +261,22 @@ def test_groups_of_a_recipe(tmp_path: Path) -> None:
 def test_groups_that_no_recipe_can_mean(groups: Any, said: str) -> None:
     with pytest.raises(recipe.RecipeError, match=said):
         recipe.read(Recipe, {"optimizer": {"kind": "mixed", "groups": groups}})
+
+
+@pytest.mark.parametrize("settings", [MIXED, AdamW(state_dtype="bfloat16"), NorMuon(state_dtype="bfloat16")])
+def test_a_step_that_the_device_skips_changes_nothing(settings: Any) -> None:
+    model = Small()
+    optimizer = settings.build(model.named_parameters())
+    trained(model, optimizer)
+    before = copy.deepcopy((dict(model.named_parameters()), optimizer.state_dict()["state"]))
+    optimizer.skip = torch.tensor(True)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.step()
+    after = (dict(model.named_parameters()), optimizer.state_dict()["state"])
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    for name, entries in before[1].items():
+        assert all(torch.equal(value, after[1][name][key]) for key, value in entries.items()), name
+    optimizer.skip = torch.tensor(False)
+    trained(model, optimizer, 1)
+    assert not torch.equal(before[0]["experts"], model.experts)

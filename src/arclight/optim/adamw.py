@@ -10,7 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from arclight.fabric.spread import own_part, own_parts
-from arclight.optim.memory import DTYPES, aligned_gradients, draws, rounded_at_random
+from arclight.optim.memory import DTYPES, aligned_gradients, draws, rounded_at_random, store
 
 if TYPE_CHECKING:
     from arclight.optim.optimizer import Owned
@@ -33,23 +33,24 @@ class AdamWRule:
             "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
         }
 
-    def step(self, own: list[Owned], group: Mapping[str, Any]) -> None:
+    def step(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
         random = group["stochastic_rounding"]
         fused = [o for o in own if o[1].dtype == o[2]["exp_avg"].dtype and not (random and _is_half(o[1]))]
         if fused:
-            self._fused(fused, group)
+            self._fused(fused, group, skip)
         names = {name for name, _, _ in fused}
         for name, parameter, state in own:
             if name not in names:
-                _step_in_float32(name, parameter, state, group)
+                _step_in_float32(name, parameter, state, group, skip)
 
-    def _fused(self, own: list[Owned], group: Mapping[str, Any]) -> None:
+    def _fused(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
         states = [state for _, _, state in own]
         adamw(
             own_parts(parameter for _, parameter, _ in own), aligned_gradients(own),
             own_parts(state["exp_avg"] for state in states), own_parts(state["exp_avg_sq"] for state in states), [],
             [state["step"] for state in states], fused=True, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            found_inf=None if skip is None else skip.float(),
         )  # fmt: skip
 
 
@@ -58,12 +59,16 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def _step_in_float32(
-    name: str, parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
+    name: str,
+    parameter: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    group: Mapping[str, Any],
+    skip: torch.Tensor | None,
 ) -> None:
     """One step whose arithmetic is float32 whatever is stored; nothing is read back from the device."""
     assert parameter.grad is not None
     (beta1, beta2), lr, step = group["betas"], group["lr"], state["step"]
-    step += 1
+    step += 1 if skip is None else ~skip
     part, gradient = own_part(parameter), own_part(parameter.grad).float()
     mean = own_part(state["exp_avg"]).float().lerp(gradient, 1 - beta1)
     square = (own_part(state["exp_avg_sq"]).float() * beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -75,4 +80,4 @@ def _step_in_float32(
     for kind, target, value in (*targets, ("exp_avg_sq", own_part(state["exp_avg_sq"]), square)):
         if draw is not None and _is_half(target):
             value = rounded_at_random(value, draw, step, group["seed"], f"{name}/{kind}")
-        target.copy_(value)
+        store(target, value, skip)

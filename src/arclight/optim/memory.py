@@ -28,6 +28,11 @@ def _like(part: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(part).copy_(gradient)
 
 
+def store(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """``value`` into ``target``, in its precision; nothing where the device finds ``skip`` to be true."""
+    target.copy_(value if skip is None else torch.where(skip, target, value))
+
+
 def draws(tensor: torch.Tensor) -> torch.Tensor:
     """A random number below 2^32 (int64) for each element of this process's part, from its place in the whole tensor alone."""
     part = own_part(tensor)

@@ -15,7 +15,7 @@ import torch
 
 from arclight.fabric.spread import is_spread, own_part
 from arclight.optim.exchange import Hop, collect, deal, hops_of, summed
-from arclight.optim.memory import DTYPES
+from arclight.optim.memory import DTYPES, store
 
 if TYPE_CHECKING:
     from arclight.optim.optimizer import Owned
@@ -62,7 +62,7 @@ class MuonRule:
             state["neuron_sq"] = _row_zeros(parameter, torch.float32 if half else dtype)
         return state
 
-    def step(self, own: list[Owned], group: Mapping[str, Any]) -> None:
+    def step(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
         buckets: dict[Any, list[Owned]] = {}
         for name, parameter, state in own:
             hops = hops_of(parameter)
@@ -70,20 +70,22 @@ class MuonRule:
             buckets.setdefault(key, []).append((name, parameter, state))
         dealt = 0
         for key, members in buckets.items():
-            dealt += _update(members, key[-1], group, dealt)
+            dealt += _update(members, key[-1], group, skip, dealt)
 
 
-def _update(own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], first: int) -> int:
+def _update(
+    own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], skip: torch.Tensor | None, first: int
+) -> int:
     """Update parameters whose matrices have one shape and are shared in one way; how many matrices those are."""
     rows, columns = own[0][1].shape[-2:]
-    pushed = [_momentum(parameter, state, group) for _, parameter, state in own]
+    pushed = [_momentum(parameter, state, group, skip) for _, parameter, state in own]
     precision = DTYPES.get(group["precision"], pushed[0].dtype) if pushed[0].dtype != torch.float64 else torch.float64
     whole = deal(torch.cat(pushed).to(precision), hops, first)
     done = _orthogonal(whole, group["ns_steps"])
     count = sum(len(part) for part in pushed)
     updates = collect(done, hops, count, first).to(pushed[0].dtype)
     if group["beta2"] is not None:
-        updates = _even_rows(updates, own, hops, group)
+        updates = _even_rows(updates, own, hops, group, skip)
         factor = 1.0 if group["scale"] == "rms" else math.sqrt(max(1, rows / columns))
     else:
         factor = _RMS * math.sqrt(max(rows, columns)) if group["scale"] == "rms" else math.sqrt(max(1, rows / columns))
@@ -91,18 +93,20 @@ def _update(own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], f
     for (_, parameter, _), update in zip(own, updates.split(lengths), strict=True):
         part = own_part(parameter)
         new = part.to(update.dtype) * (1 - group["lr"] * group["weight_decay"])
-        part.copy_(new.add_(update.view(part.shape), alpha=-group["lr"] * factor))
+        store(part, new.add_(update.view(part.shape), alpha=-group["lr"] * factor), skip)
     return count
 
 
-def _momentum(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]) -> torch.Tensor:
+def _momentum(
+    parameter: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any], skip: torch.Tensor | None
+) -> torch.Tensor:
     """The direction to orthogonalise, as matrices (E, r, c) in at least float32; the velocity goes on."""
     assert parameter.grad is not None
     gradient, velocity = own_part(parameter.grad), own_part(state["momentum_buffer"])
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     beta = group["momentum"]
     new = velocity.to(gradient.dtype).lerp(gradient, 1 - beta)
-    velocity.copy_(new)
+    store(velocity, new, skip)
     direction = gradient.lerp(new, beta) if group["nesterov"] else new
     return _as_stack(direction)
 
@@ -120,7 +124,7 @@ def _orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _even_rows(
-    updates: torch.Tensor, own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any]
+    updates: torch.Tensor, own: list[Owned], hops: tuple[Hop, ...], group: Mapping[str, Any], skip: torch.Tensor | None
 ) -> torch.Tensor:
     """NorMuon: each neuron's update over the root of its running mean square; then the matrix's norm is set again.
 
@@ -133,7 +137,7 @@ def _even_rows(
     running = torch.cat([_as_stack(moment) for moment in moments])
     running = running.lerp(squares / columns, 1 - group["beta2"])
     for moment, new in zip(moments, running.split(lengths), strict=True):
-        moment.copy_(new.view(moment.shape))
+        store(moment, new.view(moment.shape), skip)
     factors = 1 / (running.sqrt() + 1e-10)
     norms = torch.stack([squares.sum(-2), (squares * factors.square()).sum(-2)])
     before, after = summed(norms, hops, -2).sqrt()

@@ -27,8 +27,8 @@ class Rule(Protocol):
         """What is kept for ``parameter``, before its first step; spread over processes as it is."""
         ...
 
-    def step(self, own: list[Owned], group: Mapping[str, Any]) -> None:
-        """Update parameters that have gradients."""
+    def step(self, own: list[Owned], group: Mapping[str, Any], skip: torch.Tensor | None) -> None:
+        """Update parameters that have gradients, unless ``skip`` is there and true, which only the device knows."""
         ...
 
 
@@ -50,6 +50,9 @@ class MixedOptimizer(Optimizer):
 
     knows_names = True
     """Takes states of any order of parameters, by name."""
+
+    skip: torch.Tensor | None = None
+    """A truth value on the device (0-dim): where it is true the next step changes nothing. Nobody waits for it. Used once."""
 
     def __init__(self, groups: list[dict[str, Any]], known: Iterable[tuple[str, nn.Parameter]] = ()) -> None:
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in known}
@@ -94,6 +97,7 @@ class MixedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        skip, self.skip = self.skip, None
         for group in self.param_groups:
             rule, owned = RULES[group["kind"]], []
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
@@ -104,7 +108,7 @@ class MixedOptimizer(Optimizer):
                     state.update(rule.new_state(parameter, group))
                 owned.append((name, parameter, state))
             if owned:
-                rule.step(owned, group)
+                rule.step(owned, group, skip)
         return loss
 
     # -- state -----------------------------------------------------------------------------------------------------

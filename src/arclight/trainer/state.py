@@ -149,15 +149,21 @@ def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         raise checkpoints.CheckpointError(
             f"the checkpoint has {len(schedules)} learning-rate schedulers, configure_optimizers gave {len(trainer.lr_scheduler_configs)}"
         )
+    restore_optimization(trainer, checkpoint)
+    for callback in trainer.callbacks:
+        if hasattr(callback, "load_averages"):
+            callback.load_averages(checkpoint)
+    _restore_loops(trainer, checkpoint["loops"])
+
+
+def restore_optimization(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Optimizers and schedulers as they were."""
+    states, schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     names = names_of([trainer.lightning_module])
     for optimizer, state in zip(trainer.optimizers, states, strict=True):
         restore_optimizer(optimizer, for_optimizer(optimizer, state, names))
     for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
         config.scheduler.load_state_dict(state)
-    for callback in trainer.callbacks:
-        if hasattr(callback, "load_averages"):
-            callback.load_averages(checkpoint)
-    _restore_loops(trainer, checkpoint["loops"])
 
 
 def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:

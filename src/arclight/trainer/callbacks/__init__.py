@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
     from arclight.trainer.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from arclight.trainer.callbacks.lambda_callback import LambdaCallback
+    from arclight.trainer.callbacks.loss_guard import LossGuard
     from arclight.trainer.callbacks.lr_finder import LearningRateFinder
     from arclight.trainer.callbacks.lr_monitor import LearningRateMonitor
     from arclight.trainer.callbacks.micro_batching import MicroBatching
@@ -47,6 +48,7 @@ _FILES = {
     "LambdaCallback": "lambda_callback",
     "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "lr_monitor",
+    "LossGuard": "loss_guard",
     "MicroBatching": "micro_batching",
     "MissingMetricError": "monitored",
     "ModelCheckpoint": "model_checkpoint",

@@ -1,0 +1,320 @@
+"""What happens to batches whose loss or gradient is no number, or whose loss jumps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from arclight import checkpoint as checkpoints
+from arclight.fabric.errors import MisconfigurationError
+from arclight.optim import MixedOptimizer
+from arclight.trainer import state
+from arclight.trainer.callback import Callback
+from arclight.trainer.gradients import parameters_of
+from arclight.trainer.reporting import NonFiniteLossError
+from arclight.trainer.spike import TrainingSpikeException
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+Policy = Literal["skip", "rollback", "stop"]
+
+
+class _History:
+    """Losses of the newest good updates, and the judgement of the next: on the device, which nobody waits for."""
+
+    def __init__(self, window: int, warmup: int, sigma: float | None, device: torch.device) -> None:
+        self.warmup, self.sigma = warmup, sigma
+        self.losses = torch.zeros(window, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        """Good updates so far."""
+
+    def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        """Whether the update of ``loss`` with gradients of ``norm`` is bad; the loss of a good one joins the history."""
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        window = len(self.losses)
+        if self.sigma is not None:
+            known = self.count.clamp(max=window)
+            there = torch.arange(window, device=loss.device) < known
+            mean = (self.losses * there).sum() / known.clamp(min=1)
+            spread = ((self.losses - mean).square() * there).sum() / known.clamp(min=1)
+            limit = mean + self.sigma * torch.maximum(spread.sqrt(), 0.01 * mean.abs())
+            bad = bad | ((self.count >= self.warmup) & (loss > limit))
+        here = torch.arange(window, device=loss.device) == self.count % window
+        self.losses = torch.where(here & ~bad, loss, self.losses)
+        self.count = self.count + ~bad
+        return bad
+
+
+@dataclass
+class Event:
+    """An update that was left out."""
+
+    step: int
+    """Updates before it."""
+    batches: list[tuple[int, int]]
+    """(epoch, batch in it) of each batch that took part."""
+    loss: float
+    """Mean over batches and processes."""
+    grad_norm: float
+    samples: list[Any] = field(default_factory=list)
+    """Per process, what the batches have under ``ids``."""
+    action: str = "skip"
+
+
+@dataclass
+class _Waiting:
+    """An update whose judgement is on its way from the device."""
+
+    step: int
+    batches: list[tuple[int, int]]
+    samples: list[Any]
+    values: torch.Tensor
+    arrived: Any
+
+    def read(self) -> list[float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return list(map(float, self.values.tolist()))
+
+
+class LossGuard(Callback):
+    """Leaves out the update where loss or gradients are no finite numbers, or the loss is a spike.
+
+    A spike is more than ``sigma`` standard deviations above the mean of the newest ``window`` losses of good updates (None: only
+    finite numbers are asked for; deviations below 1 % of the mean count as that much), once there are ``warmup`` of them.
+    Loss and gradient norm are averaged over all processes before they are judged, so all decide alike; of a window of
+    accumulated batches it is the whole that is judged. ``policy``: what else happens.
+
+    * ``skip``: training goes on with the next batch; the step counts, for schedules too. After ``patience`` bad
+      updates in a row it ends with NonFiniteLossError.
+    * ``rollback``: weights, optimizers and schedules go back to the newest checkpoint of a ModelCheckpoint that is ``margin`` steps
+      older than the bad update, and training goes on with the data that comes next: the batches since then, the bad ones among
+      them, are not met again. ``patience`` is then the number of rollbacks from which on training ends.
+    * ``stop``: the run ends with NonFiniteLossError or TrainingSpikeException; the weights are those before the bad update.
+
+    Each event goes to ``events``, into ``file`` (one JSON object per line; default ``loss_guard.jsonl`` in the run folder) and to the
+    user: its epoch and batches, and the entry ``ids`` of batches that are mappings and have one.
+
+    With a :class:`~arclight.optim.MixedOptimizer` on a GPU nobody waits for the device: the update is left out there, and what else
+    is to be done follows one step later. Other optimizers wait for the judgement in each step.
+    """
+
+    def __init__(
+        self,
+        policy: Policy = "skip",
+        sigma: float | None = 6.0,
+        window: int = 100,
+        warmup: int = 20,
+        patience: int = 10,
+        margin: int = 1,
+        ids: str = "ids",
+        file: str | Path | None = None,
+    ) -> None:
+        if policy not in ("skip", "rollback", "stop"):
+            raise ValueError(f"policy={policy!r} is not known; choose skip, rollback or stop")
+        if (sigma is not None and sigma <= 0) or not 1 < warmup <= window or patience < 1 or margin < 0:
+            raise ValueError(
+                "LossGuard needs sigma > 0 (or None), 1 < warmup <= window, patience >= 1 and margin >= 0, got "
+                f"{sigma=}, {warmup=}, {window=}, {patience=}, {margin=}"
+            )
+        self.policy, self.sigma, self.window, self.warmup = policy, sigma, window, warmup
+        self.patience, self.margin, self.ids, self.file = patience, margin, ids, file
+        self.events: list[Event] = []
+        self.in_a_row, self.rollbacks = 0, 0
+        self._history: _History | None = None
+        self._saved: dict[str, Any] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._batches: list[tuple[int, int]] = []
+        self._samples: list[Any] = []
+        self._waiting: list[_Waiting] = []
+        self._good_loss: torch.Tensor | None = None
+        self._bad: torch.Tensor | None = None
+
+    # -- what is seen ----------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if not pl_module.automatic_optimization:
+            raise MisconfigurationError(
+                "LossGuard judges updates that the trainer makes; automatic_optimization is False"
+            )
+        if self.policy == "rollback" and not trainer.checkpoint_callbacks:
+            raise MisconfigurationError(
+                "LossGuard(policy='rollback') needs a ModelCheckpoint that saves during training"
+            )
+        self._forget()
+        self._history = _History(self.window, self.warmup, self.sigma, trainer.strategy.device)
+        if len(self._saved.get("losses", ())) == self.window:
+            self._history.losses.copy_(self._saved["losses"])
+            self._history.count.copy_(self._saved["count"])
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        self._batches.append((trainer.current_epoch, batch_idx))
+        if isinstance(batch, Mapping) and self.ids in batch:
+            self._samples.append(batch[self.ids])
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Module, loss: torch.Tensor) -> None:
+        self._losses.append(loss.detach())
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Module, optimizer: Optimizer) -> None:
+        """Judge the update that is about to be made, and see to it that a bad one is not."""
+        if not self._losses:
+            return  # training_step gave None for every batch
+        assert self._history is not None
+        loss = torch.stack([loss.float() for loss in self._losses]).mean()
+        # Under a scaler infinite gradients are its business: it looks for the scale at which there are none.
+        scaled = trainer.precision_plugin.scaler is not None
+        norm = torch.zeros_like(loss) if scaled else self._norm(trainer, optimizer).to(loss)
+        values = trainer.strategy.all_reduce(torch.stack([loss, norm]))
+        bad = self._history.judge(values[0], values[1])
+        self._bad = bad
+        on_device = isinstance(optimizer, MixedOptimizer) and not scaled
+        if on_device:
+            optimizer.skip = bad  # type: ignore[attr-defined]
+        elif bool(bad):
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+        self._send(
+            trainer, torch.cat([values.double() if values.device.type != "mps" else values, bad.to(values).view(1)])
+        )
+
+    def _norm(self, trainer: Trainer, optimizer: Optimizer) -> torch.Tensor:
+        return trainer.strategy.clip_norm(parameters_of(optimizer), math.inf)
+
+    def _send(self, trainer: Trainer, values: torch.Tensor) -> None:
+        """Let the judgement come to the host while the device goes on."""
+        arrived = None
+        if values.device.type == "cuda":
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            values, arrived = host, torch.cuda.Event()
+            arrived.record()
+        self._waiting.append(_Waiting(trainer.global_step, self._batches, self._samples, values, arrived))
+        self._losses, self._batches, self._samples = [], [], []
+
+    # -- what is done ----------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (
+            trainer.last_loss is not None
+        ):  # the trainer's alarm is for losses that spoil the weights, which a bad one did not
+            loss = trainer.last_loss.detach()
+            before = torch.zeros_like(loss) if self._good_loss is None else self._good_loss
+            bad = ~torch.isfinite(loss) if self._bad is None else self._bad
+            trainer.last_loss, self._bad = torch.where(bad, before, loss), None
+            self._good_loss = trainer.last_loss
+        newest = bool(self._waiting) and self._waiting[-1].arrived is not None
+        self._act(trainer, pl_module, len(self._waiting) - newest)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._act(trainer, pl_module, len(self._waiting))
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._act(trainer, pl_module, len(self._waiting))
+
+    def _act(self, trainer: Trainer, module: Module, count: int) -> None:
+        """Read the first ``count`` judgements that are waiting, and do what follows from them."""
+        for _ in range(min(count, len(self._waiting))):
+            waiting = self._waiting.pop(0)
+            loss, norm, bad = waiting.read()
+            if not bad:
+                self.in_a_row = 0
+                continue
+            self.in_a_row += 1
+            own = [value.tolist() if isinstance(value, torch.Tensor) else value for value in waiting.samples]
+            event = Event(
+                waiting.step, waiting.batches, loss, norm, trainer.strategy.all_gather_object(own), self.policy
+            )
+            self.events.append(event)
+            self._tell(trainer, event)
+            if self.policy == "stop":
+                self._end(event, "")
+            elif self.policy == "rollback":
+                self._roll_back(trainer, module, event)
+                self._waiting.clear()  # judgements of weights that are no more
+                return
+            elif self.in_a_row >= self.patience:
+                self._end(event, f"; it is the last of {self.in_a_row} bad updates in a row")
+
+    def _end(self, event: Event, more: str) -> None:
+        said = _described(event)
+        if math.isfinite(event.loss) and math.isfinite(event.grad_norm) and not more:
+            raise TrainingSpikeException(event.batches[-1][1], said)
+        raise NonFiniteLossError(
+            f"{said}{more}. The weights are those before it: look at these batches, or lower the rate"
+        )
+
+    def _tell(self, trainer: Trainer, event: Event) -> None:
+        trainer.notice(f"{_described(event)}: {event.action}")
+        folder = trainer.log_dir  # asked for on every rank
+        path = Path(self.file) if self.file is not None else Path(folder or ".") / "loss_guard.jsonl"
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(event), default=str) + "\n")
+
+    def _roll_back(self, trainer: Trainer, module: Module, event: Event) -> None:
+        """Weights, optimizers, schedules and the count of steps as they were; data, random draws and callbacks go on."""
+        self.rollbacks += 1
+        if self.rollbacks >= self.patience:
+            self._end(event, f"; it is number {self.rollbacks} for which training would have gone back")
+        path = self._checkpoint_before(trainer, event.step - self.margin)
+        if path is None:
+            self._end(event, f"; there is no checkpoint from {self.margin} steps before it to go back to")
+        checkpoint = state.load(trainer, str(path))
+        weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
+        state.load_weights(module, weights, strict=module.strict_loading)
+        state.restore_optimization(trainer, checkpoint)
+        module.zero_grad()
+        trainer.window.count = 0
+        trainer.progress.global_step = checkpoint["loops"]["progress"]["global_step"]
+        trainer.notice(f"back to {path}, step {trainer.global_step}; training goes on with the next batch")
+
+    def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:
+        """The newest checkpoint that a callback of this trainer keeps of at most ``step`` steps; the same on every rank."""
+        if hasattr(trainer.checkpoint_io, "wait"):
+            trainer.checkpoint_io.wait()
+        found: dict[str, int] = {}
+        for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else []:
+            paths = {getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")}
+            for path in paths | set(getattr(callback, "best_k_models", {})):
+                made = checkpoints.inspect(path).step if path and Path(path).is_dir() else None
+                if made is not None and made <= step:
+                    found[str(path)] = made
+        newest: str | None = trainer.strategy.broadcast(max(found, key=found.__getitem__, default=None))
+        return newest
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._history is None:
+            return self._saved
+        return {
+            "losses": self._history.losses.clone(),
+            "count": self._history.count.clone(),
+            "in_a_row": self.in_a_row,
+            "rollbacks": self.rollbacks,
+            "events": [asdict(event) for event in self.events],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict
+        self.in_a_row, self.rollbacks = state_dict["in_a_row"], state_dict["rollbacks"]
+        self.events = [Event(**event) for event in state_dict["events"]]
+
+
+def _described(event: Event) -> str:
+    where = ", ".join(f"epoch {epoch} batch {batch}" for epoch, batch in event.batches)
+    samples = f", samples {event.samples}" if any(event.samples) else ""
+    return f"the update of step {event.step} ({where}{samples}) has a loss of {event.loss:g} and a gradient norm of {event.grad_norm:g}"

@@ -1,0 +1,204 @@
+"""Poisoned batches, on one process and two: what is left out, what is told, where training goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import arclight as al
+from arclight import checkpoint
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.strategies import DDPStrategy, FSDPStrategy
+from arclight.optim import AdamW
+from arclight.trainer.callbacks import LossGuard
+from arclight.trainer.reporting import NonFiniteLossError
+from arclight.trainer.spike import TrainingSpikeException
+
+
+class Samples(Dataset[Any]):
+    """A line to learn; the samples of ``poison`` have another factor."""
+
+    def __init__(self, poison: dict[int, float] | None = None, without: tuple[int, ...] = (), count: int = 24) -> None:
+        x = torch.randn(count, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        self.rows = [
+            {"ids": n, "x": x[n] * (poison or {}).get(n, 1.0), "y": x[n].sum(0, keepdim=True)}
+            for n in range(count)
+            if n not in without
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+class Line(al.Module):
+    def __init__(self, ours: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.line, self.ours = nn.Linear(3, 1).double(), ours
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = (self.line(batch["x"]) - batch["y"]).square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        if self.ours:
+            return AdamW(lr=0.05).build(self.named_parameters())
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.01)
+
+
+def fit(
+    folder: Path,
+    data: Samples,
+    *callbacks: Any,
+    devices: int = 1,
+    strategy: Any = "auto",
+    ours: bool = True,
+    **options: Any,
+) -> tuple[al.Trainer, torch.Tensor]:
+    """One epoch of global batches of two; the trainer and the weights."""
+    trainer = al.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, enable_progress_bar=False, default_root_dir=folder,
+        logger=False, callbacks=list(callbacks), enable_checkpointing=any(isinstance(c, al.ModelCheckpoint) for c in callbacks),
+        log_every_n_steps=1, **{"max_epochs": 1, **options},
+    )  # fmt: skip
+    model = Line(ours)
+    trainer.fit(model, DataLoader(data, 2 // devices, shuffle=False))
+    return trainer, model.line.weight.detach().clone()
+
+
+def guard(folder: Path, **options: Any) -> LossGuard:
+    return LossGuard(**{"warmup": 3, "sigma": None, "file": folder / "guard.jsonl", **options})
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "guard.jsonl").read_text().splitlines()]
+
+
+NAN, HUGE = float("nan"), 300.0
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize(("value", "options"), [(NAN, {}), (HUGE, {"sigma": 4.0}), (float("inf"), {"sigma": 4.0})])
+def test_a_bad_batch_trains_nothing(tmp_path: Path, value: float, options: Any, ours: bool) -> None:
+    """The run equals one that never met it, moments and their count included."""
+    _, wanted = fit(tmp_path, Samples(without=(10, 11)), ours=ours)
+    trainer, found = fit(tmp_path, Samples({11: value}), guard(tmp_path, **options), ours=ours)
+    assert torch.equal(found, wanted)
+    assert trainer.global_step == 12
+    (event,) = told(tmp_path)
+    assert (event["step"], event["batches"], event["samples"], event["action"]) == (5, [[0, 5]], [[[10, 11]]], "skip")
+
+
+def test_without_a_guard_the_batch_spoils_the_weights(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLossError):
+        fit(tmp_path, Samples({11: NAN}))
+    _, spoiled = fit(tmp_path, Samples({11: HUGE}))
+    assert not torch.equal(spoiled, fit(tmp_path, Samples(without=(10, 11)))[1])
+
+
+def test_clean_data_trains_as_without_a_guard(tmp_path: Path) -> None:
+    _, wanted = fit(tmp_path, Samples(), gradient_clip_val=0.5)
+    watch = guard(tmp_path, sigma=6.0)
+    _, found = fit(tmp_path, Samples(), watch, gradient_clip_val=0.5)
+    assert torch.equal(found, wanted)
+    assert watch.events == []
+
+
+def test_a_window_of_batches_is_left_out_as_a_whole(tmp_path: Path) -> None:
+    _, wanted = fit(tmp_path, Samples(without=(8, 9, 10, 11)), accumulate_grad_batches=2)
+    _, found = fit(tmp_path, Samples({11: NAN}), guard(tmp_path), accumulate_grad_batches=2)
+    assert torch.equal(found, wanted)
+    assert told(tmp_path)[0]["batches"] == [[0, 4], [0, 5]]
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy])
+def test_two_processes_agree(tmp_path: Path, strategy: Any) -> None:
+    """Only the second process meets the poison (sample 11: of each two samples it has the odd one)."""
+    _, wanted = fit(tmp_path, Samples(without=(10, 11)))
+    _, found = fit(tmp_path, Samples({11: NAN}), guard(tmp_path), devices=2, strategy=strategy(start_method="fork"))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    (event,) = told(tmp_path)
+    assert event["batches"] == [[0, 5]]
+    assert event["samples"] == [[[10]], [[11]]]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_going_back_to_the_last_good_checkpoint(tmp_path: Path, devices: int) -> None:
+    """The poison is in the sixth batch; back to the checkpoint after four, and on with the seventh: the fifth is lost too."""
+    strategy: Any = DDPStrategy(start_method="fork") if devices == 2 else "auto"
+    _, wanted = fit(tmp_path / "a", Samples(without=(8, 9, 10, 11)))
+    saving = al.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2, save_top_k=-1)
+    _, found = fit(
+        tmp_path / "b",
+        Samples({11: NAN}),
+        saving,
+        guard(tmp_path, policy="rollback"),
+        devices=devices,
+        strategy=strategy,
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12 if devices == 2 else 0.0)
+    assert told(tmp_path)[0]["action"] == "rollback"
+    last = max((checkpoint.inspect(path) for path in (tmp_path / "kept").iterdir()), key=lambda found: found.step or 0)
+    assert last.step == 10  # four steps, back from the sixth batch, and six more
+
+
+def test_going_back_needs_somewhere_to_go(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationError, match="needs a ModelCheckpoint"):
+        fit(tmp_path, Samples(), guard(tmp_path, policy="rollback"))
+    saving = al.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=8)
+    with pytest.raises(NonFiniteLossError, match="there is no checkpoint from 1 steps before it"):
+        fit(tmp_path, Samples({11: NAN}), saving, guard(tmp_path, policy="rollback"))
+
+
+def test_stopping_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+    kept: list[torch.Tensor] = []
+
+    class Last(al.Callback):
+        def on_exception(self, trainer: al.Trainer, module: Any, exception: BaseException) -> None:
+            kept.append(module.line.weight.detach().clone())
+
+    _, wanted = fit(tmp_path, Samples(without=tuple(range(10, 24))))
+    with pytest.raises(NonFiniteLossError, match=r"step 5 \(epoch 0 batch 5, samples .*10, 11"):
+        fit(tmp_path, Samples({11: NAN}), guard(tmp_path, policy="stop"), Last())
+    with pytest.raises(TrainingSpikeException, match="batch 5"):
+        fit(tmp_path, Samples({11: HUGE}), guard(tmp_path, policy="stop", sigma=4.0), Last())
+    assert all(torch.equal(weights, wanted) for weights in kept)
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    poison = dict.fromkeys(range(10, 24), NAN)
+    with pytest.raises(NonFiniteLossError, match="the last of 3 bad updates in a row"):
+        fit(tmp_path, Samples(poison), guard(tmp_path, patience=3))
+    assert len(told(tmp_path)) == 3
+
+
+def test_what_was_seen_survives_a_resume(tmp_path: Path) -> None:
+    """The spike comes right after the resume: without the losses from before nobody would know it for one."""
+    data = Samples({13: HUGE})
+    _, wanted = fit(tmp_path, Samples(without=(12, 13)))
+    saving = al.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=6, save_top_k=-1)
+    fit(tmp_path, data, saving, guard(tmp_path, sigma=4.0), max_steps=6)
+    trainer = al.Trainer(
+        accelerator="cpu", devices=1, enable_progress_bar=False, default_root_dir=tmp_path, logger=False, max_epochs=1,
+        callbacks=[guard(tmp_path, sigma=4.0), al.ModelCheckpoint(dirpath=tmp_path / "kept")],
+    )  # fmt: skip
+    model = Line()
+    trainer.fit(model, DataLoader(data, 2), ckpt_path=next((tmp_path / "kept").iterdir()))
+    assert [event["step"] for event in told(tmp_path)] == [6]
+    assert torch.equal(model.line.weight.detach(), wanted)
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    for options in ({"policy": "pray"}, {"sigma": 0.0}, {"warmup": 200}, {"patience": 0}):
+        with pytest.raises(ValueError, match=r"LossGuard needs|is not known"):
+            LossGuard(**options)  # type: ignore[arg-type]
