@@ -30,7 +30,9 @@ class Says(Decoder):
     """A model that says a text, whatever it is asked, and counts its passes."""
 
     def __init__(self, text: bytes) -> None:
-        super().__init__(DecoderConfig(vocab_size=259, dim=259, layers=0, max_positions=1000), torch.nn.Identity)
+        super().__init__(
+            DecoderConfig(vocab_size=259, dim=259, heads=1, layers=0, max_positions=1000), torch.nn.Identity
+        )
         self.text, self.passes = [*text, 257], 0
         self.output = torch.nn.Linear(259, 259, bias=False)
         with torch.no_grad():
@@ -103,7 +105,7 @@ def test_text_of_real_tokens_is_streamed_as_it_is_decoded() -> None:
     says = Says(b"")
     says.text = [*ids, 257]
     vocabulary = tokenizer.vocab_size
-    says.config = DecoderConfig(vocab_size=vocabulary, dim=vocabulary, layers=0)
+    says.config = DecoderConfig(vocab_size=vocabulary, dim=vocabulary, heads=1, layers=0)
     says.output = torch.nn.Identity()  # type: ignore[assignment]
 
     def hidden(tokens_BT: Tensor, cache: Any = None) -> Tensor:

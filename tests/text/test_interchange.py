@@ -15,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.text.hf_models import CASES, hf_folder, hf_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
 
-from arclight.text import ByteTokenizer, build_model, from_hf, to_hf
+from arclight.parallel import initialize
+from arclight.text import ByteTokenizer, Tokenizer, build_model, from_hf, generate, to_hf
 
 
 def tokens(seed: int = 1) -> torch.Tensor:
@@ -162,6 +164,38 @@ def test_weights_in_another_type_and_the_tokenizer_beside_them(folders: Any, tmp
     assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
     assert torch.equal(again.norm.weight, model.norm.weight.bfloat16())
     assert ByteTokenizer.load(tmp_path / "out").encode("é") == [195, 169]
+
+
+def test_transformers_writes_what_we_write_from_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = Tokenizer.train(["def main():\n    return [i for i in range(10)]\n" * 20], 280)
+    model = build_model(
+        "llama3-debug", layers=2, vocab_size=tokenizer.vocab_size, dim=64, heads=4, kv_heads=2, tied=True
+    )
+    initialize(model, seed=0)
+    with torch.no_grad():
+        model.tok_embeddings.weight.mul_(20)
+    to_hf(model, tmp_path / "out", tokenizer=tokenizer)
+    theirs, text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out"), "def main"
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = reader(text, return_tensors="pt", add_special_tokens=False).input_ids
+    assert ids[0].tolist() == tokenizer.encode(text)
+    assert theirs.config.eos_token_id == tokenizer.eos
+    written = theirs.generate(ids, max_new_tokens=20, do_sample=False)
+    assert reader.decode(written[0, ids.shape[1] :], skip_special_tokens=True) == generate(
+        from_hf(tmp_path / "out"), Tokenizer.load(tmp_path / "out"), text, 20, temperature=0
+    )
+
+
+def test_wrappers_of_blocks_leave_no_trace_in_files(folders: Any, tmp_path: Path) -> None:
+    model = from_hf(folders["llama"][0])
+    model.layers["0"] = checkpoint_wrapper(model.layers["0"])
+    model.layers["1"] = torch.compile(model.layers["1"], backend="eager")
+    to_hf(model, tmp_path / "out")
+    assert from_hf(tmp_path / "out").state_dict().keys() == from_hf(folders["llama"][0]).state_dict().keys()
+    with torch.no_grad():
+        model.layers["1"].attention.wq.weight.zero_()
+    assert from_hf(folders["llama"][0], model=model).layers["1"].attention.wq.weight.abs().sum() > 0
 
 
 def test_eight_bit_blocks_are_multiplied_by_their_scales(folders: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from tests.text.hf_models import hf_folder
 
 from arclight.parallel import initialize
-from arclight.text import build_model, from_hf, to_hf
-from arclight.text.models.vlm import Images, VisionConfig, VisionEncoder, native_size
+from arclight.text import ByteTokenizer, build_model, from_hf, generate, to_hf
+from arclight.text.models.vlm import Images, VisionConfig, VisionEncoder, VisionLlama, native_size
 
 SIZES = [(5, 3), (2, 7), (4, 4), (1, 1)]
 
@@ -144,6 +145,29 @@ def test_what_is_seen_is_learned_from(sees: Any) -> None:
         losses.append(loss.item())
     assert all(parameter.grad is not None for parameter in sees.parameters())
     assert losses[-1] < 0.2 < 0.5 < losses[0]
+
+
+def test_what_is_seen_is_spoken_of(sees: Any) -> None:
+    """Two prompts of different lengths with images of different sizes, beside the passes that greedy choice is made of."""
+    tokenizer = ByteTokenizer()
+    sizes = [[(2, 2)], [(3, 1), (1, 2)]]
+    prompts = [text_with(own, 3 + i).clamp(max=2047) for i, own in enumerate(sizes)]
+    images = packed(sizes=[size for own in sizes for size in own])
+    expected = []
+    for prompt, patches, own in zip(prompts, images.patches.split([4, 5]), sizes, strict=True):
+        ids = prompt
+        for _ in range(6):
+            logits = sees(ids[None], images=Images(patches, own))[0, -1, :259]
+            ids = torch.cat((ids, logits.argmax()[None]))
+        expected.append(ids[len(prompt) :].tolist())
+    answers = generate(sees, tokenizer, [p.tolist() for p in prompts], 6, temperature=0, inputs={"images": images})
+    assert answers == [tokenizer.decode(ids[: ids.index(257)] if 257 in ids else ids) for ids in expected]
+    small = VisionLlama(replace(sees.config, image_token=65))
+    initialize(small, seed=0)
+    with torch.no_grad():
+        small.output.weight[65] = small.output.weight.abs().sum(0) * 100
+        small.norm.weight.fill_(1)
+    assert "A" not in generate(small, tokenizer, "xyz", 20, seed=0)
 
 
 def test_trunk_and_encoder_come_from_folders_of_their_own(theirs: Any, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -30,21 +30,23 @@ class Options(TypedDict, total=False):
     """The same seed gives the same answers; None: others each time."""
     bos: bool
     """Whether prompts begin with the token that begins documents."""
+    inputs: dict[str, Any]
+    """What the model is given beside tokens when it reads the prompts, as ``images``."""
 
 
 @overload
 def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> str: ...  # noqa: E501  # fmt: skip
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> list[str]: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]], max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> list[str]: ...  # noqa: E501  # fmt: skip
 @overload
 def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[str]: ...  # noqa: E501  # fmt: skip
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str], max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[list[str]]: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]], max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[list[str]]: ...  # noqa: E501  # fmt: skip
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompts: str | list[str], max_new_tokens: int = 128, *, stream: bool = False,
+    model: Decoder, tokenizer: Tokenizer, prompts: str | list[str] | list[list[int]], max_new_tokens: int = 128, *, stream: bool = False,
     **options: Unpack[Options],
 ) -> Any:  # fmt: skip
-    """What the model says after a prompt (without it), or after each of several, which are computed together.
+    """What the model says after a prompt (without it), or after each of several (texts or token ids), computed together.
 
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
     chosen as likely as they are (temperature 1). With ``stream`` an iterator of pieces comes back, for several prompts of
@@ -72,6 +74,7 @@ class _Settings:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     bos: bool = False
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> _Settings:
@@ -91,8 +94,8 @@ class _Settings:
         return settings
 
 
-def _prompt(prompt: str, tokenizer: Tokenizer, bos: bool) -> list[int]:
-    ids = tokenizer.encode(prompt, bos=bos)
+def _prompt(prompt: str | list[int], tokenizer: Tokenizer, bos: bool) -> list[int]:
+    ids = tokenizer.encode(prompt, bos=bos) if isinstance(prompt, str) else list(prompt)
     if ids:
         return ids
     begin = tokenizer.bos if tokenizer.bos is not None else tokenizer.eos
@@ -166,8 +169,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @torch.no_grad()
-def _logits(model: Decoder, tokens_BT: Tensor, cache: KVCache) -> Tensor:
-    last_BD = model.hidden(tokens_BT, cache=cache)[:, -1]
+def _logits(model: Decoder, tokens_BT: Tensor, cache: KVCache, inputs: dict[str, Any]) -> Tensor:
+    last_BD = model.hidden(tokens_BT, cache=cache, **inputs)[:, -1]
     if model.output is None:
         raise ValueError("this is a pipeline stage; generation needs the whole model")
     logits = model.output(last_BD)
@@ -193,7 +196,8 @@ def _pieces(
     model.eval()
     try:
         for step in range(new):
-            logits = _logits(model, tokens, cache)[:, : tokenizer.vocab_size]
+            logits = _logits(model, tokens, cache, {} if step else settings.inputs)[:, : tokenizer.vocab_size]
+            logits[:, [token for token in model.placeholders if token < logits.shape[1]]] = -torch.inf
             chance = torch.rand(len(ids), generator=random)[rows]
             chosen = choose(logits, settings.temperature, settings.top_k, settings.top_p, chance)
             pieces = [""] * len(ids)

@@ -130,6 +130,7 @@ def _write_rest(
     content = family.write(model.config)
     if family.kind == "model_type":
         content["dtype"] = str(dtype or first).removeprefix("torch.")
+        content |= {f"{role}_token_id": getattr(tokenizer, role, None) for role in ("bos", "eos", "pad")}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save(folder)

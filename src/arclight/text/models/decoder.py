@@ -73,6 +73,11 @@ class Decoder(nn.Module):
         if config.tied:
             self.output.weight = self.tok_embeddings.weight
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Tokens that stand for inputs of other kinds, and are never generated."""
+        return ()
+
     def final_norm(self, config: DecoderConfig) -> nn.Module:
         return RMSNorm(config.dim, config.norm_eps)
 

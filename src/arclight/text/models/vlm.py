@@ -167,6 +167,10 @@ class VisionLlama(Llama):
         self.vision = VisionEncoder(config.vision)
         self.projector = Projector(config)
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        return (self.config.image_token,)
+
     def embed(self, tokens_BT: Tensor, around: Surroundings) -> Tensor:
         h_BTD = super().embed(tokens_BT, around)
         images: Images | None = around.extra.get("images")
