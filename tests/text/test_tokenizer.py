@@ -128,6 +128,12 @@ def test_roles_and_chat_templates_come_from_the_config(bpe: Tokenizer, tmp_path:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     found = Tokenizer.load(tmp_path)
     assert (found.eos, found.chat_templates) == (bpe.pad, {"default": "{{ messages }}"})
+    (tmp_path / "chat_template.jinja").write_text("{{ own file }}")
+    assert Tokenizer.load(tmp_path).chat_templates == {"default": "{{ own file }}"}
+    (tmp_path / "chat_template.jinja").unlink()
+    config = {"chat_template": [{"name": "tools", "template": "x"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.load(tmp_path).chat_templates == {"tools": "x"}
     config = {"chat_template": [{"name": "tools", "template": "x"}], "eos_token": "</nowhere>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TokenizerError, match="</nowhere>"):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.trainer import world_script
 
+from arclight.checkpoint import CheckpointError
+
 SCRIPT = Path(__file__).parent / "world_script.py"
 EVERYTHING = Counter((epoch, sample) for epoch in range(world_script.EPOCHS) for sample in range(world_script.SIZE))
 
@@ -64,6 +66,28 @@ def test_four_processes_then_two_then_three(tmp_path: Path) -> None:
     assert seen(tmp_path) == EVERYTHING
     ranks = {path.name for path in tmp_path.glob("seen-*")}
     assert ranks == {f"seen-{world}-{rank}.txt" for world in (4, 2, 3) for rank in range(world)}
+
+
+@pytest.mark.parametrize("batch", [4, 6])
+def test_a_window_of_a_world_that_is_gone_is_summed_anew(tmp_path: Path, batch: int) -> None:
+    """A checkpoint that says it was made by two processes: what came before the window, and all of it, once."""
+    save = str(tmp_path / "a.ckpt")
+    (tmp_path / "before").mkdir()
+    world_script.main([str(tmp_path / "before"), "--accumulate", "4", "--stop", "6", "--save", save])
+    words = ["--batch", str(batch), "--accumulate", "4", "--resume", save, "--pretend", "2"]
+    world_script.main([str(tmp_path), *words])
+    before, after = seen(tmp_path / "before"), seen(tmp_path)
+    assert (before + after).total() == EVERYTHING.total() + 8
+    assert after.total() == EVERYTHING.total() - 16
+    assert not after - EVERYTHING
+
+
+def test_a_window_that_cannot_be_summed_anew_is_refused(tmp_path: Path) -> None:
+    """A list of batches has no place in samples to go back to."""
+    save = str(tmp_path / "a.ckpt")
+    world_script.main([str(tmp_path), "--stream", "--accumulate", "4", "--stop", "6", "--save", save])
+    with pytest.raises(CheckpointError, match="after 2 of its batches, whose gradients belong to 2 processes"):
+        world_script.main([str(tmp_path), "--stream", "--accumulate", "4", "--resume", save, "--pretend", "2"])
 
 
 @pytest.mark.slow

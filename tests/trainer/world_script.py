@@ -1,6 +1,7 @@
 """Fits in some processes and writes which samples each of them trained on; run by test_another_world.
 
 usage: world_script.py ROOT --devices N --batch N [--stop STEP] [--accumulate N] [--resume CHECKPOINT] [--save CHECKPOINT]
+                       [--pretend N] [--stream]
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ class Model(al.Module):
             file.writelines(f"{self.trainer.current_epoch} {int(sample)}\n" for sample in batch[kept])
         return (self.weight * kept).mean()
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Have the checkpoint look as if ``--pretend`` processes had made it."""
+        loops, processes = checkpoint["loops"], self.trainer.options.pretend
+        for entry in ("rng", "window"):
+            loops[entry] = loops[entry] * processes
+
     def train_dataloader(self) -> Any:
+        if self.trainer.options.stream:
+            return list(torch.arange(SIZE).float().split(self.trainer.options.batch))
         return DataLoader(Rows(), self.trainer.options.batch, sampler=EpochOrder(SIZE))
 
     def configure_optimizers(self) -> Any:
@@ -66,6 +75,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--pretend", type=int, default=1)
+    parser.add_argument("--stream", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     al.seed_everything(3)

@@ -37,7 +37,8 @@ class TextDataModule(DataModule):
     """Batches for language models, as `arclight.data.token_samples.TokenSamples` describes them.
 
     The first run tokenizes into ``<root>/data/<name>-<digest>`` (see ``Text.cache``), the digest being that of the
-    sources' names, sizes and times of change, of the tokenizer and of the settings that matter; later runs find it.
+    sources' names, sizes and times of change, of the tokenizer and of the settings that matter; later runs find it. The
+    other processes wait for that: what takes longer than they may is tokenized beforehand, with `arclight data tokenize`.
     Works without a trainer too: ``prepare_data()``, ``setup("fit")``, then the loaders.
     """
 

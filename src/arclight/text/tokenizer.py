@@ -18,7 +18,7 @@ import numpy.typing as npt
 from arclight.fabric.extras import require
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-_CONFIG, _MODEL = "tokenizer_config.json", "tokenizer.json"
+_CONFIG, _MODEL, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 _ROLES = ("bos_token", "eos_token", "pad_token")
 
 
@@ -68,6 +68,8 @@ class Tokenizer:
             engine = _tokenizers().Tokenizer.from_file(str(model))
         except Exception as error:  # the library raises plain Exception for whatever is wrong with a file
             raise TokenizerError(f"{model} is no tokenizer that can be read: {error}") from error
+        if (template := folder / _TEMPLATE).is_file():
+            config = {**config, "chat_template": template.read_text(encoding="utf-8")}
         return HFTokenizer(engine, config)
 
     # -- what kinds differ in --------------------------------------------------------------------------------------
