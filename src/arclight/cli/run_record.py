@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from arclight.recipe import write
 from arclight.trainer import Callback
@@ -14,6 +14,24 @@ from arclight.trainer.run import write_atomically
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
     from arclight.trainer import Module, RunFolder, Trainer
+
+_LOG = logging.getLogger("arclight")
+
+
+class Preparation(logging.StreamHandler[TextIO]):
+    """Shows on standard output what is done before a run has a log of its own; see `RunRecord`."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def __enter__(self) -> Preparation:
+        _LOG.setLevel(logging.INFO)
+        _LOG.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _LOG.removeHandler(self)
 
 
 class RunRecord(Callback):
@@ -32,8 +50,10 @@ class RunRecord(Callback):
         run = trainer.run_folder
         self.keep(run)
         run.write_environment(command=sys.argv)
+        for shown in [handler for handler in _LOG.handlers if isinstance(handler, Preparation)]:
+            _LOG.removeHandler(shown)  # from here on the progress bar has the terminal
         self.handler = run.log_handler()
-        logging.getLogger("arclight").addHandler(self.handler)
+        _LOG.addHandler(self.handler)
 
     def keep(self, run: RunFolder) -> None:
         """Write the settings where the run keeps them."""
@@ -44,5 +64,5 @@ class RunRecord(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         if self.handler is not None:
-            logging.getLogger("arclight").removeHandler(self.handler)
+            _LOG.removeHandler(self.handler)
             self.handler.close()

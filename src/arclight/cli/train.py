@@ -30,13 +30,16 @@ def train(arguments: list[str]) -> None:
     )
     recipe, options = read_recipe(parser, arguments)
 
-    from arclight.cli.run_record import RunRecord
+    from arclight.cli.run_record import Preparation, RunRecord
     from arclight.trainer.callbacks import RunReport
 
     folder, checkpoint = resume_from(options.resume)
     module, data = build_task(recipe)
+    if recipe.plan is not None:
+        check_plan(recipe.plan, module)
     trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe), RunReport()], run_folder=folder)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    with Preparation():
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return report_places(trainer)
 
 
@@ -89,6 +92,21 @@ def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
             f"the plan needs {plan.world_size} processes, which do not divide among {settings.num_nodes} nodes"
         )
     return {"strategy": plan.strategy(), "devices": of_node if settings.devices == "auto" else settings.devices}
+
+
+def check_plan(plan: Plan, module: Module) -> None:
+    """Before any process starts: raise UsageError where the plan does not fit the sizes that a module makes known, with the fix."""
+    from arclight.parallel import PlanError
+    from arclight.parallel.apply import FACTS
+
+    sizes = {name: getattr(getattr(module, "config", None), name, None) for name in FACTS}
+    try:
+        plan.check(
+            sequence_length=getattr(module, "sequence_length", None),
+            **{name: size for name, size in sizes.items() if type(size) is int},
+        )
+    except PlanError as error:
+        raise UsageError(f"plan: {error}") from error
 
 
 def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:

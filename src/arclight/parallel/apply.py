@@ -67,11 +67,11 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
     for part in model.modules():
         config = getattr(part, "config", None)
         if config is not None and not isinstance(config, nn.Module):
-            found = {name: getattr(config, name, None) for name in _FACTS}
+            found = {name: getattr(config, name, None) for name in FACTS}
             plan.check(**{name: value for name, value in found.items() if type(value) is int})
     if plan.ep > 1 and plan.pp == 1 and not any(True for _ in expert_layers(model)):
         raise PlanError(f"ep = {plan.ep} shares experts out, and the model has none: set ep = 1")
     check_tables(model, plan)
 
 
-_FACTS = ("heads", "kv_heads", "hidden", "vocab_size", "experts", "layers")
+FACTS = ("heads", "kv_heads", "hidden", "vocab_size", "experts", "layers")

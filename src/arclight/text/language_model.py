@@ -14,7 +14,7 @@ from arclight.parallel import initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text.flops import flops_per_token
 from arclight.text.loss import IGNORED, cross_entropy
-from arclight.text.models.zoo import build_model
+from arclight.text.models.zoo import build_model, model_config
 from arclight.text.settings import Language
 from arclight.trainer import Callback, Module
 
@@ -38,6 +38,9 @@ class LanguageModel(Module):
         super().__init__()
         self.settings = settings
         self.save_hyperparameters({"settings": settings, "vocab_size": vocab_size, "vocabulary": vocabulary})
+        self.config = model_config(settings.model, **self._overrides(vocab_size))
+        """Sizes of the model, which a plan is checked against before anything is built."""
+        self.sequence_length = settings.data.sequence_length
         self.initial_seed = torch.initial_seed()
         """What first weights are drawn from, alike on every process."""
         self.model: Any = None
@@ -69,12 +72,16 @@ class LanguageModel(Module):
         for kept in (self.hparams, self.hparams_initial):
             kept["vocab_size"], kept["vocabulary"] = known or size, tokenizer.digest
 
+    def _overrides(self, vocab_size: int | None) -> dict[str, Any]:
+        padded = (
+            {} if vocab_size is None else {"vocab_size": -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
+        )
+        return padded | self.settings.overrides
+
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        overrides, size = dict(self.settings.overrides), self.hparams["vocab_size"]
-        if size is not None:
-            overrides.setdefault("vocab_size", -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+        overrides = self._overrides(self.hparams["vocab_size"])
         spread = torch.distributed.is_initialized() and hasattr(self.trainer.strategy, "plan")  # memory for shares only
         with torch.device("meta") if spread else NoInit():
             self.model = build_model(self.settings.model, **overrides)
@@ -151,7 +158,7 @@ class LanguageModel(Module):
     @property
     def flops_per_token(self) -> float:
         """Operations of forward and backward for one token of a training sequence."""
-        return flops_per_token(self.model, self.settings.data.sequence_length)
+        return flops_per_token(self.model, self.sequence_length)
 
     # -- text ------------------------------------------------------------------------------------------------------
 

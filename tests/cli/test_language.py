@@ -1,0 +1,105 @@
+"""A language model from the shell: trained, resumed, let write, handed over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from arclight.checkpoint import find_last
+from arclight.checkpoint import load as load_checkpoint
+from arclight.deploy import Program
+from arclight.text import Tokenizer, from_hf
+
+Typed = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def recipe(folder: Path) -> str:
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"the {number} cats sat on the mat and saw {number} birds\n" * 40)
+    (folder / "lm.toml").write_text("""
+        name = "lm"
+        [task]
+        kind = "language"
+        overrides = {layers = 1, dim = 32, heads = 2, kv_heads = 1, hidden = 48}
+        [task.data]
+        data = "texts"
+        sequence_length = 32
+        batch_size = 4
+        held_out = 0.1
+        tokenizer = {kind = "bpe", vocab_size = 300}
+        [task.sampling]
+        prompts = ["the 7"]
+        new_tokens = 5
+        [trainer]
+        accelerator = "cpu"
+        max_steps = 12
+        val_check_interval = 6
+        log_every_n_steps = 3
+        enable_progress_bar = false
+    """)
+    return "lm.toml"
+
+
+def weights(run: str) -> np.ndarray:
+    last = find_last(Path(run) / "checkpoints")
+    assert last is not None
+    return np.concatenate([value.numpy().ravel() for value in load_checkpoint(last)["model"].values()])
+
+
+def test_the_whole_way(typed: Typed, recipe: str) -> None:
+    status, out, err = typed(f"train {recipe}")
+    assert (status, err) == (0, "")
+    assert "tokenizing texts" in out
+    assert "after step 12: 'the 7' goes on:" in Path("runs/lm/1/log.txt").read_text()
+    assert "val/bits_per_byte" in Path("runs/lm/1/metrics.csv").read_text()
+
+    status, out, _ = typed("predict runs/lm/1 --prompt the --tokens 4 --temperature 0 --json said.json")
+    assert status == 0
+    (said,) = json.loads(Path("said.json").read_text())
+    assert said["prompt"] + said["text"] in out
+
+    assert typed("export runs/lm/1 --out hf")[0] == 0
+    model, tokenizer = from_hf("hf"), Tokenizer.load("hf")
+    tokens = torch.tensor([tokenizer.encode("the 7 cats sat on the mat and saw 7 birds\n" * 8)[:32]])
+    assert typed("export runs/lm/1 --out lm.onnx")[0] == 0
+    program = Program.load("lm.onnx")
+    np.testing.assert_allclose(program(tokens), model(tokens).detach(), atol=1e-4)
+    status, out, _ = typed("quantize runs/lm/1 --out int8.onnx")
+    assert status == 0, out
+    assert Program.load("int8.onnx").precision == "int8"
+
+
+def test_a_stopped_run_goes_on_with_the_same_bits(typed: Typed, recipe: str) -> None:
+    typed(f"train {recipe} --name whole")
+    typed(f"train {recipe} --name parts --trainer.max_steps 6 --task.schedule.kind constant")
+    typed(f"train {recipe} --name whole2 --task.schedule.kind constant")
+    status, _, err = typed(f"train {recipe} --name parts --task.schedule.kind constant --resume last")
+    assert (status, err) == (0, "")
+    assert np.array_equal(weights("runs/parts/1"), weights("runs/whole2/1"))
+    assert not np.array_equal(weights("runs/whole/1"), weights("runs/whole2/1"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--task.model llama3-9b", "llama3-8b"),
+        ("--task.overrides.layer 3", "did you mean layers"),
+        ("--task.data.data nowhere", "nowhere"),
+        ("--plan.tp 3", "tp = 3"),
+        ("--plan.dp_shard 2 --trainer.strategy ddp", "a strategy of its own"),
+        ("--task.data.sequence_lenght 3", "did you mean task.data.sequence_length"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_sentence(typed: Typed, recipe: str, flags: str, said: str) -> None:
+    status, _, err = typed(f"train {recipe} {flags}")
+    assert status == 2
+    assert said in err
+    assert "Traceback" not in err
