@@ -21,6 +21,10 @@ from torch.nn.functional import cross_entropy
 
 from arclight.fabric.sharding import whole_tensor
 from arclight.parallel import Mesh, Plan, initialize, parallelize
+from arclight.parallel.context import ContextRunner
+from arclight.parallel.pipeline.install import install
+from arclight.parallel.pipeline.upstream import SCHEDULES
+from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 48}
@@ -96,6 +100,44 @@ CASES = [
     Case(Plan(dp_shard=4, ep=2), "deepseek-v3-debug", fields=LATENT, dtype=torch.float64),
     Case(Plan(dp_replicate=2, dp_shard=2, ep=2), "qwen3-moe-debug", fields=EXPERTS),
     Case(Plan(dp_shard=4, ep=4, activation_checkpointing="selective"), "deepseek-v3-debug", fields=LATENT),
+    Case(Plan(cp=2), quick=True),
+    Case(Plan(cp=2, context="ulysses"), quick=True),
+    Case(Plan(cp=2), "qwen3-debug", fields={"head_dim": 8, "kv_heads": 2}),
+    Case(Plan(cp=2, context="ulysses"), "gpt2-debug", fields={"kv_heads": None, "hidden": None}),
+    Case(Plan(cp=4), dtype=torch.float64),
+    Case(Plan(cp=4, context="ulysses"), fields={"kv_heads": 2}, dtype=torch.float64),
+    Case(Plan(dp_shard=2, cp=2), quick=True),
+    Case(Plan(dp_replicate=2, cp=2, context="ulysses")),
+    Case(Plan(cp=2, tp=2), quick=True),
+    Case(Plan(cp=2, tp=2, context="ulysses")),
+    *(Case(Plan(pp=2, schedule=name, micro_batches=4), fields={"layers": 4}, quick=True) for name in SCHEDULES),
+    *(
+        Case(Plan(pp=4, schedule=name, micro_batches=8), fields={"layers": 8}, dtype=torch.float64)
+        for name in SCHEDULES
+    ),
+    Case(
+        Plan(pp=2, micro_batches=5),
+        "gpt2-debug",
+        fields={"kv_heads": None, "hidden": None, "tied": False},
+        dtype=torch.float64,
+        meta=False,
+    ),
+    Case(Plan(cp=2, activation_checkpointing="selective")),
+    Case(Plan(cp=2, compile="aot_eager", context="ulysses")),
+    Case(Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=4, activation_checkpointing="full"), fields={"layers": 4}),
+    Case(Plan(pp=2, micro_batches=4, activation_checkpointing="selective", compile="aot_eager")),
+    Case(Plan(dp_shard=2, pp=2, micro_batches=4), quick=True),
+    Case(Plan(dp_shard=2, pp=2, schedule="ZBVZeroBubble", micro_batches=4), fields={"layers": 4}, dtype=torch.float64),
+    Case(Plan(dp_replicate=2, pp=2, schedule="InterleavedZeroBubble", micro_batches=3), fields={"layers": 4}),
+    Case(Plan(tp=2, pp=2, micro_batches=4), quick=True),
+    Case(Plan(tp=2, pp=2, schedule="DualPipeV", micro_batches=4, sequence_parallel=False), fields={"layers": 4}),
+    Case(Plan(cp=2, pp=2, schedule="Interleaved1F1B", micro_batches=4), fields={"layers": 4}),
+    Case(Plan(dp_shard=2, cp=2, tp=2)),
+    Case(Plan(dp_shard=2, tp=2, pp=2, micro_batches=4)),
+    Case(Plan(dp_shard=2, tp=2, pp=2, schedule="ZBVZeroBubble", micro_batches=4), fields={"layers": 4}),
+    Case(Plan(dp_shard=2, cp=2, pp=2, context="ulysses", micro_batches=4)),
+    Case(Plan(cp=2, tp=2, pp=2, schedule="DualPipeV", micro_batches=4), fields={"layers": 4}),
+    Case(Plan(dp_replicate=2, dp_shard=2, pp=2, schedule="LoopedBFS", micro_batches=4), fields={"layers": 4}),
 ]
 
 
@@ -124,6 +166,53 @@ def reference(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+class Language(nn.Module):
+    """A module whose steps a plan's runner takes over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.runner: Any = None
+
+    def split_batch(self, batch: tuple[Tensor, Tensor]) -> Split:
+        return (batch[0],), {"positions": None}, batch[1]
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total = cross_entropy(whole_tensor(output).flatten(0, 1), targets.flatten(), reduction="sum")
+        return total, torch.tensor(targets.numel())
+
+    def batch_weight(self, batch: tuple[Tensor, Tensor]) -> int:
+        return batch[1].numel()
+
+
+def by_runner(case: Case, mesh: Mesh, model: nn.Module) -> tuple[Tensor, nn.Module]:
+    """This process's loss, after its backward, and what has its parameters."""
+    module = Language(model)
+    if case.plan.pp > 1:
+        install(module, mesh, lambda part, root: parallelize(part, mesh, seed=3, root=root), torch.device("cpu"))
+    else:
+        parallelize(model, mesh, seed=3, sequence_length=48)
+        module.runner = ContextRunner(mesh.grid["cp"])
+    total, count = batch_loss(module, share(case, mesh))
+    (total / count).backward()
+    return total.detach() / count, module.model
+
+
+def by_hand(case: Case, mesh: Mesh, model: nn.Module) -> tuple[Tensor, nn.Module]:
+    model = parallelize(model, mesh, seed=3, sequence_length=48)
+    inputs, targets = share(case, mesh)
+    logits = model(inputs)
+    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+    return whole_tensor(loss.detach()), model
+
+
+def share(case: Case, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    inputs, targets = (t.chunk(case.plan.data_parallel)[mesh.data_rank] for t in batch(48))
+    return inputs, targets
+
+
 def compare(case: Case) -> dict[str, Any]:
     """Largest differences of loss and gradients between ``case`` and one process."""
     wanted_loss, wanted = reference(case)
@@ -131,19 +220,16 @@ def compare(case: Case) -> dict[str, Any]:
     model = build(case, case.meta)
     if not case.meta:
         initialize(model, 3)
-    model = parallelize(model, mesh, seed=3, sequence_length=48)
-    inputs, targets = (t.chunk(case.plan.data_parallel)[mesh.data_rank] for t in batch(48))
-    logits = model(inputs)
-    with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
-        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-    value = whole_tensor(loss.detach()).clone()
+    value, model = (by_runner if case.plan.pp > 1 or case.plan.cp > 1 else by_hand)(case, mesh, model)
+    value = value.double()
     dist.all_reduce(value)
     value /= dist.get_world_size()
     names = {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
-    assert names.keys() == wanted.keys()
-    error = max((whole_tensor(names[name].grad) - gradient).abs().max() for name, gradient in wanted.items())
-    worst = torch.stack([(value - wanted_loss).abs(), error]).double()
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, set(names))
+    assert set().union(*everyones) == wanted.keys()
+    error = max((whole_tensor(p.grad) - wanted[name]).abs().max().double() for name, p in names.items())
+    worst = torch.stack([(value - wanted_loss).abs(), error])
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     found = {"case": case.name, "loss": float(worst[0]), "gradient": float(worst[1])}
     if case.plan.compile != "none":

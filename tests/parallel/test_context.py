@@ -197,10 +197,11 @@ class Bytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        name = str(function)
+        name = str(function).replace("_allgather_base", "all_gather")
         for kind in ("all_gather", "reduce_scatter", "all_to_all"):
-            if kind in name and isinstance(out, torch.Tensor):
-                self.seen[kind] = self.seen.get(kind, 0) + max(out.nbytes, args[0].nbytes)
+            if kind in name:
+                tensors = [x for x in (*args, out) if isinstance(x, torch.Tensor)]
+                self.seen[kind] = self.seen.get(kind, 0) + max(x.nbytes for x in tensors)
         return out
 
 
@@ -266,4 +267,4 @@ def test_what_cannot_be_cut_is_refused_with_the_fix() -> None:
     with pytest.raises(PlanError, match=r"3 key heads .* cp = 2"):
         kv_repeats(6, 3, 2)
     with pytest.raises(PlanError, match="split_batch must give them"):
-        shard_arguments((torch.zeros(2, 8),), {}, None, None)  # type: ignore[arg-type]
+        shard_arguments(((torch.zeros(2, 8),), {}, None), None)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from torch import nn
 
 from arclight.parallel.checkpointing import checkpoint_blocks
 from arclight.parallel.compiling import compile_blocks
+from arclight.parallel.context import apply_context, kv_repeats
 from arclight.parallel.expert import expert_layers, place_experts
 from arclight.parallel.initial import materialize
 from arclight.parallel.mesh import Mesh
@@ -38,6 +39,8 @@ def parallelize(
     if plan.tp > 1:
         spread(model, mesh.tp, sequence=plan.sequence_parallel, logits=plan.loss_parallel)
     place_experts(model, mesh)
+    if plan.cp > 1:
+        apply_context(model, mesh.grid["cp"], plan.context)
     checkpoint_blocks(model, plan.activation_checkpointing)
     compile_blocks(model, plan)
     outermost = root if root is not None else model
@@ -68,7 +71,10 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
         config = getattr(part, "config", None)
         if config is not None and not isinstance(config, nn.Module):
             found = {name: getattr(config, name, None) for name in FACTS}
-            plan.check(**{name: value for name, value in found.items() if type(value) is int})
+            known = {name: value for name, value in found.items() if type(value) is int}
+            plan.check(**known)
+            if plan.cp > 1 and plan.context == "ulysses" and "heads" in known:
+                kv_repeats(known["heads"] // plan.tp, known.get("kv_heads", known["heads"]) // plan.tp, plan.cp)
     if plan.ep > 1 and plan.pp == 1 and not any(True for _ in expert_layers(model)):
         raise PlanError(f"ep = {plan.ep} shares experts out, and the model has none: set ep = 1")
     check_tables(model, plan)

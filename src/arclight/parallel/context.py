@@ -12,9 +12,9 @@ H query heads, K key heads, t tokens of this process, T tokens of the sequence, 
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
 from arclight.parallel.plan import PlanError
+from arclight.parallel.running import Split, with_positions
 
 Method = Literal["gather", "ulysses"]
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -65,7 +66,7 @@ def shard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 def unshard_sequence(tensor: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """The inverse of :func:`shard_sequence`: whole sequences on every process. Gradients flow (and are summed)."""
-    parts = collectives.all_gather_tensor_autograd(tensor.contiguous(), gather_dim=0, group=mesh)
+    parts = collectives.all_gather_single_autograd(tensor.contiguous(), gather_dim=0, group=mesh)
     return _in_order(parts.unflatten(0, (mesh.size(), tensor.shape[0])), dim)
 
 
@@ -110,23 +111,21 @@ class ContextParallel:
             raise PlanError(f"there is no context parallelism {method!r}; choose gather or ulysses")
         self.mesh, self.method = mesh, method
         self.cp, self.rank = mesh.size(), mesh.get_local_rank()
-        self._spread: dict[int, tuple[weakref.ref[Any], _Spread]] = {}
 
     def __call__(self, q_BHtC: Tensor, k_BKtC: Tensor, v_BKtC: Tensor, mask: Any, attend: Attend) -> Tensor:
         if q_BHtC.shape[2] != k_BKtC.shape[2]:
             raise PlanError("context parallelism has no cache of keys: generate with cp = 1")
-        spread = self.spread(mask, q_BHtC.shape[2], q_BHtC.device)
+        if not hasattr(mask, "spread"):
+            mask.spread = self._make_spread(mask, q_BHtC.shape[2], q_BHtC.device)
         if self.method == "ulysses":
-            return self._ulysses(q_BHtC, k_BKtC, v_BKtC, spread, attend)
-        return self._gather(q_BHtC, k_BKtC, v_BKtC, spread, attend)
+            return self._ulysses(q_BHtC, k_BKtC, v_BKtC, mask.spread, attend)
+        return self._gather(q_BHtC, k_BKtC, v_BKtC, mask.spread, attend)
 
-    def spread(self, mask: Any, tokens: int, device: torch.device) -> _Spread:
-        """Masks of whole sequences in the place of one of ``tokens`` tokens here; made once for each mask object."""
-        key = id(mask)
-        if key not in self._spread:
-            found = self._make_spread(mask, tokens, device)
-            self._spread[key] = (weakref.ref(mask, lambda _: self._spread.pop(key, None)), found)
-        return self._spread[key][1]
+    def prepared(self, mask: Any) -> Any:
+        """``mask``, for which all is made that blocks need: outside of them, where they are compiled or computed again."""
+        if mask.positions_q is not None:
+            mask.spread = self._make_spread(mask, mask.positions_q.shape[-1], mask.positions_q.device)
+        return mask
 
     def _make_spread(self, mask: Any, tokens: int, device: torch.device) -> _Spread:
         length = tokens * self.cp
@@ -146,14 +145,20 @@ class ContextParallel:
             chunks.append((dataclasses.replace(whole, **own), begin, end))
         return _Spread(whole, chunks)
 
-    def _whole_ids(self, mask: Any) -> dict[str, Tensor]:
+    def _whole_ids(self, mask: Any) -> dict[str, Tensor | None]:
         """Documents and positions of whole sequences, by one all-gather."""
-        names = [name for name in ("documents", "positions") if getattr(mask, f"{name}_q") is not None]
+        unused = () if mask.chunk is not None else ("positions",)
+        given = {name: getattr(mask, f"{name}_q") for name in ("documents", "positions")}
+        names = [name for name, ids in given.items() if ids is not None and name not in unused]
+        whole: dict[str, Tensor | None] = {f"{name}_{side}": None for name in unused for side in "qk"}
         if not names:
-            return {}
-        own = torch.stack([getattr(mask, f"{name}_q") for name in names])
-        ids = unshard_sequence(own.long(), 2, self.mesh)
-        return {f"{name}_{side}": ids[i] for i, name in enumerate(names) for side in "qk"}
+            return whole
+        own = torch.stack([given[name] for name in names]).long()
+        # No functional collective: where activations are computed again what is kept of those is counted, and this runs once.
+        parts = own.new_empty(self.cp * len(names), *own.shape[1:])
+        dist.all_gather_into_tensor(parts, own, group=self.mesh.get_group())
+        ids = _in_order(parts.unflatten(0, (self.cp, -1)), 2)
+        return whole | {f"{name}_{side}": ids[i] for i, name in enumerate(names) for side in "qk"}
 
     @staticmethod
     def _keys(mask: Any, first: int, stop: int, length: int) -> tuple[int, int]:
@@ -221,13 +226,15 @@ def kv_repeats(heads: int, kv_heads: int, cp: int) -> int:
 def apply_context(model: nn.Module, mesh: DeviceMesh, method: Method = "gather") -> int:
     """Put context parallelism over ``mesh`` into every attention of ``model``; how many there were.
 
-    An attention is a module that has ``context`` and ``attend``. Raises PlanError where there is none.
+    An attention is a module that has ``context`` and ``attend``; the masks are made by a module that has ``masks(mask)``. Raises PlanError where there is none.
     """
     context, found = ContextParallel(mesh, method), 0
     modules: Iterable[Any] = model.modules()
     for module in modules:
         if hasattr(module, "context") and hasattr(module, "attend"):
             module.context, found = context, found + 1
+        elif callable(getattr(module, "masks", None)):
+            module.masks = partial(_prepared, module.masks, context)
     if not found:
         raise PlanError(
             f"{type(model).__name__} has no attention that context parallelism could be put into: plan it with cp = 1"
@@ -238,26 +245,20 @@ def apply_context(model: nn.Module, mesh: DeviceMesh, method: Method = "gather")
 # -- what a step does ----------------------------------------------------------------------------------------------
 
 
-def shard_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any, mesh: DeviceMesh
-) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def shard_arguments(split: Split, mesh: DeviceMesh) -> Split:
     """What `Runnable.split_batch` gave, of which this process keeps its part of the sequences (dimension 1 of every tensor that has it).
 
     ``positions`` that are None become 0, 1, 2, ... of the sequence. Raises PlanError where the model takes none.
     """
     from torch.utils._pytree import tree_map_only
 
-    if "positions" not in kwargs:
+    if "positions" not in split[1]:
         raise PlanError("cp > 1 needs a model that is told positions: split_batch must give them among the kwargs")
 
     def part(tensor: Tensor) -> Tensor:
         return shard_sequence(tensor, 1, mesh) if tensor.ndim > 1 else tensor
 
-    tokens = next((value for value in args if isinstance(value, Tensor)), None)
-    if kwargs["positions"] is None and tokens is not None:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        kwargs = kwargs | {"positions": places.expand(tokens.shape[0], -1)}
-    sharded: tuple[tuple[Any, ...], dict[str, Any], Any] = tree_map_only(Tensor, part, (args, kwargs, targets))
+    sharded: Split = tree_map_only(Tensor, part, with_positions(split))
     return sharded
 
 
@@ -280,10 +281,24 @@ class ContextRunner:
         self.mesh = mesh
 
     def __call__(self, module: Any, batch: Any) -> tuple[Tensor, Tensor]:
-        args, kwargs, targets = module.split_batch(batch)
-        args, kwargs, targets = shard_arguments(args, kwargs, targets, self.mesh)
+        args, kwargs, targets = shard_arguments(module.split_batch(batch), self.mesh)
         total, count = module.loss(module.model(*args, **kwargs), targets)
         return over_sequences(total, count, self.mesh)
+
+
+def _prepared(masks: Callable[[Any], dict[str, Any]], context: ContextParallel, mask: Any) -> dict[str, Any]:
+    return {name: context.prepared(made) for name, made in masks(mask).items()}
+
+
+def install_context(module: Any, mesh: DeviceMesh) -> None:
+    """Let ``module``, a `Runnable`, compute its losses on its parts of the sequences. Raises PlanError for one that is none."""
+    missing = [name for name in ("model", "runner", "split_batch", "loss") if not hasattr(module, name)]
+    if missing:
+        raise PlanError(
+            f"{type(module).__name__} has no {missing[0]}, so nothing can cut its sequences: write its steps as "
+            "arclight.parallel.running says, or use cp = 1"
+        )
+    module.runner = ContextRunner(mesh)
 
 
 # -- what it costs -------------------------------------------------------------------------------------------------

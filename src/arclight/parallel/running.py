@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 Split = tuple[tuple[Any, ...], dict[str, Any], Any]
@@ -28,7 +29,8 @@ class Runnable(Protocol):
         ``args`` go to the first stage, and from there what each stage returns goes to the next. ``kwargs`` go to every stage.
         ``targets`` go with the last stage's output into :meth:`loss`. Tensors have samples in dimension 0 and, where there are
         two dimensions or more and ``cp`` is used, the sequence in dimension 1; all else reaches every micro-batch as it is.
-        Under ``cp`` the kwargs must contain ``positions`` (B, T): no process can count them from its own part.
+        Under ``cp`` the kwargs must contain ``positions`` (B, T), or None under that name for 0, 1, 2, ...: no process can count
+        them from its own part.
         """
         ...
 
@@ -49,3 +51,13 @@ def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
         return total, count
     args, kwargs, targets = module.split_batch(batch)
     return module.loss(module.model(*args, **kwargs), targets)
+
+
+def with_positions(split: Split) -> Split:
+    """``split`` with 0, 1, 2, ... (B, T) where it says None for ``positions``: a part of a model or sequence cannot count them."""
+    args, kwargs, targets = split
+    tokens = next((value for value in args if isinstance(value, Tensor)), None)
+    if kwargs.get("positions", split) is None and tokens is not None:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        kwargs = kwargs | {"positions": places.expand(tokens.shape[0], -1)}
+    return args, kwargs, targets

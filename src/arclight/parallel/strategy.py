@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,10 @@ from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.root import StepRoot, let_go_without_backward
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.parallel.apply import check, parallelize
+from arclight.parallel.context import install_context
 from arclight.parallel.mesh import Mesh
+from arclight.parallel.pipeline.install import check as check_pipeline
+from arclight.parallel.pipeline.install import install
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.shard import Types
 
@@ -48,6 +52,8 @@ class PlanStrategy(ShardedStrategy):
             start_method=start_method, timeout=timeout, process_group_backend=process_group_backend, **options
         )
         plan.check(sequence_length=sequence_length)
+        if plan.pp > 1:
+            check_pipeline(plan)
         self.plan, self.sequence_length = plan, sequence_length
         self._mesh: Mesh | None = None
         self._roots: dict[nn.Module, nn.Module] = {}
@@ -82,8 +88,8 @@ class PlanStrategy(ShardedStrategy):
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
-        """Processes of one ``tp`` group, and those of one pipeline, log the same values."""
-        return self.mesh.rank("tp") == 0 and self.mesh.rank("pp") == 0
+        """Processes of one ``tp`` or ``cp`` group, and those of one pipeline, log the same values."""
+        return all(self.mesh.rank(dimension) == 0 for dimension in ("pp", "cp", "tp"))
 
     # -- model -----------------------------------------------------------------------------------------------------
 
@@ -93,6 +99,10 @@ class PlanStrategy(ShardedStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
+        if self.plan.pp > 1:
+            raise PlanError(
+                "stages of a pipeline have other parameters than the whole: make optimizers after setup_module"
+            )
         before = dict(module.named_parameters())
         root = self._spread(module, whole=True)
         after = dict(module.named_parameters())
@@ -112,13 +122,27 @@ class PlanStrategy(ShardedStrategy):
             )
         check(module, self.plan, self.sequence_length)
         sharding.copy_from_rank_zero(module, self.device)
-        root: nn.Module = StepRoot(module, shared=whole)
         seed = self.broadcast(torch.initial_seed() % 2**32)
-        root = parallelize(module, self.mesh, device=self.device, types=self.types(), seed=seed, root=root)
-        root.register_forward_hook(let_go_without_backward)
+        options: dict[str, Any] = {"device": self.device, "types": self.types(), "seed": seed}
+        if self.plan.pp > 1:
+            root = self._spread_stages(module, options)
+        else:
+            if self.plan.cp > 1:
+                install_context(module, self.mesh.grid["cp"])
+            root = parallelize(module, self.mesh, root=StepRoot(module, shared=whole), **options)
+            root.register_forward_hook(let_go_without_backward)
         sharding.load_whole_weights(module)
         self._roots[module] = root
         return root
+
+    def _spread_stages(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+        """Of the module's model this process's stages, each spread; a schedule calls them, so that nothing need be called around a step."""
+        if self.precision.scaler is not None:
+            raise PlanError(
+                "a pipeline computes gradients before the scale of 16-bit losses is known: use precision bf16-mixed or 32, or pp = 1"
+            )
+        install(module, self.mesh, lambda model, part: parallelize(model, self.mesh, root=part, **options), self.device)
+        return StepRoot(module, shared=False)
 
     def types(self) -> Types:
         """Parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
@@ -150,6 +174,18 @@ class PlanStrategy(ShardedStrategy):
             module = module.module
         return module.module if isinstance(module, StepRoot) else module
 
+    def portable(self, tree: Any) -> Any:
+        """What only other stages have comes from the processes that stand where rank 0 does in them."""
+        if self.plan.pp == 1:
+            return super().portable(tree)
+        first = all(self.mesh.rank(dimension) == 0 for dimension in ("dp_replicate", "dp_shard", "cp", "tp"))
+        whole = sharding.gathered(tree, keep=first)
+        if not first:
+            return whole
+        stages: list[Any] | None = [None] * self.plan.pp if self.is_global_zero else None
+        dist.gather_object(whole, stages, dst=0, group=self.mesh.group("pp"))
+        return whole if stages is None else functools.reduce(_united, stages)
+
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -180,3 +216,12 @@ class PlanStrategy(ShardedStrategy):
             total = total + norm**norm_type / count
         dist.all_reduce(total)
         return total ** (1 / norm_type)
+
+
+def _united(one: Any, other: Any) -> Any:
+    """A tree with what either has; ``one`` where both have something that is no dictionary."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one | {key: _united(one[key], value) if key in one else value for key, value in other.items()}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [_united(mine, theirs) for mine, theirs in zip(one, other, strict=True)]
+    return one

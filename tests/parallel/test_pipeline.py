@@ -1,0 +1,246 @@
+"""A pipeline gives what one process gives: on every schedule, for batches of any size, with parts frozen, and when it only evaluates."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import arclight as al
+from arclight.fabric.strategies import DDPStrategy
+from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
+from arclight.parallel.pipeline.cut import cut_evenly
+from arclight.parallel.pipeline.install import check, install
+from arclight.parallel.pipeline.partition import balance, stages_of
+from arclight.parallel.pipeline.runner import micro_batches
+from arclight.parallel.pipeline.upstream import SCHEDULES
+from arclight.parallel.running import Split, batch_loss
+from arclight.text import build_model
+
+# -- the cut -------------------------------------------------------------------------------------------------------
+
+
+def slowest(costs: list[float], ranges: list[range], first: float, last: float) -> float:
+    sums = [sum(costs[i] for i in members) for members in ranges]
+    sums[0] += first
+    sums[-1] += last
+    return max(sums)
+
+
+def test_the_cut_is_the_best_of_all() -> None:
+    generator = random.Random(3)
+    for _ in range(60):
+        count = generator.randint(2, 9)
+        costs = [generator.choice([0.0, 1.0, generator.uniform(0, 5)]) for _ in range(count)]
+        stages, first, last = generator.randint(1, count), generator.uniform(0, 4), generator.uniform(0, 8)
+        found = balance(costs, stages, first, last)
+        assert [i for members in found for i in members] == list(range(count))
+        assert all(found)
+        cuts = [(0, *between, count) for between in itertools.combinations(range(1, count), stages - 1)]
+        all_ranges = [[range(a, b) for a, b in itertools.pairwise(ends)] for ends in cuts]
+        best = min(slowest(costs, ranges, first, last) for ranges in all_ranges)
+        assert slowest(costs, found, first, last) == pytest.approx(best)
+    with pytest.raises(PlanError, match=r"3 layers are too few for 4 stages"):
+        balance([1, 1, 1], 4)
+
+
+def small(**fields: Any) -> nn.Module:
+    sizes = {"vocab_size": 96, "dim": 32, "layers": 8, "heads": 4, "kv_heads": 2, "hidden": 48}
+    return build_model("llama3-debug", **(sizes | fields))
+
+
+def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
+    cuts = cut_evenly(small(vocab_size=4096), 4)
+    assert [cut.others for cut in cuts] == [("tok_embeddings",), (), (), ("norm", "output")]
+    assert [len(cut.layers) for cut in cuts] == [2, 2, 3, 1]
+    assert [name for cut in cuts for name in cut.layers] == [str(i) for i in range(8)]
+    assert [stages_of(rank, 2, 4, v_shaped=True) for rank in range(2)] == [[0, 3], [1, 2]]
+    assert [stages_of(rank, 2, 4, v_shaped=False) for rank in range(2)] == [[0, 2], [1, 3]]
+
+
+def test_what_cannot_be_cut_is_refused_with_the_fix() -> None:
+    with pytest.raises(PlanError, match=r"tok_embeddings.weight and output.weight are one parameter.*tied = false"):
+        cut_evenly(small(tied=True), 2)
+    with pytest.raises(PlanError, match="8 layers are too few for 16 stages"):
+        cut_evenly(small(), 16)
+    with pytest.raises(PlanError, match="no ModuleDict `layers`"):
+        cut_evenly(nn.Sequential(nn.Linear(2, 2)), 2)
+    loose = small()
+    loose.extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(PlanError, match="extra is a parameter of the model itself"):
+        cut_evenly(loose, 2)
+    with pytest.raises(PlanError, match="no pipeline schedule 'ring'; choose GPipe, 1F1B"):
+        check(Plan(pp=2, schedule="ring"))
+    with pytest.raises(PlanError, match="DualPipeV over pp = 4 cannot take 6 micro-batches: set micro_batches = 8"):
+        check(Plan(pp=4, schedule="DualPipeV", micro_batches=6))
+    with pytest.raises(
+        PlanError, match="Interleaved1F1B over pp = 4 cannot take 9 micro-batches: set micro_batches = 10"
+    ):
+        check(Plan(pp=4, schedule="Interleaved1F1B", micro_batches=9))
+    with pytest.raises(PlanError, match="compiled blocks cannot: set compile = none"):
+        check(Plan(pp=2, schedule="ZBVZeroBubble", compile="aot_eager"))
+    with pytest.raises(PlanError, match="4 and 8 samples in dimension 0"):
+        micro_batches(((torch.zeros(4, 2),), {"mask": torch.zeros(8, 2)}, torch.zeros(4)), 2)
+
+
+# -- running it ----------------------------------------------------------------------------------------------------
+
+
+class Language(nn.Module):
+    """A module as a pipeline wants it; what a batch counts differs from micro-batch to micro-batch."""
+
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__()
+        self.model = small().double()
+        initialize(self.model, 3)
+        self.runner: Any = None
+        self.calls = 0
+        trained = [f"layers.{i}." for i in range(frozen, 8)] + ["norm", "output"]
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not frozen or name.startswith(tuple(trained)))
+
+    def split_batch(self, batch: tuple[Tensor, Tensor]) -> Split:
+        return (batch[0],), {"positions": None, "documents": None}, batch[1]
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        total = cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return total, (targets != -100).sum()
+
+    def batch_weight(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (batch[1] != -100).sum()
+
+
+def batch(samples: int, length: int = 24) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 96, (samples, length + 1), generator=torch.Generator().manual_seed(samples))
+    labels = tokens[:, 1:].clone()
+    for row in range(samples):
+        labels[row, : 5 * row % length] = -100
+    return tokens[:, :-1].contiguous(), labels
+
+
+def one_step(module: Language, samples: int) -> tuple[float, int, dict[str, Tensor | None]]:
+    module.zero_grad()
+    total, count = batch_loss(module, batch(samples))
+    (total / count).backward()
+    gradients = {
+        name: None if p.grad is None else getattr(p.grad, "full_tensor", lambda g=p.grad: g)()
+        for name, p in module.named_parameters()
+    }
+    return float(total.detach()), int(count), gradients
+
+
+def on_stages(schedule: str, samples: list[int], frozen: int) -> dict[str, float]:
+    """Largest differences of each step from one process."""
+    plan = Plan(pp=dist.get_world_size(), schedule=schedule, micro_batches=4)
+    mesh, alone, module, errors = Mesh(plan), Language(frozen), Language(frozen), {}
+    install(module, mesh, lambda model, root: parallelize(model, mesh, root=root), torch.device("cpu"))
+    for number, size in enumerate(samples):
+        total, count, wanted = one_step(alone, size)
+        found_total, found_count, found = one_step(module, size)
+        assert found_count == count
+        assert found_total == pytest.approx(total, rel=1e-13)
+        worst = 0.0
+        for name, gradient in found.items():
+            reference = wanted[name]
+            assert (gradient is None) == (reference is None), name
+            if gradient is not None and reference is not None:
+                worst = max(worst, float((gradient - reference).abs().max()))
+        errors[f"{schedule} {number} {size} {frozen}"] = worst
+        with torch.no_grad():
+            evaluated = batch_loss(module, batch(size))
+        assert (float(evaluated[0]), int(evaluated[1])) == pytest.approx((total, count), rel=1e-13)
+    return errors
+
+
+def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
+    """What ``function(...)`` gives on each of real processes."""
+
+    def run(fabric: al.Fabric) -> list[Any]:
+        torch.set_num_threads(1)
+        return fabric.strategy.all_gather_object(function(*arguments))
+
+    fabric = al.Fabric(accelerator="cpu", devices=processes, strategy=DDPStrategy(start_method="fork"))
+    return fabric.launch(run)
+
+
+def all_schedules() -> dict[str, float]:
+    errors: dict[str, float] = {}
+    for schedule in SCHEDULES:
+        # Uneven micro-batches, a batch that shrinks and grows again, fewer samples than micro-batches or stages.
+        errors |= on_stages(schedule, [8, 7, 8, 3, 1], frozen=0)
+        errors |= on_stages(schedule, [6], frozen=3)
+    return errors
+
+
+def test_all_schedules_equal_one_process() -> None:
+    for errors in everywhere(2, all_schedules):
+        assert len(errors) == 6 * len(SCHEDULES)
+        assert max(errors.values()) < 1e-12, {name: error for name, error in errors.items() if error >= 1e-12}
+
+
+def accumulated() -> tuple[float, float]:
+    plan = Plan(pp=2, schedule="InterleavedZeroBubble", micro_batches=2)
+    mesh, module = Mesh(plan), Language()
+    install(module, mesh, lambda model, root: parallelize(model, mesh, root=root), torch.device("cpu"))
+    first, second = (one_step(module, size)[2] for size in (4, 5))
+    module.zero_grad()
+    for size in (4, 5):
+        total, count = batch_loss(module, batch(size))
+        (total / count * size).backward()
+    both = dict(module.named_parameters())
+    error = max(
+        float((both[name].grad.full_tensor() - 4 * first[name] - 5 * second[name]).abs().max()) for name in first
+    )
+    return error, max(float(gradient.abs().max()) for gradient in first.values())
+
+
+def test_gradients_of_several_batches_add_up_each_with_its_own_scale() -> None:
+    for error, size in everywhere(2, accumulated):
+        assert error < 1e-14
+        assert size > 1e-2
+
+
+def different_batches() -> str:
+    mesh, module = Mesh(Plan(pp=2)), Language()
+    install(module, mesh, lambda model, root: parallelize(model, mesh, root=root), torch.device("cpu"))
+    with pytest.raises(ValueError, match="given batches of different shapes") as caught:
+        batch_loss(module, batch(4 + 4 * dist.get_rank()))
+    return str(caught.value)
+
+
+def test_processes_of_a_pipeline_that_read_different_batches_are_told() -> None:
+    for message in everywhere(2, different_batches):
+        assert "(1, 24)" in message
+        assert "(2, 24)" in message
+
+
+def parts_of_a_model() -> tuple[list[str], int]:
+    """Names that this process holds of a model that was nowhere, and how often its last stage's loss was asked for."""
+    mesh = Mesh(Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=3))
+    module = Language()
+    with torch.device("meta"):
+        module.model = small()
+    install(module, mesh, lambda model, root: parallelize(model, mesh, seed=3, root=root), torch.device("cpu"))
+    whole = small()
+    initialize(whole, 3)
+    wanted = dict(whole.named_parameters())
+    for name, parameter in module.model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), wanted[name])
+    batch_loss(module, batch(6))[0].backward()
+    return [name for name, _ in module.model.named_parameters()], module.calls
+
+
+def test_each_process_has_its_stages_under_their_names_and_first_weights() -> None:
+    (first, calls), (second, none) = everywhere(2, parts_of_a_model)
+    assert {name.split(".")[1] for name in first if "layers" in name} == {"0", "1", "6", "7"}
+    assert {name.split(".")[1] for name in second if "layers" in name} == {"2", "3", "4", "5"}
+    assert set(first) | set(second) == {name for name, _ in small().named_parameters()}
+    assert not set(first) & set(second)
+    assert (calls, none) == (3 + 1, 0)  # one micro-batch showed the shapes
