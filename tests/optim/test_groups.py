@@ -151,6 +151,14 @@ def test_torchs_form_by_position_is_taken() -> None:
     trained(model, theirs)
     trained(again, ours)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    for prefix in ("", "model."):  # torch's own names are taken where they are ours, and do no harm where they are not
+        order = [(f"{prefix}{name}", p) for name, p in model.named_parameters()]
+        members = [[pair for pair in order if pair[1].ndim > 1], [pair for pair in order if pair[1].ndim < 2]]
+        named = torch.optim.AdamW([{"params": some} for some in (members if prefix else members[::-1])])
+        trained(model, named)
+        ours.load_state_dict(copy.deepcopy(named.state_dict()))
+        for (_, theirs_own), (_, our_own) in zip(model.named_parameters(), again.named_parameters(), strict=True):
+            assert torch.equal(named.state[theirs_own]["exp_avg"], ours.state[our_own]["exp_avg"])
     state["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match="8 parameters by position, this optimizer has 9"):
         ours.load_state_dict(state)

@@ -150,8 +150,10 @@ class MixedOptimizer(Optimizer):
         """``saved`` with this optimizer's groups, and by name."""
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         names = [name for group in saved["param_groups"] for name in group.get("param_names", group["params"])]
-        if not all(isinstance(name, str) for name in names):  # by position
-            names = [name for name, _, _ in self.named()]
+        own = [name for name, _, _ in self.named()]
+        counted = not all(isinstance(key, str) for key in keys)
+        if counted and not set(own) <= set(names):  # by position; names, if any, are as another module calls them
+            names = own
             if len(names) != len(keys):
                 raise ValueError(
                     f"the optimizer's saved state has {len(keys)} parameters by position, this optimizer has {len(names)}"
