@@ -5,26 +5,33 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from arclight.checkpoint import files
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import is_checkpoint, read_manifest
 from arclight.checkpoint.store import verify
 
+if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
 
-def find_last(folder: str | Path) -> Path | None:
+
+def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | None:
     """The checkpoint in `folder` with the highest step (the latest written, among equals) whose files are all sound.
 
     Warns of each newer one that is damaged, with the reason. None where there is no sound checkpoint. Links are not
-    followed: what they point to is found under its own name or lies elsewhere.
+    followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
+    this, each reads a part of the files.
     """
-    folder = Path(folder)
-    files.sweep(folder)
-    ordered, unreadable = _by_age(folder)
-    for path in [*unreadable, *reversed(ordered)]:
-        problems = verify(path)
+    folder, candidates = Path(folder), list[Path]()
+    if processes is None or processes.is_global_zero:
+        files.sweep(folder)
+        ordered, unreadable = _by_age(folder)
+        candidates = [*unreadable, *reversed(ordered)]
+    for path in candidates if processes is None else processes.broadcast(candidates):
+        problems = verify(path, processes)
         if not problems:
-            return path
+            return Path(path)
         warnings.warn(f"skipping a damaged checkpoint: {problems[0]}", stacklevel=2)
     return None
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from arclight.checkpoint import files, tree
+from arclight.checkpoint.choosing import chosen
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import ADVICE, STATE, Manifest, read_manifest
 from arclight.checkpoint.shares import attempt
-from arclight.checkpoint.store import choose, read_file, verify
+from arclight.checkpoint.store import read_file, verify
 from arclight.checkpoint.stored import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import read_header
 from arclight.fabric.batches import map_tensors
@@ -27,6 +28,7 @@ def load_shares(
     processes: Strategy,
     *,
     only: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
     stored: Iterable[str] | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def load_shares(
 
     Of such a tensor (`arclight.checkpoint.stored.StoredTensor`) a process reads the box that it keeps; modules and optimizers
     that a strategy has shared out do so in `load_state_dict`. The checkpoint may be from any number of processes.
-    only: top-level entries wanted. stored: those whose tensors stay in the files, by default all; the others' are read.
+    only, exclude: as `arclight.checkpoint.load` has them. stored: those whose tensors stay in the files, by default all; the others' are read.
     check: compare the SHA-256 of every file: each is read once, by one of the processes.
     Raises CheckpointError on every process where any of them finds the checkpoint missing, damaged or unreadable.
     """
@@ -43,7 +45,7 @@ def load_shares(
         files.sweep(path.parent)
     processes.barrier("checkpoint found")
     problems = verify(path, processes) if check else []
-    loaded, problem = attempt(lambda: _open(path, only, stored))
+    loaded, problem = attempt(lambda: _open(path, only, exclude, stored))
     for reason in (*problems, *processes.all_gather_object(problem)):
         if reason is not None:
             raise CheckpointError(reason)
@@ -51,11 +53,12 @@ def load_shares(
     return state
 
 
-def _open(path: Path, only: Iterable[str] | None, stored: Iterable[str] | None) -> dict[str, Any]:
+def _open(
+    path: Path, only: Iterable[str] | None, exclude: Iterable[str] | None, stored: Iterable[str] | None
+) -> dict[str, Any]:
     manifest = read_manifest(path)
     entries = read_file(path, STATE, manifest, True, lambda file, size: json.loads(file.read(size)))
-    if only is not None:
-        entries = choose(path, entries, list(only))
+    entries = chosen(path, entries, only, exclude)
     kept = set(entries) if stored is None else set(stored)
     try:
         state = tree.decode(entries, _Files(path, manifest))

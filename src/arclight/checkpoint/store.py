@@ -6,12 +6,14 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.checkpoint import files, tree
+from arclight.checkpoint import choosing, files, tree
+from arclight.checkpoint.choosing import chosen, nan_names
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import (
     ADVICE,
@@ -70,12 +72,15 @@ def load(
     path: str | Path,
     *,
     only: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
     map_location: str | torch.device = "cpu",
     verify: bool = True,
+    refuse_nan: bool = False,
 ) -> dict[str, Any]:
     """The state that was saved at `path`, equal bit for bit.
 
-    only: names of the top-level entries wanted; default all. map_location: device of the tensors (arrays stay on the
+    only, exclude: what is wanted, default all, and what is not: a pattern or several for dotted names, such as `model`,
+    `model.head.*` or `*.exp_avg`. refuse_nan: raise for NaN in the entry `model`. map_location: device of the tensors (arrays stay on the
     CPU). verify: compare the SHA-256 of every file that is read.
     Raises CheckpointError that names the file and what to do where anything is missing, damaged or of another version.
     """
@@ -84,18 +89,25 @@ def load(
         files.sweep(path.parent)  # a process killed between two renames has left it beside
     manifest = read_manifest(path)
     entries = read_file(path, STATE, manifest, verify, lambda file, size: json.loads(file.read(size)))
-    if only is not None:
-        entries = choose(path, entries, list(only))
-    needed = set().union(*map(tree.files_of, entries.values()))
-    loaded = {}
-    for name in sorted(needed):
-        loaded[name] = read_file(
-            path, name, manifest, verify, lambda file, size: read_tensors(file, size, map_location)
-        )
+    entries = chosen(path, entries, only, exclude)
+    needed = tree.tensors_of(entries)
+    loaded = {
+        name: read_file(path, name, manifest, verify, partial(_wanted, name, needed, map_location))
+        for name in sorted(tree.files_of(entries))
+    }
     try:
-        return tree.decode(entries, loaded)
+        state = tree.decode(entries, loaded)
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path / STATE} does not fit the tensor files ({error!r}): {ADVICE}") from error
+    if refuse_nan and isinstance(state.get("model"), dict):
+        choosing.refuse_nan(path, nan_names(state["model"]))
+    return state
+
+
+def _wanted(
+    name: str, needed: set[tuple[str, str]], device: str | torch.device, file: files.HashedFile, size: int
+) -> dict[str, torch.Tensor]:
+    return read_tensors(file, size, device, lambda tensor: (name, tensor) in needed)
 
 
 def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
@@ -160,13 +172,6 @@ def _check_size(path: Path, name: str, record: FileRecord) -> None:
         raise CheckpointError(f"{path / name} is missing: {ADVICE}") from None
     if size != record.bytes:
         raise _damaged(path / name, f"it has {size:,} bytes instead of {record.bytes:,}")
-
-
-def choose(path: Path, entries: dict[str, Any], only: list[str]) -> dict[str, Any]:
-    for name in only:
-        if name not in entries:
-            raise CheckpointError(f"{path} has no entry {name!r}; it has {', '.join(entries) or 'none'}")
-    return {name: entries[name] for name in only}
 
 
 def _damaged(file: Path, why: str) -> CheckpointError:

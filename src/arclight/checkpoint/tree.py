@@ -68,16 +68,21 @@ def decode(entries: Mapping[str, Any], files: Mapping[str, Mapping[str, torch.Te
 
 def files_of(node: Any) -> set[str]:
     """Tensor files that an encoded value refers to."""
+    return {file for file, _ in tensors_of(node)}
+
+
+def tensors_of(node: Any) -> set[tuple[str, str]]:
+    """File and name of every stored tensor that an encoded value refers to."""
     if isinstance(node, list):
-        return set().union(*map(files_of, node))
+        return set().union(*map(tensors_of, node))
     if not isinstance(node, dict):
         return set()
     if node.get("$") == "tensors":
-        return {node["file"]}
+        return {(node["file"], node["aliases"].get(name, name)) for name in node["names"]}
     if node.get("$") == "spread":
-        return {file for file, _, _ in node["shares"]}
-    own = {REST} if node.get("$") in ("tensor", "array") else set()
-    return own.union(*map(files_of, node.values()))
+        return {(file, name) for file, name, _ in node["shares"]}
+    own = {(REST, node["name"])} if node.get("$") in ("tensor", "array") and "name" in node else set()
+    return own.union(*map(tensors_of, node.values()))
 
 
 class Encoder:

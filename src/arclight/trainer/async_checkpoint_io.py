@@ -41,6 +41,11 @@ class AsyncCheckpointIO(CheckpointIO):
         return self.checkpoint_io
 
     @property
+    def refuse_nan(self) -> bool:
+        """As what writes has it."""
+        return bool(getattr(self.wrapped, "refuse_nan", True))
+
+    @property
     def suffix(self) -> str:  # type: ignore[override]
         return self.wrapped.suffix
 

@@ -44,7 +44,13 @@ class CheckpointIO(ABC):
 
 
 class FolderCheckpointIO(CheckpointIO):
-    """Our format: a folder of safetensors and JSON, see ``arclight.checkpoint``. Reads Lightning's files too."""
+    """Our format: a folder of safetensors and JSON, see ``arclight.checkpoint``. Reads Lightning's files too.
+
+    ``refuse_nan``: a Trainer does not go on from weights that hold NaN; CheckpointError names them.
+    """
+
+    def __init__(self, refuse_nan: bool = True) -> None:
+        self.refuse_nan = refuse_nan
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:

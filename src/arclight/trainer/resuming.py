@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arclight.checkpoint import find_last, verify
 from arclight.fabric.environments import SLURMEnvironment
 from arclight.trainer.run import RunFolder
 from arclight.trainer.signals import requeue_checkpoint
@@ -86,9 +88,11 @@ def _best(trainer: Trainer, entry_point: str) -> Path:
 
 
 def _last(trainer: Trainer, entry_point: str) -> Path | None:
-    found = _newest_of_callbacks(trainer) or (_newest_of_run(trainer) if trainer.conventions.run_folders else None)
-    chosen = trainer.strategy.broadcast(str(found) if found is not None else None)
-    if chosen is None:
+    newest = trainer.strategy.broadcast(_newest_of_callbacks(trainer))
+    found = _sound(trainer, newest) if newest is not None else None
+    if found is None and trainer.conventions.run_folders:
+        found = _newest_of_run(trainer)
+    if found is None:
         message = (
             f'.{entry_point}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded. '
             "HINT: Set `ModelCheckpoint(..., save_last=True)`."
@@ -97,7 +101,22 @@ def _last(trainer: Trainer, entry_point: str) -> Path | None:
             raise NoCheckpointError(f"{message} This run has no checkpoint yet: fit first, or name one")
         trainer.warn(message)
         return None
-    return Path(chosen)
+    return found
+
+
+def _sound(trainer: Trainer, newest: Path) -> Path | None:
+    """``newest``, or where it is damaged the newest sound checkpoint beside it. Every rank calls this."""
+    if not newest.is_dir():
+        return newest
+    problems = verify(newest, trainer.strategy)
+    if not problems:
+        return newest
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the damaged ones are told of in one sentence
+        found = find_last(newest.parent, trainer.strategy)
+    instead = f"training goes on from {found}" if found is not None else "there is no sound one beside it"
+    trainer.warn(f"the last checkpoint is damaged: {problems[0].partition(';')[0]}; {instead}")
+    return found
 
 
 class NoCheckpointError(ValueError, FileNotFoundError):
@@ -116,12 +135,11 @@ def _newest_of_callbacks(trainer: Trainer) -> Path | None:
 
 
 def _newest_of_run(trainer: Trainer) -> Path | None:
-    from arclight.checkpoint import find_last
-
     folder = trainer._run_folder or RunFolder.newest(
         trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower()
     )
-    found = find_last(folder.checkpoints) if folder is not None else None
+    place = trainer.strategy.broadcast(None if folder is None else folder.checkpoints)
+    found = find_last(place, trainer.strategy) if place is not None else None
     if found is not None and folder is not None:
         trainer.run_folder = folder
     return found

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
+from arclight.checkpoint.choosing import nan_names, refuse_nan
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.naming import for_optimizer, names_of
 from arclight.fabric.seeding import rng_state
@@ -119,6 +120,12 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     module, data = trainer.lightning_module, trainer.datamodule
     weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
     load_weights(module, weights, strict=module.strict_loading)
+    if trainer.conventions.stop_on_nonfinite and getattr(trainer.checkpoint_io, "refuse_nan", True):
+        mine = nan_names({name: tensor for name, tensor in module.state_dict().items() if name in weights})
+        everyones = trainer.strategy.all_gather_object(mine)
+        refuse_nan(
+            trainer.ckpt_path or "the checkpoint", list(dict.fromkeys(name for names in everyones for name in names))
+        )
     if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
         watch_data(trainer, data, "load_state_dict")(state)
     states = checkpoint.get("callbacks", {})
