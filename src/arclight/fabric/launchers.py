@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arclight.fabric.environments import ClusterEnvironment
-from arclight.fabric.watching import end_watch, failed_first
+from arclight.fabric.watching import end_watch, explained, failed_first
 
 
 class Launcher:
@@ -56,14 +56,19 @@ class SubprocessLauncher(Launcher):
         share_threads(self.num_processes)
         try:
             return function(*arguments, **options)
-        except BaseException as error:
+        except BaseException as problem:
+            error = explained(problem)
             if not self.children:
-                raise
+                if error is problem:
+                    raise
+                raise error from problem
             first = failed_first() if isinstance(error, Exception) else None
             self._stop_children()
             if first is not None and first > 0:
                 raise RankFailedError(f"rank {first} failed; its traceback is above") from error
-            raise
+            if error is problem:
+                raise
+            raise error from problem
 
     def _start_children(self) -> None:
         if self.environment.local_rank() != 0:
@@ -250,10 +255,13 @@ def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
         if local_rank == 0:
             queue.put(result)
             taken.wait(_GRACE)  # tensors in it lie in memory that goes with this process
-    except Exception:
+    except Exception as problem:
+        error = explained(problem)
         if failed_first() is not None:  # the parent shows what ends first: let that be the one which failed first
             time.sleep(_GRACE)
-        raise
+        if error is problem:
+            raise
+        raise error from problem
     finally:
         leave_group()
     _end_process()

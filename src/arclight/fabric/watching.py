@@ -8,10 +8,10 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from types import TracebackType
 from typing import Any
 
+from arclight.fabric.hanging import RankMissingError, is_communication, place_of_main_thread, stack_of_main_thread
 from arclight.fabric.stopping import StopSignal, wait_until
 
 INTERVAL = 0.25
@@ -19,6 +19,9 @@ INTERVAL = 0.25
 
 FAILED = "arclight/failed"
 """Where the rank that fails first leaves its number."""
+
+VERDICT = "arclight/hang/verdict"
+"""Where the rank that asked leaves who is missing."""
 
 ANSWER_TIME = 5.0
 """Seconds that a rank has to say where it is."""
@@ -30,7 +33,8 @@ class Watch:
     * It carries :class:`StopSignal` between ranks.
     * Where this rank has been inside the same collective for ``patience`` seconds, it asks all ranks for the number of
       collectives that they have entered and for their stacks, and names on standard error those that are behind,
-      with their stacks. One rank reports, once. The group's own timeout then ends the run if they never come.
+      with their stacks. One rank reports, once. The group's own timeout then ends the run if they never come, with a
+      RankMissingError on every rank that waits; where that timeout does not, this thread ends the process soon after.
     * It remembers which rank failed first (:meth:`failed_first`), so that one traceback is shown and not one per rank.
     """
 
@@ -39,6 +43,8 @@ class Watch:
         self.patience = timeout / 2
         self.stop = stop
         self.lost = ""
+        self.verdict = ""
+        """Whom this rank has waited for all too long, and where; empty while it has not."""
         self._mark: Any = None
         self._since = time.monotonic()
         self._told = False
@@ -72,40 +78,77 @@ class Watch:
         mark = entered()
         now = time.monotonic()
         if mark != self._mark:
-            self._mark, self._since, self._told = mark, now, False
+            self._mark, self._since, self._told, self.verdict = mark, now, False, ""
         question = self.store.add("arclight/hang/question", 0)
         if question > self._answered:
             self._answer(question)
         elif now - self._since > self.patience and not self._told:
             self._told = True
             self._ask()
+        elif self._told and not self.verdict and self.store.check([VERDICT]):
+            self._conclude(*json.loads(self.store.get(VERDICT)))
+        elif self.verdict and now - self._since > self.timeout * 1.25 + ANSWER_TIME:
+            sys.stderr.write(f"arclight: {self.verdict}; the process ends\n")
+            sys.stderr.flush()
+            os._exit(1)
 
     def _answer(self, question: int) -> None:
         self._answered = question
-        answer = {"entered": entered(), "stack": stack_of_main_thread()}
+        answer = {"entered": entered(), "stack": stack_of_main_thread(), "place": place_of_main_thread()}
         self.store.set(f"arclight/hang/{question}/{self.rank}", json.dumps(answer))
 
     def _ask(self) -> None:
         claim = f"arclight/hang/claim/{json.dumps(self._mark)}"
         if self.store.compare_set(claim, "", str(self.rank)).decode() != str(self.rank):
             return  # another rank in the same collective reports
-        question = self.store.add("arclight/hang/question", 1)
-        self._answer(question)
-        keys = [f"arclight/hang/{question}/{rank}" for rank in range(self.world_size)]
-        wait_until(lambda: self.store.check(keys) or self._end.is_set(), ANSWER_TIME)
-        answers = [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+        answers = self._question()
         behind = ranks_behind([a and a["entered"] for a in answers], self.rank)
         if behind:
             sys.stderr.write(self._report(answers, behind))
             sys.stderr.flush()
+            places = [answers[rank]["place"] if answers[rank] else "" for rank in behind]
+            self.store.set(VERDICT, json.dumps([behind, places]))
+            self._conclude(behind, places)
+
+    def _question(self) -> list[Any]:
+        """Every rank's answer, None for those that give none."""
+        question = self.store.add("arclight/hang/question", 1)
+        self._answer(question)
+        keys = [f"arclight/hang/{question}/{rank}" for rank in range(self.world_size)]
+        wait_until(lambda: self.store.check(keys) or self._end.is_set(), ANSWER_TIME)
+        return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
+
+    def _conclude(self, behind: list[int], places: list[str]) -> None:
+        if self.rank in behind:
+            return
+        missing = [
+            f"rank {rank} ({self._who(rank)}), which " + (f"is at {place}" if place else "does not answer")
+            for rank, place in zip(behind, places, strict=True)
+        ]
+        waited = time.monotonic() - self._since
+        self.verdict = (
+            f"rank {self.rank} has waited {waited:.0f} s at {place_of_main_thread()} for {' and '.join(missing)}"
+        )
+
+    def _who(self, rank: int) -> str:
+        key = f"arclight/who/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else "unknown"
+
+    def explain(self, error: BaseException) -> str:
+        """Why a collective failed: whom this rank waited for, or who has ended. Empty where that is not known."""
+        if self.verdict or self.store.check([FAILED]):
+            return self.verdict
+        silent = [rank for rank, answer in enumerate(self._question()) if answer is None]
+        ended = " and ".join(f"rank {rank} ({self._who(rank)})" for rank in silent)
+        return f"rank {self.rank} lost {ended}, which does not answer any more, and failed with it" if ended else ""
 
     def _report(self, answers: list[Any], behind: list[int]) -> str:
         waited = time.monotonic() - self._since
         lines = []
         for rank in behind:
-            who = self.store.get(f"arclight/who/{rank}").decode() if self.store.check([f"arclight/who/{rank}"]) else "?"
             lines.append(
-                f"arclight: rank {rank} ({who}) holds the others up: rank {self.rank} has waited {waited:.0f} s for it in a collective; "
+                f"arclight: rank {rank} ({self._who(rank)}) holds the others up: rank {self.rank} has waited {waited:.0f} s for it at "
+                f"{answers[self.rank]['place']}; "
                 f"the run ends {max(self.timeout - waited, 0):.0f} s from now unless it comes.\n"
             )
             if answers[rank] is None:
@@ -145,12 +188,6 @@ def ranks_behind(entered_by_rank: list[dict[str, int] | None], asking: int) -> l
     ]
 
 
-def stack_of_main_thread() -> str:
-    """Where this process's main thread is, as a traceback prints it."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else "  (it has ended)\n"
-
-
 _current: Watch | None = None
 
 
@@ -180,6 +217,21 @@ def end_watch() -> None:
         _current = None
 
 
+def explained(error: BaseException) -> BaseException:
+    """``error``, or where it is a collective's failure because of other ranks, a RankMissingError that names them."""
+    if _current is None or isinstance(error, RankMissingError) or not is_communication(error):
+        return error
+    try:
+        why = _current.explain(error)
+    except Exception:  # the store is in rank 0, which has ended: its own traceback says why
+        return error
+    if not why:
+        return error
+    missing = RankMissingError(f"{why}. {str(error).splitlines()[0] if str(error) else ''}".rstrip())
+    missing.__cause__ = error
+    return missing
+
+
 def failed_first() -> int | None:
     """Called by a rank that fails: the rank that failed before it and so brought it down; None where it is the first itself."""
     if _current is None:
@@ -193,6 +245,9 @@ _previous_hooks: list[Any] = []
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Show a traceback on the rank that failed first; the others fail because of it and say only that."""
+    told = explained(error)
+    if told is not error:
+        kind, error, trace = type(told), told, None
     first = failed_first() if issubclass(kind, Exception) else None
     if first is None:
         _previous_hooks[-1](kind, error, trace)

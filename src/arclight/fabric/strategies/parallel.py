@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from arclight.fabric.launchers import (
     leave_group,
     share_threads,
 )
+from arclight.fabric.meeting import fresh_name, is_used_again
 from arclight.fabric.precision import Precision
 from arclight.fabric.rank_zero import rank_zero_only
 from arclight.fabric.strategies.base import Strategy
@@ -114,8 +116,16 @@ class ParallelStrategy(Strategy):
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         timeout = self.timeout or DEFAULT_TIMEOUT
+        if "nccl" in self._get_process_group_backend():
+            record_flights()
+        own = None
+        if is_used_again():
+            kept, _, _ = next(dist.rendezvous("env://", self.global_rank, self.world_size, timeout=timeout))
+            name = fresh_name(kept, self.global_rank, self.world_size, timeout.total_seconds())
+            own = dist.PrefixStore(f"arclight/{name}", kept)
         dist.init_process_group(
             self._get_process_group_backend(),
+            store=own,
             rank=self.global_rank,
             world_size=self.world_size,
             timeout=timeout,
@@ -208,6 +218,18 @@ class ParallelStrategy(Strategy):
         votes = torch.tensor(int(decision), device=self.device)
         dist.all_reduce(votes)
         return bool(votes == self.world_size) if all else bool(votes > 0)
+
+
+def record_flights() -> None:
+    """Let NCCL's flight recorder note the last collectives, and write them to a file when one does not end in time.
+
+    Variables that are set already stay as they are; the files go to the folder for temporary files.
+    """
+    place = os.path.join(tempfile.gettempdir(), f"arclight-{os.environ.get('MASTER_PORT', '0')}-collectives-of-rank-")
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"), ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"), ("TORCH_FR_DUMP_TEMP_FILE", place),
+    ):  # fmt: skip
+        os.environ.setdefault(name, value)
 
 
 def default_backend(device: torch.device) -> str:
