@@ -98,6 +98,6 @@ def test_a_rank_that_does_not_come_is_named_with_what_the_others_wait_in(
     assert sentence is not None, done.stderr
     assert sentence[1] in "02"
     assert "blocks.1" in sentence[2] or "Block" in sentence[2]
-    assert re.search("all_gather|reduce_scatter|all_reduce", sentence[2]), sentence[2]
+    assert re.search("all_gather|reduce_scatter|unshard", sentence[2]), sentence[2]
     assert where in sentence[4]
     assert "step=6.ckpt" in [path.name for path in (tmp_path / "run/c").iterdir()]

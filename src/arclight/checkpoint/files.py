@@ -19,7 +19,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+from arclight.checkpoint import remote
+
+MANIFEST = "manifest.json"
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
@@ -72,6 +76,10 @@ class HashedFile:
 @contextmanager
 def create(path: Path) -> Iterator[HashedFile]:
     """A new file that is on the disk when the block ends."""
+    if isinstance(path, remote.RemotePath):
+        with path.open("wb") as file:
+            yield HashedFile(file)
+        return
     with path.open("xb") as file:
         yield HashedFile(file)
         file.flush()
@@ -88,11 +96,17 @@ class PlacedFile:
     """A file read from any place in it."""
 
     def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._file = path.open("rb", buffering=0)
+        self.name, self._path = str(path), path
+        self._file = None if remote.is_remote(path) else path.open("rb", buffering=0)
 
     def read_at(self, position: int, target: memoryview) -> None:
         """Fill `target` from byte `position` on; raises EOFError where the file ends before."""
+        if self._file is None:
+            found = self._path.read_range(position, position + len(target))  # type: ignore[attr-defined]
+            if len(found) != len(target):
+                raise EOFError(f"the file ends after {position + len(found)} bytes")
+            target[:] = found
+            return
         filled = 0
         while filled < len(target):
             count = os.preadv(self._file.fileno(), [target[filled:]], position + filled)
@@ -108,14 +122,36 @@ def hash_file(path: Path) -> str:
 
 def make_staging(path: Path) -> Path:
     """A new empty folder beside `path`, whose parents are made where they are missing."""
+    if isinstance(path, remote.RemotePath):
+        return cast(Path, remote.make_staging(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = _temporary(path, "saving")
     staging.mkdir()
     return staging
 
 
+def data_folder(staging: Path) -> str:
+    """Where below the checkpoint's name its files are to lie; empty where the whole folder moves there."""
+    return staging.name if remote.is_remote(staging) else ""
+
+
+def is_there(path: Path) -> bool:
+    """Whether something has that name, be it a link to nothing."""
+    return path.exists() or path.is_symlink()
+
+
+def is_empty(path: Path) -> bool:
+    """Whether it is a folder with nothing in it, or nothing but what killed saves left at an address."""
+    if not path.is_dir():
+        return False
+    return all(remote.is_remote(path) and entry.name.startswith(remote.PREFIX) for entry in path.iterdir())
+
+
 def publish(staging: Path, path: Path) -> None:
     """Put the folder `staging` at `path`; what was there stays complete until the new one is there."""
+    if isinstance(staging, remote.RemotePath) and isinstance(path, remote.RemotePath):
+        remote.publish(staging, path, MANIFEST)
+        return
     _sync_folder(staging)
     if not os.path.lexists(path):
         staging.rename(path)
@@ -133,6 +169,9 @@ def publish(staging: Path, path: Path) -> None:
 
 def retire(path: Path) -> None:
     """Remove a folder so that no half of it is ever seen under its name."""
+    if isinstance(path, remote.RemotePath):
+        remote.retire(path, MANIFEST)
+        return
     doomed = _temporary(path, "saving")
     path.rename(doomed)
     _sync_folder(path.parent)
@@ -156,7 +195,9 @@ def sweep(folder: Path) -> list[Path]:
 
     Returns what was removed or put back. Leaves alone what a living process may still be writing.
     """
-    handled = []
+    handled: list[Path] = []
+    if remote.is_remote(folder):
+        return handled  # processes elsewhere may be at work there: the next save under a name cleans it up
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _TEMPORARY.fullmatch(entry.name)
         if match is None or _alive(match):
@@ -175,11 +216,20 @@ def sweep(folder: Path) -> list[Path]:
 
 def discard(path: Path) -> None:
     """Remove a temporary file or folder; what cannot be removed now is left to the next `sweep`."""
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, remote.RemotePath):
+        if not _is_published(path):
+            path.remove_tree()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         with suppress(OSError):
             path.unlink()
+
+
+def _is_published(staging: remote.RemotePath) -> bool:
+    """Whether the manifest that counts names this folder."""
+    manifest = staging.parent / MANIFEST
+    return manifest.exists() and staging.name.encode() in manifest.read_bytes()
 
 
 def _temporary(path: Path, kind: str) -> Path:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.checkpoint.manifest import EntrySummary, read_manifest
+from arclight.checkpoint.remote import place
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,6 +31,12 @@ class Inspection:
     bytes: int
     """Size of all files but the manifest."""
     dtypes: list[str]
+    ranks: int
+    """Processes that wrote it."""
+    meshes: list[dict[str, int]]
+    """Over which meshes of processes its tensors were spread: dimension -> size."""
+    files: dict[str, int]
+    """Size of each file."""
     entries: dict[str, EntrySummary]
 
     def to_json(self) -> str:
@@ -40,10 +48,11 @@ class Inspection:
         place = ", ".join(
             f"{name} {value}" for name, value in (("step", self.step), ("epoch", self.epoch)) if value is not None
         )
-        table = Table(
-            title=f"{self.path}: {place or 'no step'}",
-            caption=f"{self.bytes / 1e6:,.1f} MB, {self.created}, Arclight {self.arclight}, torch {self.torch}",
+        parameters = f"{self.parameters:,} parameters, " if self.parameters is not None else ""
+        caption = (
+            f"{parameters}{self.bytes / 1e6:,.1f} MB, {self.created}, Arclight {self.arclight}, torch {self.torch}"
         )
+        table = Table(title=f"{self.path}: {place or 'no step'}", caption=caption + self._spread())
         for column in ("entry", "file"):
             table.add_column(column)
         for column in ("tensors", "elements", "MB"):
@@ -54,10 +63,25 @@ class Inspection:
             table.add_row(name, entry.file, *counts, ", ".join(entry.dtypes))
         return table
 
+    def _spread(self) -> str:
+        """Who wrote it, where that was more than one process."""
+        if self.ranks == 1:
+            return ""
+        sizes: dict[str, int] = {}
+        for name, size in self.files.items():
+            if match := _OF_RANK.search(name):
+                sizes[match[1]] = sizes.get(match[1], 0) + size
+        meshes = "; ".join(" x ".join(f"{name} {size}" for name, size in mesh.items()) for mesh in self.meshes)
+        share = f", {min(sizes.values()) / 1e6:,.1f} to {max(sizes.values()) / 1e6:,.1f} MB each" if sizes else ""
+        return f"\nwritten by {self.ranks} processes{share}; tensors spread over {meshes or 'none of them'}"
+
+
+_OF_RANK = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
+
 
 def inspect(path: str | Path) -> Inspection:
     """Summary of the checkpoint at `path`; reads no tensor. Raises CheckpointError where there is none."""
-    manifest = read_manifest(Path(path))
+    manifest = read_manifest(place(path))
     model = manifest.entries.get("model")
     return Inspection(
         path=str(path),
@@ -69,5 +93,8 @@ def inspect(path: str | Path) -> Inspection:
         parameters=None if model is None else model.elements,
         bytes=sum(record.bytes for record in manifest.files.values()),
         dtypes=sorted({dtype for entry in manifest.entries.values() for dtype in entry.dtypes}),
+        ranks=manifest.processes,
+        meshes=manifest.meshes,
+        files={name: record.bytes for name, record in manifest.files.items()},
         entries=manifest.entries,
     )

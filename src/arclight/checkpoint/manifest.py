@@ -15,8 +15,9 @@ import torch
 
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.files import MANIFEST
 
-NAME, STATE = "manifest.json", "state.json"
+NAME, STATE = MANIFEST, "state.json"
 FORMAT, VERSION = "arclight-checkpoint", 1
 
 
@@ -58,17 +59,23 @@ class Manifest:
     entries: dict[str, EntrySummary]
     tensors: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     """File -> tensor name -> [dtype, shape]; not of the files that hold parts of tensors."""
+    data: str = ""
+    """Folder below the checkpoint where the files are; itself where empty."""
     processes: int = 1
     """How many processes wrote it."""
     meshes: list[dict[str, int]] = field(default_factory=list)
     """Over which meshes tensors were spread: dimension -> size."""
+
+    def at(self, path: Path, name: str) -> Path:
+        """Where a file of the checkpoint at `path` lies."""
+        return path / self.data / name if self.data else path / name
 
     def to_json(self) -> str:
         body = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**body, "digest": _digest(body)}, indent=1)
 
 
-def describe(encoded: tree.Encoded, files: dict[str, FileRecord]) -> Manifest:
+def describe(encoded: tree.Encoded, files: dict[str, FileRecord], data: str = "") -> Manifest:
     """The manifest of a state that has been written as `files`."""
     return Manifest(
         created=datetime.now(UTC).isoformat(timespec="microseconds"),
@@ -82,6 +89,7 @@ def describe(encoded: tree.Encoded, files: dict[str, FileRecord]) -> Manifest:
             file: {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
             for file, tensors in encoded.files.items()
         },
+        data=data,
         processes=encoded.processes,
         meshes=encoded.meshes,
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from arclight.checkpoint import files
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import is_checkpoint, read_manifest
+from arclight.checkpoint.remote import place
 from arclight.checkpoint.store import verify
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
     followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
     this, each reads a part of the files.
     """
-    folder, candidates = Path(folder), list[Path]()
+    folder, candidates = place(folder), list[Path]()
     if processes is None or processes.is_global_zero:
         files.sweep(folder)
         ordered, unreadable = _by_age(folder)
@@ -31,7 +32,7 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
     for path in candidates if processes is None else processes.broadcast(candidates):
         problems = verify(path, processes)
         if not problems:
-            return Path(path)
+            return place(path)
         warnings.warn(f"skipping a damaged checkpoint: {problems[0]}", stacklevel=2)
     return None
 
@@ -45,9 +46,9 @@ def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) 
     """
     if keep < 0:
         raise ValueError(f"keep={keep}: the number of checkpoints to keep cannot be negative")
-    folder = Path(folder)
+    folder = place(folder)
     files.sweep(folder)
-    protected = {Path(path).resolve() for path in protect}
+    protected = {place(path).resolve() for path in protect}
     ordered, unreadable = _by_age(folder)
     candidates = [path for path in (*unreadable, *ordered) if path.resolve() not in protected]
     doomed = candidates[: max(0, len(candidates) - keep)]
@@ -61,7 +62,7 @@ def remove(path: str | Path) -> None:
 
     Raises CheckpointError for anything that is not a checkpoint: it is left as it is.
     """
-    path = Path(path)
+    path = place(path)
     if path.is_symlink():
         path.unlink()
         return

@@ -12,6 +12,7 @@ import torch
 
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.remote import place
 from arclight.checkpoint.shares import ShareSaver, attempt
 from arclight.checkpoint.store import write
 from arclight.checkpoint.tensorfile import as_bytes
@@ -58,7 +59,7 @@ class AsyncSaver:
         self.wait()
         encoded = tree.encode(state)
         event = self._stage(encoded.files)
-        self._in_flight = self._thread.submit(_write, Path(path), lambda: write(Path(path), encoded), event)
+        self._in_flight = self._thread.submit(_write, place(path), lambda: write(place(path), encoded), event)
         return self._in_flight
 
     def save_shares(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
@@ -77,7 +78,7 @@ class AsyncSaver:
             if (problem := job.write(self._exchange or (lambda value: [value]))) is not None:
                 raise CheckpointError(problem)
 
-        self._in_flight = self._thread.submit(_write, Path(path), write_part, event)
+        self._in_flight = self._thread.submit(_write, place(path), write_part, event)
         return self._in_flight
 
     def hurry(self, seconds: float = 10.0) -> None:

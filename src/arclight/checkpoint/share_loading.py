@@ -13,6 +13,7 @@ from arclight.checkpoint import files, tree
 from arclight.checkpoint.choosing import chosen
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import ADVICE, STATE, Manifest, read_manifest
+from arclight.checkpoint.remote import place
 from arclight.checkpoint.shares import attempt
 from arclight.checkpoint.store import read_file, verify
 from arclight.checkpoint.stored import Piece, StoredTensor
@@ -40,7 +41,7 @@ def load_shares(
     check: compare the SHA-256 of every file: each is read once, by one of the processes.
     Raises CheckpointError on every process where any of them finds the checkpoint missing, damaged or unreadable.
     """
-    path = Path(path)
+    path = place(path)
     if processes.is_global_zero and not path.exists() and path.parent.is_dir():
         files.sweep(path.parent)
     processes.barrier("checkpoint found")
@@ -79,7 +80,7 @@ class _Files(Mapping[str, Mapping[str, torch.Tensor]]):
     def __getitem__(self, file: str) -> dict[str, torch.Tensor]:
         if file not in self._read:
             slots = read_file(self._path, file, self._manifest, False, read_header)
-            source = files.PlacedFile(self._path / file)
+            source = files.PlacedFile(self._manifest.at(self._path, file))
             self._read[file] = {
                 name: StoredTensor(
                     slot.shape, slot.dtype, [Piece(source, slot.begin, (0,) * len(slot.shape), tuple(slot.shape))]

@@ -18,6 +18,7 @@ import torch
 from arclight.checkpoint import files, tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe, is_checkpoint
+from arclight.checkpoint.remote import place
 from arclight.checkpoint.share_plan import SharePlan, Taken, make_plan, united
 from arclight.checkpoint.tensorfile import write_tensors
 from arclight.fabric.regions import regions_of
@@ -43,7 +44,7 @@ def save_shares(path: str | Path, state: Mapping[str, Any], processes: Strategy)
     problem = processes.broadcast(problem)
     if problem is not None:
         raise CheckpointError(problem)
-    return Path(path)
+    return place(path)
 
 
 class ShareSaver:
@@ -59,7 +60,7 @@ class ShareSaver:
 
         Raises CheckpointError on every process, also where any of them has a `problem` already.
         """
-        path, processes = Path(path), self.processes
+        path, processes = place(path), self.processes
         staging: Path | None = None
         taken: Taken | None = None
         if problem is None:
@@ -93,7 +94,7 @@ class ShareSaver:
             encoded = tree.Encoded(
                 self._plan.filled(entries), {}, **taken.counts, processes=processes.world_size, meshes=meshes
             )
-        return ShareJob(path, Path(everyones[0][3]), own, encoded)
+        return ShareJob(path, place(everyones[0][3]), own, encoded)
 
     def _unite(self, taken: Taken, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
         """The entries of all processes, on rank 0; only those tell theirs that have others than the ranks before."""
@@ -153,12 +154,12 @@ class ShareJob:
             file.write(json.dumps(self.encoded.entries, allow_nan=False).encode())
         records[STATE] = FileRecord(sha256=file.sha256, bytes=file.bytes)
         with files.create(self.staging / NAME) as file:
-            file.write(describe(self.encoded, records).to_json().encode())
+            file.write(describe(self.encoded, records, files.data_folder(self.staging)).to_json().encode())
         files.publish(self.staging, self.path)
 
 
 def _staging(path: Path) -> Path:
-    if path.exists() and not is_checkpoint(path) and not (path.is_dir() and not any(path.iterdir())):
+    if files.is_there(path) and not is_checkpoint(path) and not files.is_empty(path):
         raise CheckpointError(f"{path} exists and is not a checkpoint: choose another name, it is left as it is")
     files.sweep(path.parent)
     return files.make_staging(path)

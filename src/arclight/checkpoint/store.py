@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from arclight.checkpoint.manifest import (
     is_checkpoint,
     read_manifest,
 )
+from arclight.checkpoint.remote import place
 from arclight.checkpoint.tensorfile import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -40,17 +40,18 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     the same memory within an entry are stored once and come back as one. Subclasses of dict, list and tuple come back
     as these, an Enum member as its value, a parameter as a tensor.
 
+    `path` may be an address that fsspec knows, such as ``s3://bucket/name``.
     A checkpoint that is already at `path` stays complete until the new one replaces it; anything else there is refused.
     Raises CheckpointError naming the key path of what cannot be kept, or the file that could not be written and why.
     """
-    path = Path(path)
+    path = place(path)
     write(path, tree.encode(state))
     return path
 
 
 def write(path: Path, encoded: tree.Encoded) -> None:
     """Write a state that has been taken apart."""
-    if os.path.lexists(path) and not is_checkpoint(path) and not _is_empty(path):
+    if files.is_there(path) and not is_checkpoint(path) and not files.is_empty(path):
         raise CheckpointError(f"{path} exists and is not a checkpoint: choose another name, it is left as it is")
     staging = None
     try:
@@ -59,7 +60,11 @@ def write(path: Path, encoded: tree.Encoded) -> None:
         records = {name: _write_file(staging / name, write_tensors, group) for name, group in encoded.files.items()}
         text = json.dumps(encoded.entries, allow_nan=False).encode()
         records[STATE] = _write_file(staging / STATE, files.HashedFile.write, text)
-        _write_file(staging / NAME, files.HashedFile.write, describe(encoded, records).to_json().encode())
+        _write_file(
+            staging / NAME,
+            files.HashedFile.write,
+            describe(encoded, records, files.data_folder(staging)).to_json().encode(),
+        )
         files.publish(staging, path)
     except OSError as error:
         raise _not_written(path, encoded, error) from error
@@ -84,7 +89,7 @@ def load(
     CPU). verify: compare the SHA-256 of every file that is read.
     Raises CheckpointError that names the file and what to do where anything is missing, damaged or of another version.
     """
-    path = Path(path)
+    path = place(path)
     if not path.exists() and path.parent.is_dir():
         files.sweep(path.parent)  # a process killed between two renames has left it beside
     manifest = read_manifest(path)
@@ -116,9 +121,9 @@ def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
     With `processes`, all of which must call this, each reads its part of the files, and all get the same answer.
     """
     if processes is not None and processes.world_size > 1:
-        found = processes.all_gather_object(_problems(Path(path), processes.global_rank, processes.world_size))
+        found = processes.all_gather_object(_problems(place(path), processes.global_rank, processes.world_size))
         return list(dict.fromkeys(problem for problems in found for problem in problems))
-    return _problems(Path(path))
+    return _problems(place(path))
 
 
 def _problems(path: Path, first: int = 0, step: int = 1) -> list[str]:
@@ -130,8 +135,8 @@ def _problems(path: Path, first: int = 0, step: int = 1) -> list[str]:
     problems = []
     for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))[first::step]:
         try:
-            _check_size(path, name, record)
-            if files.hash_file(path / name) != record.sha256:
+            _check_size(manifest.at(path, name), record)
+            if files.hash_file(manifest.at(path, name)) != record.sha256:
                 raise _damaged(path / name, "its SHA-256 differs from the manifest")
         except CheckpointError as error:
             problems.append(str(error))
@@ -152,9 +157,9 @@ def read_file(
     record = manifest.files.get(name)
     if record is None:
         raise CheckpointError(f"{path / NAME} does not list {name}: {ADVICE}")
-    _check_size(path, name, record)
+    _check_size(manifest.at(path, name), record)
     try:
-        with files.open_hashed(path / name) as file:
+        with files.open_hashed(manifest.at(path, name)) as file:
             content = reader(file, record.bytes)
     except OSError as error:
         raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
@@ -165,13 +170,13 @@ def read_file(
     return content
 
 
-def _check_size(path: Path, name: str, record: FileRecord) -> None:
+def _check_size(path: Path, record: FileRecord) -> None:
     try:
-        size = (path / name).stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError:
-        raise CheckpointError(f"{path / name} is missing: {ADVICE}") from None
+        raise CheckpointError(f"{path} is missing: {ADVICE}") from None
     if size != record.bytes:
-        raise _damaged(path / name, f"it has {size:,} bytes instead of {record.bytes:,}")
+        raise _damaged(path, f"it has {size:,} bytes instead of {record.bytes:,}")
 
 
 def _damaged(file: Path, why: str) -> CheckpointError:
@@ -187,7 +192,3 @@ def _not_written(path: Path, encoded: tree.Encoded, error: OSError) -> Checkpoin
     }.get(error.errno or 0, "choose a folder that you may write to")
     before = "the checkpoint that was there before is intact" if is_checkpoint(path) else "nothing was left there"
     return CheckpointError(f"checkpoint {path} could not be written: {error.strerror or error}; {before}; {advice}")
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())

@@ -14,12 +14,12 @@ def checkpoint(arguments: list[str]) -> int:
     verbs = parser.add_subparsers(required=True, metavar="inspect|verify|convert")
 
     verb = verbs.add_parser("inspect", help="what it holds, read without its tensors")
-    verb.add_argument("path", type=Path)
+    verb.add_argument("path", help="a folder, or an address such as s3://bucket/name")
     verb.add_argument("--json", action="store_true", help="as JSON")
     verb.set_defaults(run=inspect)
 
     verb = verbs.add_parser("verify", help="whether every file is what was written; status 1 if not")
-    verb.add_argument("path", type=Path)
+    verb.add_argument("path", help="a folder, or an address such as s3://bucket/name")
     verb.set_defaults(run=verify)
 
     verb = verbs.add_parser("convert", help="between a checkpoint folder, .safetensors and foreign .pt or .ckpt files")

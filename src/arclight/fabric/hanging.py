@@ -32,18 +32,20 @@ def stack_of_main_thread() -> str:
 def place_of_main_thread() -> str:
     """The same in a few words: ``all_reduce, in blocks.1.linear (Linear), train.py:30 training_step``."""
     frame = _main_frame()
-    operation, line = "", ""
+    operation, called, line = "", "", ""
     modules: list[Any] = []
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if "/torch/distributed/" in file and not name.startswith("_") and name not in ("wrapper", "wait"):
-            operation = name if not modules and not line else operation
+            called = called or name
+            if file.endswith("distributed_c10d.py"):
+                operation = operation or name
         elif not line and "/torch/" not in file and "/arclight/" not in file and not file.startswith("<"):
             line = f"{file.rpartition('/')[2]}:{frame.f_lineno} {name}"
         if (module := _module_of(frame)) is not None:
             modules.append(module)
         frame = frame.f_back
-    parts = [operation, f"in {_name(modules)}" if modules else "", line]
+    parts = [operation or called, f"in {_name(modules)}" if modules else "", line]
     return ", ".join(part for part in parts if part) or "an unknown place"
 
 
@@ -65,4 +67,4 @@ def _name(modules: list[Any]) -> str:
     """The innermost module by its name in the outermost, and its class."""
     inner, outer = modules[0], modules[-1]
     names = [name for name, module in outer.named_modules() if module is inner and name]
-    return f"{names[0]} ({type(inner).__name__})" if names else type(inner).__name__
+    return f"{names[0].removeprefix('module.')} ({type(inner).__name__})" if names else type(inner).__name__

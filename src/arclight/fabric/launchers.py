@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arclight.fabric.environments import ClusterEnvironment
-from arclight.fabric.watching import end_watch, explained, failed_first
+from arclight.fabric.watching import at_end, end_watch, explained, failed_first
 
 
 class Launcher:
@@ -86,6 +86,7 @@ class SubprocessLauncher(Launcher):
             self.children.append(subprocess.Popen(_this_command(), env={**os.environ, "LOCAL_RANK": str(rank)}))
         threading.Thread(target=self._watch, name="arclight-children", daemon=True).start()
         atexit.register(self._at_exit)
+        at_end.append(self._stop_children)
 
     def _watch(self) -> None:
         """End this process when a child fails: its main thread may be inside a collective that will never return."""

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,12 @@ INTERVAL = 0.25
 
 FAILED = "arclight/failed"
 """Where the rank that fails first leaves its number."""
+
+LATEST = 30.0
+"""Seconds that a process has to end in order when a collective has not ended in time."""
+
+at_end: list[Callable[[], None]] = []
+"""What is done where a process has to be ended from beside: its children are, too."""
 
 VERDICT = "arclight/hang/verdict"
 """Where the rank that asked leaves who is missing."""
@@ -87,9 +94,11 @@ class Watch:
             self._ask()
         elif self._told and not self.verdict and self.store.check([VERDICT]):
             self._conclude(*json.loads(self.store.get(VERDICT)))
-        elif self.verdict and now - self._since > self.timeout * 1.25 + ANSWER_TIME:
+        elif self.verdict and now - self._since > self.timeout * 1.5 + LATEST:
             sys.stderr.write(f"arclight: {self.verdict}; the process ends\n")
             sys.stderr.flush()
+            for end in at_end:
+                end()
             os._exit(1)
 
     def _answer(self, question: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.checkpoint import find_last, verify
+from arclight.checkpoint.remote import place
 from arclight.fabric.environments import SLURMEnvironment
 from arclight.trainer.run import RunFolder
 from arclight.trainer.signals import requeue_checkpoint
@@ -58,7 +59,7 @@ def _chosen(trainer: Trainer, entry_point: str, choice: str | Path | None, fit_b
         return _best(trainer, entry_point)
     if choice == "last":
         return _last(trainer, entry_point)
-    path = Path(choice)
+    path = place(choice)
     if not path.exists():
         raise FileNotFoundError(f"ckpt_path: {path} does not exist (Checkpoint file not found)")
     return path
