@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from arclight.parallel import initialize
 from arclight.text import ByteTokenizer, Tokenizer, build_model, from_hf, generate, to_hf
+from arclight.text.interchange.safetensors_folder import Folder
 
 
 def tokens(seed: int = 1) -> torch.Tensor:
@@ -201,32 +202,24 @@ def test_wrappers_of_blocks_leave_no_trace_in_files(folders: Any, tmp_path: Path
 def test_eight_bit_blocks_are_multiplied_by_their_scales(folders: Any, tmp_path: Path) -> None:
     folder, _ = folders["llama"]
     shutil.copytree(folder, tmp_path / "m")
-    file = load_file(folder / "model.safetensors")
-    weights: dict[str, torch.Tensor] = {}
-    expected: dict[str, torch.Tensor] = {}
-    for name, value in file.items():
-        weights[name] = expected[name] = value
-        if not name.endswith("proj.weight"):
-            continue
-        rows, columns = -(-value.shape[0] // 40), -(-value.shape[1] // 24)  # blocks that do not divide
-        scales = torch.rand(rows, columns) + 0.5
-        small = torch.zeros_like(value, dtype=torch.float8_e4m3fn)
-        whole = torch.empty_like(value)
-        for i in range(value.shape[0]):
-            for j in range(value.shape[1]):
-                small[i, j] = (value[i, j] / scales[i // 40, j // 24]).to(torch.float8_e4m3fn)
-                whole[i, j] = small[i, j].float() * scales[i // 40, j // 24]
-            if name != "model.layers.0.self_attn.q_proj.weight":
-                break  # one matrix by hand, cell by cell; of the others a row is enough to see
-        if name == "model.layers.0.self_attn.q_proj.weight":
-            weights[name], weights[f"{name}_scale_inv"], expected[name] = small, scales, whole
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.0.self_attn.q_proj.weight"
+    value = weights[name]
+    scales = torch.rand(-(-value.shape[0] // 40), -(-value.shape[1] // 24)) + 0.5  # blocks that do not divide
+    small, expected = torch.zeros_like(value, dtype=torch.float8_e4m3fn), torch.empty_like(value)
+    for i in range(value.shape[0]):
+        for j in range(value.shape[1]):
+            small[i, j] = (value[i, j] / scales[i // 40, j // 24]).to(torch.float8_e4m3fn)
+            expected[i, j] = small[i, j].float() * scales[i // 40, j // 24]
+    weights |= {name: small, f"{name}_scale_inv": scales}
     save_file(weights, tmp_path / "m" / "model.safetensors")
     settings = json.loads((folder / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [40, 24]}
     (tmp_path / "m" / "config.json").write_text(json.dumps(settings))
     model = from_hf(tmp_path / "m")
-    assert torch.equal(model.layers["0"].attention.wq.weight, expected["model.layers.0.self_attn.q_proj.weight"])
-    assert torch.equal(model.layers["1"].attention.wq.weight, expected["model.layers.1.self_attn.q_proj.weight"])
+    assert torch.equal(model.layers["0"].attention.wq.weight, expected)
+    assert torch.equal(model.layers["1"].attention.wq.weight, weights["model.layers.1.self_attn.q_proj.weight"])
+    source = Folder(tmp_path / "m", block=(40, 24))
+    assert torch.equal(source.read(name, ((33, 59), (20, 50))), expected[33:59, 20:50])  # a share that cuts blocks
 
 
 def test_two_processes_read_and_write_their_shares(folders: Any, tmp_path: Path) -> None:
