@@ -12,10 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from arclight.fabric.sharding import total_norm
+from arclight.parallel import Mesh, Plan, initialize, parallelize
 from arclight.parallel.expert import shard_experts
-from arclight.text.models.moe import MoE, MoEConfig, update_expert_bias
+from arclight.text import build_model
+from arclight.text.models.moe import MoE, MoEConfig, update_expert_bias, weigh_balance_loss
 
 CONFIG = MoEConfig(
     experts=8, top_k=2, hidden=24, shared=1, bias_rate=1e-2, score="sigmoid", route_norm=True, groups=4, top_groups=2
@@ -162,10 +166,41 @@ def beside_fsdp() -> None:
     compare(moe, bounds(dist.get_rank(), size))
 
 
+def whole_model() -> None:
+    """Three steps of a model on a plan: losses, balancing biases and the gradient norm are those of one process."""
+    size = dist.get_world_size()
+    tokens = torch.randint(0, 96, (8, 33), generator=torch.Generator().manual_seed(0))
+    found = []
+    for plan in (None, Plan(dp_shard=size, ep=2)):
+        model: Any = build_model("deepseek-v3-debug", layers=2, vocab_size=96, dim=64, hidden=64)
+        mesh = None if plan is None else Mesh(plan)
+        if mesh is None:
+            initialize(model, 3)
+        else:
+            initialize(model, 3)
+            model = parallelize(model, mesh)
+        own = tokens if mesh is None else tokens.chunk(size)[mesh.data_rank]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+        for _ in range(3):
+            loss = cross_entropy(model(own[:, :-1]).flatten(0, 1), own[:, 1:].flatten())
+            weigh_balance_loss(loss, model).backward()
+            norm = total_norm([p.grad for p in model.parameters() if p.grad is not None], 2.0)
+            statistics = update_expert_bias(model, None if mesh is None else mesh.loss_group)
+            optimizer.step()
+            optimizer.zero_grad()
+            value = loss.detach().clone()
+            if mesh is not None:
+                dist.all_reduce(value)
+            bias = model.layers["1"].feed_forward.router.expert_bias.clone()
+            found.append((value / (1 if mesh is None else size), norm, bias, *statistics.values()))
+    torch.testing.assert_close(found[:3], found[3:], rtol=1e-4, atol=1e-6)
+    assert found[0][0] - found[2][0] > 0.1
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for check in (uneven, all_on_one, fixed_sizes, too_small, recomputed, beside_fsdp):
+    for check in (uneven, all_on_one, fixed_sizes, too_small, recomputed, beside_fsdp, whole_model):
         check()
         print(f"passed {check.__name__}", flush=True)
     dist.destroy_process_group()

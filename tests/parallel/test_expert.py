@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
-from arclight.parallel import PlanError
-from arclight.parallel.expert import expert_layers, shard_experts
+from arclight.parallel import Plan, PlanError
+from arclight.parallel.apply import check
+from arclight.parallel.expert import check_experts, expert_layers
 from arclight.text import build_model
 from arclight.text.models.moe import MoE, MoEConfig
 
-CHECKS = ("uneven", "all_on_one", "fixed_sizes", "too_small", "recomputed", "beside_fsdp")
+CHECKS = ("uneven", "all_on_one", "fixed_sizes", "too_small", "recomputed", "beside_fsdp", "whole_model")
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
@@ -44,17 +44,22 @@ def test_experts_on_several_processes(size: int) -> None:
             process.kill()
 
 
-def test_what_cannot_be_shared_out_is_refused(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        with pytest.raises(PlanError, match="the model has none"):
-            shard_experts(build_model("llama3-debug", layers=1), mesh)
-        model = torch.nn.Sequential(MoE(MoEConfig(experts=3, top_k=1, hidden=8), 8, 0.1, 0.1))
-        assert [name for name, _, _ in expert_layers(model)] == ["0"]
-        mesh.size = lambda mesh_dim=None: 2  # type: ignore[method-assign]
-        with pytest.raises(PlanError, match="0 has 3 experts, which ep = 2 does not divide"):
-            shard_experts(model, mesh)
-    finally:
-        torch.distributed.destroy_process_group()
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (Plan(dp_shard=4, ep=4), "0 has 6 experts, which ep = 4 does not divide"),
+        (Plan(tp=4), "0 has 10 hidden features in each expert, which tp = 4 does not divide"),
+        (Plan(dp_shard=12, ep=3), "0 has 14 features, which dp_shard \\* cp / ep = 4 does not divide"),
+    ],
+)
+def test_experts_that_a_plan_does_not_divide_are_refused(plan: Plan, says: str) -> None:
+    model = torch.nn.Sequential(MoE(MoEConfig(experts=6, top_k=1, hidden=10), 14, 0.1, 0.1))
+    assert [name for name, _, _ in expert_layers(model)] == ["0"]
+    check_experts(model, Plan(dp_shard=6, tp=5, ep=3))
+    with pytest.raises(PlanError, match=says):
+        check_experts(model, plan)
+
+
+def test_a_model_without_experts_has_none_to_share_out() -> None:
+    with pytest.raises(PlanError, match="Llama has none: set ep = 1"):
+        check(build_model("llama3-debug", layers=1), Plan(dp_shard=2, ep=2))

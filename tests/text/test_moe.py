@@ -18,6 +18,7 @@ from arclight.text.models.moe import (
     active_parameters,
     scale_balance_loss,
     update_expert_bias,
+    weigh_balance_loss,
 )  # fmt: skip
 
 WIDTH = 16
@@ -173,10 +174,14 @@ def test_the_balance_loss_is_the_papers() -> None:
         frequency = 8 / (3 * 11) * chosen.sum(0)
         loss = loss + weight * (frequency * normalised.mean(0)).sum() / 3
     (expected,) = torch.autograd.grad(loss, moe.router.weight)
-    scale_balance_loss(moe, 3.0)
+    weights, _, _ = moe.router(x)
+    (3 * weigh_balance_loss((weights * 0).sum(), moe)).backward()
+    torch.testing.assert_close(moe.router.weight.grad, 3 * expected, rtol=1e-4, atol=1e-7)
+    moe.zero_grad()
+    scale_balance_loss(moe, 2.0)
     weights, _, _ = moe.router(x)
     (weights * 0).sum().backward()
-    torch.testing.assert_close(moe.router.weight.grad, 3 * expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(moe.router.weight.grad, 2 * expected, rtol=1e-4, atol=1e-7)
 
 
 def test_forced_balance_gives_every_expert_the_same() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from arclight.parallel.checkpointing import checkpoint_blocks
 from arclight.parallel.compiling import compile_blocks
 from arclight.parallel.context import apply_context, kv_repeats
-from arclight.parallel.expert import expert_layers, place_experts
+from arclight.parallel.expert import check_experts, place_experts
 from arclight.parallel.initial import materialize
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.plan import Plan, PlanError
@@ -75,9 +75,8 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
             plan.check(**known)
             if plan.cp > 1 and plan.context == "ulysses" and "heads" in known:
                 kv_repeats(known["heads"] // plan.tp, known.get("kv_heads", known["heads"]) // plan.tp, plan.cp)
-    if plan.ep > 1 and plan.pp == 1 and not any(True for _ in expert_layers(model)):
-        raise PlanError(f"ep = {plan.ep} shares experts out, and the model has none: set ep = 1")
     check_tables(model, plan)
+    check_experts(model, plan)
 
 
 FACTS = ("heads", "kv_heads", "hidden", "vocab_size", "experts", "layers")

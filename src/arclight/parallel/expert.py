@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from arclight.parallel.mesh import Mesh
-from arclight.parallel.plan import PlanError
+from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.rows import inverse, take
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -149,6 +149,33 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]
                 yield name, module, module.get_submodule(child)
 
 
+def check_experts(model: nn.Module, plan: Plan) -> None:
+    """Raise PlanError where ``plan`` does not fit the experts below ``model``, or shares out what is not there."""
+    layers = list(expert_layers(model))
+    if plan.ep > 1 and plan.pp == 1 and not layers:  # a stage may have none
+        raise PlanError(f"ep = {plan.ep} shares experts out, and {type(model).__name__} has none: set ep = 1")
+    left = plan.dp_shard * plan.cp // plan.ep if plan.ep > 1 else 1
+    for name, _, experts in layers:
+        for weight, parameter in experts.named_parameters(recurse=False):
+            cut, other = _dimensions(experts, weight)
+            for dimension, size, axis, what in (
+                (0, plan.ep, "ep", "experts"),
+                (cut, plan.tp, "tp", "hidden features in each expert"),
+                (other, left, "dp_shard * cp / ep", "features"),
+            ):
+                if parameter.shape[dimension] % size:
+                    raise PlanError(
+                        f"{name} has {parameter.shape[dimension]} {what}, which {axis} = {size} does not divide"
+                    )
+
+
+def _dimensions(experts: nn.Module, weight: str) -> tuple[int, int]:
+    """The dimension of a stacked weight that ``tp`` cuts, and the one that nothing but FSDP does."""
+    cuts: Mapping[str, int] = experts.cuts  # type: ignore[assignment]
+    (other,) = {1, 2} - {cuts[weight]}
+    return cuts[weight], other
+
+
 def place_experts(model: nn.Module, mesh: Mesh) -> None:
     """Cut the experts below ``model`` as the plan of ``mesh`` says: by ``ep`` and by ``tp``; nothing where both are 1."""
     if not any(True for _ in expert_layers(model)):
@@ -160,36 +187,24 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
 
 
 def shard_experts(model: nn.Module, mesh: DeviceMesh, capacity: int | None = None) -> None:
-    """Cut the experts of every mixture in ``model`` over ``mesh``, whose dimensions are ``ep``, ``tp`` or both, in place.
+    """Cut the experts of every mixture in ``model`` over ``mesh``, whose dimensions are named ``ep``, ``tp`` or both, in place.
 
     Stacked weights become DTensors: their experts are shared out over ``ep``, with the all-to-all exchange put in, and each
     expert's hidden width over ``tp``, so that what a layer computes is a part of a sum over ``tp``, which the layer makes.
     Call it before `fully_shard`, with the same weights on all processes or on the meta device. capacity: see
-    `AllToAllDispatcher`. Raises PlanError for experts that the mesh does not divide and for a model without experts.
+    `AllToAllDispatcher`.
     """
-    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    if not sizes or sizes.keys() - {"ep", "tp"}:
-        raise PlanError(f"experts are cut over dimensions named ep and tp, not {tuple(sizes) or 'without names'}")
-    ep, found = sizes.get("ep", 1), False
-    for name, layer, experts in expert_layers(model):
-        found = True
-        cuts: Mapping[str, int] = experts.cuts  # type: ignore[assignment]
+    names = mesh.mesh_dim_names or ()
+    for _, layer, experts in expert_layers(model):
         for weight, parameter in list(experts.named_parameters(recurse=False)):
-            dimensions = {"ep": 0, "tp": cuts[weight]}
-            for axis, size in sizes.items():
-                if parameter.shape[dimensions[axis]] % size:
-                    what = "experts" if axis == "ep" else "rows of each expert"
-                    raise PlanError(
-                        f"{name} has {parameter.shape[dimensions[axis]]} {what}, which {axis} = {size} does not divide"
-                    )
-            placements = [Shard(dimensions[axis]) for axis in sizes]
+            dimensions = {"ep": 0, "tp": _dimensions(experts, weight)[0]}
+            placements = [Shard(dimensions[name]) for name in names]
             share = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
             setattr(experts, weight, nn.Parameter(share, requires_grad=parameter.requires_grad))
-        experts.share, experts.parts = _OwnShare(ep), sizes.get("tp", 1)  # type: ignore[assignment]
+        sizes = dict(zip(names, mesh.shape, strict=True))
+        experts.share, experts.parts = _OwnShare(sizes.get("ep", 1)), sizes.get("tp", 1)  # type: ignore[assignment]
         if "ep" in sizes:
             layer.dispatcher = AllToAllDispatcher(mesh.get_group("ep"), capacity)  # type: ignore[assignment]
-    if not found:
-        raise PlanError(f"ep = {ep} shares experts out, and the model has none: set ep = 1")
 
 
 def fsdp_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any]:
@@ -206,14 +221,7 @@ def fsdp_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any
     else:
         left = FSDPMeshInfo(mesh.sparse["efsdp"], shard_mesh_dim=0)
     found = {}
-    for name, _, experts in expert_layers(model):
-        cuts: Mapping[str, int] = experts.cuts  # type: ignore[assignment]
+    for _, _, experts in expert_layers(model):
         for weight, parameter in experts.named_parameters(recurse=False):
-            (dimension,) = {1, 2} - {cuts[weight]}
-            size = mesh.plan.dp_shard * mesh.plan.cp // mesh.plan.ep
-            if parameter.shape[dimension] % size:
-                raise PlanError(
-                    f"{name} has a width of {parameter.shape[dimension]}, which dp_shard * cp / ep = {size} does not divide"
-                )
-            found[parameter] = ShardPlacementResult(Shard(dimension), left)
+            found[parameter] = ShardPlacementResult(Shard(_dimensions(experts, weight)[1]), left)
     return found.get

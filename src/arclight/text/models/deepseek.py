@@ -80,6 +80,11 @@ class DeepSeekConfig(DecoderConfig):
     norm_eps: float = 1e-6
 
     @property
+    def attention_width(self) -> float:
+        """Width of a head, as the mean of its keys' and its values'."""
+        return (self.plain_width + self.turned_width + self.value_width) / 2
+
+    @property
     def softmax_scale(self) -> float:
         scale = 1 / math.sqrt(self.plain_width + self.turned_width)
         if self.yarn is not None and self.yarn.mscale_all_dim:

@@ -72,8 +72,8 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, width))
         nn.init.trunc_normal_(self.weight, std=std)
-        self.loss_scale = 1.0
-        """What the balance loss is multiplied by before its gradient is taken: see `scale_balance_loss`."""
+        self.loss_scale: float | Tensor = 1.0
+        """The gradient of the balance loss: see `weigh_balance_loss`."""
         bias = None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
         self.counts: Tensor | None = None
@@ -104,7 +104,7 @@ class Router(nn.Module):
         if scores_NE.requires_grad:
             if config.balance_loss:
                 loss = self._balance_loss(scores_NE, chosen_NK, batch)
-                scores_NE = _Attach.apply(scores_NE, loss, self.loss_scale / repeated)
+                scores_NE = _Attach.apply(scores_NE, loss, self, repeated)
             scores_NE = _Count.apply(scores_NE, counts_E, self)
         weights_NK = scores_NE.gather(1, chosen_NK)
         if config.route_norm:
@@ -139,18 +139,18 @@ class Router(nn.Module):
 
 
 class _Attach(torch.autograd.Function):
-    """Its first argument; the gradient of the second is ``scale``, as if it had been added to the loss."""
+    """Its first argument; the gradient of the second is that of a loss added to the model's own."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, router: Router, repeated: int) -> Tensor:
+        ctx.router, ctx.repeated, ctx.like = router, repeated, loss.detach()
         return scores.view_as(scores)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dtype, device = ctx.like
-        return grad, torch.as_tensor(ctx.scale, dtype=dtype, device=device), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        scale = torch.as_tensor(ctx.router.loss_scale, dtype=ctx.like.dtype, device=ctx.like.device)
+        return grad, scale / ctx.repeated, None, None
 
 
 class _Count(torch.autograd.Function):
@@ -177,6 +177,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig, width: int, std: float, std_out: float) -> None:
         super().__init__()
+        self.active_share = config.top_k / config.experts
+        """Of the parameters here, those that one token meets."""
         self.w1 = nn.Parameter(torch.empty(config.experts, config.hidden, width))
         self.w2 = nn.Parameter(torch.empty(config.experts, width, config.hidden))
         self.w3 = nn.Parameter(torch.empty(config.experts, config.hidden, width))
@@ -214,7 +216,11 @@ def _grouped(x_RI: Tensor, w_EOI: Tensor, ends: Tensor) -> Tensor:
     if x_RI.dtype == torch.float64:  # which no grouped kernel knows
         parts = x_RI.tensor_split(ends[:-1].long().cpu())
         return torch.cat([part @ w.T for part, w in zip(parts, w_EOI, strict=True)])
-    return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=ends)
+    if x_RI.dtype == torch.bfloat16 or not torch.compiler.is_compiling():
+        return F.grouped_mm(x_RI, w_EOI.transpose(1, 2), offs=ends)
+    # the compiler of torch 2.13 believes that the kernel knows bfloat16 only
+    eager: Tensor = torch.compiler.disable(F.grouped_mm)(x_RI, w_EOI.transpose(1, 2), offs=ends)
+    return eager
 
 
 def _aligned(
@@ -328,10 +334,35 @@ def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
 
 
+def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
+    """``loss``; in its backward pass the balance losses of ``model`` take its gradient as theirs, as if they were a part of it.
+
+    So they count as the loss does, whatever it is multiplied by (weights of batches, a scaler). On pipeline stages that do not
+    see the loss they count 1 per batch, or as `scale_balance_loss` says.
+    """
+    if not any(router.config.balance_loss for _, router in routers(model)):
+        return loss
+    weighed: Tensor = _Weigh.apply(loss, model)
+    return weighed
+
+
 def scale_balance_loss(model: nn.Module, scale: float | Tensor) -> None:
-    """Weigh the balance losses of the next passes as the batch's own loss is weighed (batch weights, a scaler for float16)."""
+    """Let the balance losses of ``model`` count ``scale`` in the backward passes to come."""
     for _, router in routers(model):
-        router.loss_scale = scale  # type: ignore[assignment]
+        router.loss_scale = scale
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, model: nn.Module) -> Tensor:
+        ctx.model = model
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        scale_balance_loss(ctx.model, grad)
+        return grad, None
 
 
 @torch.no_grad()
