@@ -49,9 +49,11 @@ class Data(al.DataModule):
         return DataLoader(Windows(TEXT[:700]), 5)
 
 
-def fit(tmp_path: Path, steps: int = 30, ckpt: Any = None, batch_size: int = 8, **options: Any) -> Any:
+def fit(
+    tmp_path: Path, steps: int = 30, ckpt: Any = None, batch_size: int = 8, settings: Language | None = None, **options: Any
+) -> Any:  # fmt: skip
     al.seed_everything(5)
-    model = LanguageModel(Language(overrides=SMALL, sampling=None), ByteTokenizer().vocab_size)
+    model = LanguageModel(settings or Language(overrides=SMALL, sampling=None), ByteTokenizer().vocab_size)
     options = {"val_check_interval": 10, "log_every_n_steps": 5, "gradient_clip_val": 1.0} | options
     trainer = al.Trainer(
         max_steps=steps, default_root_dir=tmp_path, enable_progress_bar=False, accelerator="cpu", **options
@@ -131,3 +133,19 @@ def test_operations_by_hand() -> None:
     assert active_parameters(model.model, embeddings=False) == multiplied
     assert active_parameters(model.model) == multiplied + 256 * 64 == sum(p.numel() for p in model.parameters())
     assert flops_per_token(model.model, 32) == 6 * multiplied + 12 * 2 * 64 * 32
+
+
+def test_experts_are_balanced_while_a_model_trains(tmp_path: Path) -> None:
+    overrides = {"layers": 3, "dim": 64, "heads": 4, "hidden": 96, "query_rank": 32}
+    settings = Language(model="deepseek-v3-debug", overrides=overrides, sampling=None)
+    trainer, model = fit(tmp_path, settings=settings, accumulate_grad_batches=2)
+    routers = [model.model.layers[str(number)].feed_forward.router for number in (1, 2)]
+    for router in routers:
+        assert router.counts is None
+        assert 5e-3 < router.expert_bias.abs().max() < 30 * 2e-3
+        assert abs(router.expert_bias.mean()) < 1e-6
+        assert (
+            float(router.loss_scale) == 8 * 32 / 2 - 4 * 10
+        )  # what the loss was multiplied by: its labels, two batches a step
+    assert 0 < float(trainer.callback_metrics["experts/max_violation"]) < 3
+    assert 0.8 < float(trainer.callback_metrics["experts/entropy"]) < 1

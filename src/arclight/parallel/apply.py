@@ -12,7 +12,7 @@ from arclight.parallel.context import apply_context, kv_repeats
 from arclight.parallel.expert import check_experts, place_experts
 from arclight.parallel.initial import materialize
 from arclight.parallel.mesh import Mesh
-from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.plan import Plan
 from arclight.parallel.shard import Types, shard
 from arclight.parallel.tensor import check_tables, spread
 

@@ -153,7 +153,7 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
     """Raise PlanError where ``plan`` does not fit the experts below ``model``, or shares out what is not there."""
     layers = list(expert_layers(model))
     if plan.ep > 1 and plan.pp == 1 and not layers:  # a stage may have none
-        raise PlanError(f"ep = {plan.ep} shares experts out, and {type(model).__name__} has none: set ep = 1")
+        raise PlanError(f"ep = {plan.ep} shares experts out, and the model has none: set ep = 1")
     left = plan.dp_shard * plan.cp // plan.ep if plan.ep > 1 else 1
     for name, _, experts in layers:
         for weight, parameter in experts.named_parameters(recurse=False):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from arclight.fabric.no_init import NoInit
-from arclight.parallel import initialize
+from arclight.parallel import Mesh, initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text.flops import flops_per_token
 from arclight.text.loss import IGNORED, cross_entropy
+from arclight.text.models.balance import routers, scale_balance_loss, update_expert_bias, weigh_balance_loss
 from arclight.text.models.zoo import build_model, model_config
 from arclight.text.settings import Language
 from arclight.trainer import Callback, Module
@@ -46,6 +47,8 @@ class LanguageModel(Module):
         self.model: Any = None
         self.runner: Any = None
         self.tokenizer: Any = None
+        self.mixture = False
+        """Whether the model that is trained has experts."""
 
     # -- the model -------------------------------------------------------------------------------------------------
 
@@ -109,6 +112,7 @@ class LanguageModel(Module):
 
     def on_fit_start(self) -> None:
         """Keep the tokenizer in the run, which is then complete."""
+        self.mixture = any(True for _ in routers(self.model))
         if self.tokenizer is None or self.trainer.checkpoint_callback is None:
             return
         folder = self.trainer.run_folder.path  # which all ranks agree on
@@ -136,10 +140,24 @@ class LanguageModel(Module):
         return (batch["labels"] != IGNORED).sum()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.mixture and self.runner is not None:  # stages of a pipeline run backward in there, on sums over tokens
+            scale_balance_loss(self.model, 1.0, per_token=True)
         total, count = batch_loss(self, batch)
         loss = total / count.clamp(min=1)
+        loss = weigh_balance_loss(loss, self.model) if self.mixture else loss
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the bias that keeps the loads of experts equal, by what all processes' tokens chose."""
+        if not self.mixture:
+            return
+        strategy = self.trainer.strategy
+        mesh = getattr(strategy, "mesh", None)
+        everyone = torch.distributed.group.WORLD if strategy.world_size > 1 else None
+        group = mesh.loss_group if isinstance(mesh, Mesh) else everyone
+        for name, value in update_expert_bias(self.model, group).items():
+            self.log(f"experts/{name}", value)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self._evaluate(batch, "val")

@@ -7,12 +7,11 @@ Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
@@ -73,7 +72,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, width))
         nn.init.trunc_normal_(self.weight, std=std)
         self.loss_scale: float | Tensor = 1.0
-        """The gradient of the balance loss: see `weigh_balance_loss`."""
+        """The gradient of the balance loss: see `balance.weigh_balance_loss`."""
+        self.scale_per_token = False
+        """Whether that is multiplied by the number of tokens."""
         bias = None if config.bias_rate is None else torch.zeros(config.experts, dtype=torch.float32)
         self.register_buffer("expert_bias", bias)
         self.counts: Tensor | None = None
@@ -150,7 +151,8 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         scale = torch.as_tensor(ctx.router.loss_scale, dtype=ctx.like.dtype, device=ctx.like.device)
-        return grad, scale / ctx.repeated, None, None
+        tokens = len(grad) if ctx.router.scale_per_token else 1
+        return grad, scale * (tokens / ctx.repeated), None, None
 
 
 class _Count(torch.autograd.Function):
@@ -327,90 +329,3 @@ class _Combine(torch.autograd.Function):
         d_y_RD = grad_ND[order_R // places_NK.shape[1]] * weights_NK.flatten()[order_R][:, None]
         d_weights_NK = (y_RD[places_NK].to(weights_NK.dtype) * grad_ND[:, None]).sum(-1)
         return d_y_RD.to(y_RD.dtype), d_weights_NK, None, None
-
-
-def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
-    """The routers of ``model`` by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
-
-
-def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
-    """``loss``; in its backward pass the balance losses of ``model`` take its gradient as theirs, as if they were a part of it.
-
-    So they count as the loss does, whatever it is multiplied by (weights of batches, a scaler). On pipeline stages that do not
-    see the loss they count 1 per batch, or as `scale_balance_loss` says.
-    """
-    if not any(router.config.balance_loss for _, router in routers(model)):
-        return loss
-    weighed: Tensor = _Weigh.apply(loss, model)
-    return weighed
-
-
-def scale_balance_loss(model: nn.Module, scale: float | Tensor) -> None:
-    """Let the balance losses of ``model`` count ``scale`` in the backward passes to come."""
-    for _, router in routers(model):
-        router.loss_scale = scale
-
-
-class _Weigh(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, model: nn.Module) -> Tensor:
-        ctx.model = model
-        return loss.view_as(loss)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        scale_balance_loss(ctx.model, grad)
-        return grad, None
-
-
-@torch.no_grad()
-def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Move every balancing bias one step towards equal loads and begin to count anew; call it once before each optimizer step.
-
-    The counts of all layers are summed up in one exchange over ``group``: the processes that read different tokens (data and
-    context parallel), None for one process. Then bias += rate * sign(mean count - count), minus the mean of that step
-    (Wang et al. 2024). A `Module` calls it in ``on_before_optimizer_step``.
-
-    Gives what the loads were, as tensors on the device: the mean and the highest over layers of ``max_violation`` (highest load
-    over mean load, minus 1) and the mean of ``entropy`` (of the loads, 1 where all are equal). Empty where nothing was counted.
-    """
-    layers = [router for _, router in routers(model)]
-    if not layers:
-        return {}
-    none = [torch.zeros(router.config.experts, dtype=torch.int64, device=router.weight.device) for router in layers]
-    flat = torch.cat(
-        [zeros if router.counts is None else router.counts for router, zeros in zip(layers, none, strict=True)]
-    )
-    if group is not None:
-        dist.all_reduce(flat, group=group)
-    violations, entropies = [], []
-    for router, counts_E in zip(layers, flat.split([len(zeros) for zeros in none]), strict=True):
-        router.counts = None
-        load_E = counts_E.double()
-        mean = load_E.mean()
-        share_E = load_E / load_E.sum().clamp(min=1)
-        violations.append((load_E.max() - mean) / mean.clamp(min=1e-9))
-        entropies.append(torch.special.entr(share_E).sum() / torch.tensor(float(len(load_E))).log())
-        if router.expert_bias is not None and router.config.bias_rate:
-            step_E = (mean - load_E).sign() * router.config.bias_rate
-            router.expert_bias += (step_E - step_E.mean()).float()
-    worst = torch.stack(violations)
-    return {
-        "max_violation": worst.mean().float(),
-        "max_violation_of_worst_layer": worst.max().float(),
-        "entropy": torch.stack(entropies).mean().float(),
-    }
-
-
-def active_parameters(model: nn.Module, embeddings: bool = False) -> int:
-    """Parameters that one token is multiplied with: all but the experts that it does not choose, and but the embeddings, which are looked up."""
-    active = sum(parameter.numel() for parameter in model.parameters())
-    for module in model.modules():
-        if isinstance(module, MoE):
-            all_experts = sum(parameter.numel() for parameter in module.experts.parameters())
-            active -= all_experts * (module.config.experts - module.config.top_k) // module.config.experts
-    table, output = getattr(model, "tok_embeddings", None), getattr(model, "output", None)
-    tied = table is not None and output is not None and table.weight is output.weight
-    return active if embeddings or table is None or tied else active - int(table.weight.numel())
