@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
+from arclight.fabric.naming import by_name
 from arclight.parallel import Plan, initialize
+from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
 
 STEPS, GLOBAL_BATCH = 20, 12
@@ -26,38 +28,46 @@ class Language(al.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model: Any = None
-        self.curve: list[float] = []
+        self.runner: Any = None
 
     def configure_model(self) -> None:
         if self.model is None:
             self.model = build_model(
-                "llama3-debug", vocab_size=48, dim=32, layers=2, heads=4, kv_heads=2, hidden=48, std=0.1
+                "llama3-debug", vocab_size=48, dim=32, layers=4, heads=4, kv_heads=2, hidden=48, std=0.1
             )
             if not next(self.model.parameters()).is_meta:
                 initialize(self.model, torch.initial_seed())
 
-    def loss(self, batch: Any) -> Tensor:
+    def split_batch(self, batch: Any) -> Split:
         (tokens,) = batch
-        logits = self.model(tokens[:, :-1])
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
-        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        labels = torch.where(tokens[:, 1:] % 5 == 0, -100, tokens[:, 1:])  # samples count differently
+        return (tokens[:, :-1],), {"positions": None}, labels
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = output.full_tensor() if isinstance(output, DTensor) else output
+        total = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return total, (targets != -100).sum()
+
+    def batch_weight(self, batch: Any) -> Tensor:
+        return (batch[0][:, 1:] % 5 != 0).sum()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        total, count = batch_loss(self, batch)
+        loss = total / count
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=int(count))
         self.log("batches", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
+        total, count = batch_loss(self, batch)
+        self.log("val_loss", total / count, batch_size=int(count))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Curve(al.Callback):
-    """The loss of every step, and a checkpoint after one of them."""
+    """The mean loss of every step, and a checkpoint after one of them."""
 
     def __init__(self, path: Path | None = None, after: int = 0) -> None:
         self.path, self.after, self.losses = path, after, []
@@ -65,8 +75,9 @@ class Curve(al.Callback):
     def on_train_batch_end(
         self, trainer: al.Trainer, module: al.Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        share = trainer.strategy.all_gather_object(float(trainer.last_loss.detach()))
-        self.losses.append(sum(share) / len(share))
+        weight = float(module.batch_weight(batch))
+        shares = trainer.strategy.all_gather_object((float(trainer.last_loss.detach()) * weight, weight))
+        self.losses.append(sum(total for total, _ in shares) / sum(count for _, count in shares))
         if self.path is not None and trainer.global_step == self.after:
             trainer.save_checkpoint(self.path)
 
@@ -104,7 +115,10 @@ def fit(
     return trainer, curve.losses, module
 
 
-PLANS = [Plan(dp_replicate=2), Plan(dp_shard=2), Plan(tp=2), Plan(dp_shard=2, tp=2)]
+PLANS = [
+    Plan(dp_replicate=2), Plan(dp_shard=2), Plan(tp=2), Plan(dp_shard=2, tp=2), Plan(cp=2), Plan(pp=2),
+    Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=5), Plan(dp_shard=2, pp=2, schedule="Interleaved1F1B"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -137,15 +151,23 @@ def tensors_of(tree: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 def state(path: Path) -> dict[str, Tensor]:
-    """Weights and moments of a checkpoint, whole."""
+    """Weights and moments of a checkpoint, whole and by name."""
     entries = checkpoint.load(path)
-    return tensors_of({name: entries[name] for name in entries if name in ("model", "optimizers")})
+    moments = [by_name(optimizer)["state"] for optimizer in entries["optimizers"]]
+    return tensors_of({"model": entries["model"], "moments": moments})
+
+
+WAYS = [
+    (Plan(dp_shard=2, tp=2), Plan(tp=2), Plan(dp_shard=3)),
+    (Plan(dp_shard=2, pp=2, schedule="ZBVZeroBubble"), Plan(cp=2), Plan(pp=3)),
+    (Plan(cp=2, pp=2), None, Plan(pp=2, schedule="DualPipeV")),
+]
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_plans(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("four", "two", "three"), WAYS, ids=str)
+def test_a_run_goes_on_on_other_plans(tmp_path: Path, four: Plan, two: Plan | None, three: Plan) -> None:
     _, wanted, _ = fit(tmp_path / "one")
-    four, two, three = Plan(dp_shard=2, tp=2), Plan(tp=2), Plan(dp_shard=3)
     fit(tmp_path / "4", four, curve=Curve(tmp_path / "a", 7))
     fit(tmp_path / "2", two, ckpt=tmp_path / "a", curve=Curve(tmp_path / "b", 14), more=[AtStart(tmp_path / "a2")])
     _, found, _ = fit(tmp_path / "3", three, ckpt=tmp_path / "b", more=[AtStart(tmp_path / "b3")])
