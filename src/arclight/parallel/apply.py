@@ -9,6 +9,7 @@ from torch import nn
 from arclight.parallel.checkpointing import checkpoint_blocks
 from arclight.parallel.compiling import compile_blocks
 from arclight.parallel.context import apply_context, kv_repeats
+from arclight.parallel.eight_bit import convert
 from arclight.parallel.expert import check_experts, place_experts
 from arclight.parallel.initial import materialize
 from arclight.parallel.mesh import Mesh
@@ -36,6 +37,7 @@ def parallelize(
     plan = mesh.plan
     check(model, plan, sequence_length)
     _move(model, device)
+    convert(model, plan, device)
     if plan.tp > 1:
         spread(model, mesh.tp, sequence=plan.sequence_parallel, logits=plan.loss_parallel)
     place_experts(model, mesh)

@@ -57,6 +57,8 @@ class Plan:
     """torch.compile's back end for each block ("inductor", "aot_eager", ...), or "none"."""
     float8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = "none"
     """Scaling of 8-bit operands in the large matrix products, or "none"."""
+    float8_smallest: int = 1024
+    """Least width, on both sides, of linear layers that multiply in 8 bits: smaller ones are faster in 16."""
 
     def __post_init__(self) -> None:
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):

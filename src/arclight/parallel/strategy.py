@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from arclight.fabric import sharding
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.precision import Float8Precision
 from arclight.fabric.spread import own_part
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.root import StepRoot, let_go_without_backward
@@ -121,6 +122,10 @@ class PlanStrategy(ShardedStrategy):
                 "automatic_optimization=False hides from the plan what a step calls: use strategy='fsdp', or let the Trainer step"
             )
         check(module, self.plan, self.sequence_length)
+        if self.plan.float8 != "none" and isinstance(self.precision, Float8Precision):
+            raise PlanError(
+                f'precision="float8" and the plan\'s float8 = "{self.plan.float8}" are two ways to one thing: choose one'
+            )
         sharding.copy_from_rank_zero(module, self.device)
         seed = self.broadcast(torch.initial_seed() % 2**32)
         options: dict[str, Any] = {"device": self.device, "types": self.types(), "seed": seed}
