@@ -114,7 +114,10 @@ class MixedOptimizer(Optimizer):
     # -- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {name: entries}, "param_groups": [{"params": names, ...}]}``."""
+        """``{"state": {name: entries}, "options": {name: options}, "param_groups": [{"params": names, ...}]}``.
+
+        Options are there by name too, so that the states of a pipeline's stages can be put together.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         groups = [
@@ -122,7 +125,8 @@ class MixedOptimizer(Optimizer):
             for group in self.param_groups
         ]
         state = {name: dict(self.state[p]) for name, p, _ in self.named() if self.state.get(p)}
-        made: dict[str, Any] = {"state": state, "param_groups": groups}
+        options = {name: {k: v for k, v in group.items() if k not in _NOT_OPTIONS} for name, _, group in self.named()}
+        made: dict[str, Any] = {"state": state, "options": options, "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
             made = result if (result := after(self, made)) is not None else made
         return made
@@ -148,6 +152,8 @@ class MixedOptimizer(Optimizer):
 
     def _in_own_order(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """``saved`` with this optimizer's groups, and by name."""
+        if "options" in saved:
+            return self._with_options(saved["options"], saved["state"])
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         names = [name for group in saved["param_groups"] for name in group.get("param_names", group["params"])]
         own = [name for name, _, _ in self.named()]
@@ -160,8 +166,10 @@ class MixedOptimizer(Optimizer):
                 )
         name_of = dict(zip(keys, names, strict=True))
         homes = {name_of[key]: group for group in saved["param_groups"] for key in group["params"]}
+        return self._with_options(homes, {name_of[k]: own for k, own in saved["state"].items() if k in name_of})
+
+    def _with_options(self, homes: Mapping[str, Mapping[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
         groups = [_options_of(group, homes) | {"params": list(group["param_names"])} for group in self.param_groups]
-        state = {name_of[key]: entries for key, entries in saved["state"].items() if key in name_of}
         return {"state": state, "param_groups": groups}
 
 

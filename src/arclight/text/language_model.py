@@ -97,7 +97,11 @@ class LanguageModel(Module):
         return logits
 
     def configure_optimizers(self) -> dict[str, Any]:
-        optimizer = self.settings.optimizer.build(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
+        everyones = self.trainer.strategy.all_gather_object(
+            list(parameters)
+        )  # stages of a pipeline have different ones
+        optimizer = self.settings.optimizer.build(parameters.items(), (name for names in everyones for name in names))
         steps = self.trainer.estimated_stepping_batches
         if steps == math.inf:
             raise ValueError("a schedule needs an end: set trainer.max_steps or trainer.max_epochs")
