@@ -95,7 +95,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(typed: Typed, recipe: str) -> 
         ("--task.data.data nowhere", "nowhere"),
         ("--plan.tp 3", "tp = 3"),
         ("--plan.dp_shard 2 --trainer.strategy ddp", "a strategy of its own"),
-        ("--task.data.sequence_lenght 3", "did you mean task.data.sequence_length"),
+        ("--task.data.sequence_lenght 3", "sequence_length?"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_sentence(typed: Typed, recipe: str, flags: str, said: str) -> None:

@@ -1,0 +1,327 @@
+"""Pre-training of language models: ours beside Hugging Face's in a plain loop, and what trainer, loader and checkpoints cost.
+
+On a CPU the debug Llama trains at equal precision, weights and batches; the contenders take turns every few steps of one
+training run, so that whatever else the machine does strikes all of them. With a CUDA GPU the published sizes follow.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.utils.data import DataLoader
+
+import arclight as al
+from arclight.parallel import Plan
+from arclight.text import LanguageModel, TextDataModule, build_model
+from arclight.text.data_settings import Bytes, Text
+from arclight.text.loss import cross_entropy
+from arclight.text.settings import Language
+from benchmarks.results import parser, publish, versions
+
+MODEL, LENGTH, BATCH = "llama3-debug", 256, 4
+PUBLISHED = {
+    # name: (model, sequence length, sequences per step, activation checkpointing)
+    "tokens_124m": ("gpt2-124m", 1024, 32, "none"),
+    "tokens_1b": ("llama3-1b", 4096, 4, "none"),
+    "tokens_8b": ("llama3-8b", 8192, 1, "selective"),
+}
+
+
+class Random(al.DataModule):
+    """Batches of random tokens, made beforehand."""
+
+    def __init__(self, vocabulary: int, length: int, batch: int) -> None:
+        tokens = torch.randint(0, vocabulary, (8, batch, length + 1))
+        self.batches = [{"tokens": t[:, :-1].contiguous(), "labels": t[:, 1:].contiguous()} for t in tokens]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.batches * 512, batch_size=None)  # type: ignore[arg-type]
+
+
+@dataclass
+class TakingTurns(al.Callback):
+    """After every ``each`` steps of the trainer, every rival takes as many; ``seconds`` has the time of each turn."""
+
+    rivals: dict[str, Callable[[dict[str, torch.Tensor]], None]]
+    rounds: int
+    each: int = 3
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.each:
+            return
+        now = time.perf_counter()
+        if batch_idx + 1 == self.each:  # the first turn warms up, and compiles
+            for step in self.rivals.values():
+                step(batch)
+        else:
+            self.seconds.setdefault("trainer", []).append(now - self.began)
+            for name, step in self.rivals.items():
+                started = time.perf_counter()
+                for _ in range(self.each):
+                    step(batch)
+                self.seconds.setdefault(name, []).append(time.perf_counter() - started)
+        self.began = time.perf_counter()
+
+
+def training(
+    model: torch.nn.Module, loss: Callable[..., torch.Tensor], dtype: torch.dtype | None
+) -> Callable[..., None]:
+    """A plain loop's step, as written by hand: forward, backward, clipping, AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(batch: dict[str, torch.Tensor]) -> None:
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            value = loss(model, batch)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def hugging_face(dtype: torch.dtype | None) -> Callable[..., None]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours = build_model(MODEL).config
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=ours.vocab_size, hidden_size=ours.dim, intermediate_size=ours.hidden, num_hidden_layers=ours.layers,
+            num_attention_heads=ours.heads, num_key_value_heads=ours.kv_heads, use_cache=False,
+        )
+    )  # fmt: skip
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        value: torch.Tensor = model(
+            input_ids=batch["tokens"], labels=batch["labels"], shift_labels=batch["labels"]
+        ).loss
+        return value
+
+    return training(theirs, loss, dtype)
+
+
+def by_hand(dtype: torch.dtype | None) -> Callable[..., None]:
+    """Our model and loss in a plain loop."""
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (
+            cross_entropy(model(batch["tokens"], logits=False), model.output.weight, batch["labels"])
+            / batch["labels"].numel()
+        )
+
+    return training(build_model(MODEL), loss, dtype)
+
+
+def fit(
+    model: str,
+    length: int,
+    batch: int,
+    callbacks: list[Any],
+    steps: int,
+    precision: str,
+    plan: Plan | None = None,
+    **options: Any,
+) -> Any:
+    """Train ``model`` on random tokens; the trainer."""
+    vocabulary = build_on_meta(model).config.vocab_size
+    module = LanguageModel(Language(model=model, data=Text(sequence_length=length), sampling=None), vocabulary)
+    trainer = al.Trainer(
+        max_steps=steps, precision=precision, callbacks=callbacks, strategy="auto" if plan is None else plan.strategy(),
+        logger=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=1.0, **options,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.default_root_dir = folder
+        trainer.fit(module, datamodule=Random(vocabulary, length, batch))
+    return trainer
+
+
+def build_on_meta(model: str) -> Any:
+    with torch.device("meta"):
+        return build_model(model)
+
+
+def beside_hugging_face(precision: str, rounds: int, plan: Plan | None = None) -> dict[str, list[float]]:
+    """Seconds of turns of three steps: our trainer, our model by hand, Hugging Face's model by hand."""
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else None
+    turns = TakingTurns({"by hand": by_hand(dtype), "transformers": hugging_face(dtype)}, rounds)
+    fit(
+        MODEL,
+        LENGTH,
+        BATCH,
+        [turns],
+        turns.each * (rounds + 1),
+        precision,
+        plan,
+        enable_checkpointing=False,
+        accelerator="cpu",
+    )
+    return turns.seconds
+
+
+def loader_tokens_per_second(rounds: int) -> float:
+    """Tokens per second of the loader over the standard library's sources, shuffled, documents masked."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = TextDataModule(Text(tokenizer=Bytes(), sequence_length=LENGTH, batch_size=BATCH, cache=Path(folder)))
+        data.prepare_data()
+        data.setup("fit")
+        loader = data.train_dataloader()
+        rates = []
+        for _ in range(rounds):
+            started, count = time.perf_counter(), 0
+            for batch in loader:
+                count += batch["tokens"].numel()
+                if time.perf_counter() - started > 1.0:
+                    break
+            rates.append(count / (time.perf_counter() - started))
+    return statistics.median(rates)
+
+
+class Saves(al.Callback):
+    """Saves in the background after every ``every``-th step; ``blocked`` and ``interval`` are what that cost and the time between."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder, self.every = folder, every
+        self.blocked: list[float] = []
+        self.interval: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.every:
+            return
+        now = time.perf_counter()
+        if self.blocked:
+            self.interval.append(now - self.ended)
+        trainer.save_checkpoint(self.folder / f"{batch_idx}.ckpt")
+        self.ended = time.perf_counter()
+        self.blocked.append(self.ended - now)
+
+
+def checkpoint_stall(saves: int, every: int) -> float:
+    """Time that training waits for a save in the background, as a share of the time between two."""
+    from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
+
+    with tempfile.TemporaryDirectory() as folder:
+        watched = Saves(Path(folder), every)
+        fit(
+            MODEL, LENGTH, BATCH, [watched], every * saves, "32-true", plugins=[AsyncCheckpointIO()], enable_checkpointing=False,
+            accelerator="cpu",
+        )  # fmt: skip
+    return statistics.median(watched.blocked[1:]) / statistics.median(watched.interval)
+
+
+class Pace(al.Callback):
+    """Tokens per second between steps ``first`` and the last."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.tokens, self.rate = first, 0, 0.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.first:
+            torch.cuda.synchronize()
+            self.began = time.perf_counter()
+        elif batch_idx + 1 > self.first:
+            self.tokens += batch["tokens"].numel()
+        if trainer.global_step == trainer.max_steps:
+            torch.cuda.synchronize()
+            self.rate = self.tokens / (time.perf_counter() - self.began)
+            self.flops = self.rate * pl_module.flops_per_token
+
+
+def on_gpu(steps: int) -> tuple[list[tuple[str, str]], dict[str, float]]:
+    """The published sizes on one GPU: bfloat16, blocks compiled."""
+    from arclight.text.watching import matmul_rate
+
+    rows, figures = [], {}
+    peak = matmul_rate(torch.device("cuda"), torch.bfloat16)
+    for name, (model, length, batch, checkpointing) in PUBLISHED.items():
+        pace = Pace(10)
+        plan = Plan(compile="inductor", activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+        fit(
+            model,
+            length,
+            batch,
+            [pace],
+            steps,
+            "bf16-mixed",
+            plan,
+            enable_checkpointing=False,
+            accelerator="cuda",
+            devices=1,
+        )
+        rows.append(
+            (
+                f"{model}, {batch} x {length} tokens, {torch.cuda.get_device_name()}",
+                f"{pace.rate:,.0f} tokens/s, {pace.flops / peak:.0%} of the measured peak",
+            )
+        )
+        figures[name] = pace.rate
+        if name == "tokens_1b":
+            figures["mfu_1b"] = pace.flops / peak
+    return rows, figures
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0]).parse_args()
+    warnings.filterwarnings("ignore")
+    rounds = 4 if options.quick else 15
+    tokens = 3 * BATCH * LENGTH
+    rows, figures = [], {}
+    settings = {"float32": ("32-true", None), "bfloat16": ("bf16-mixed", None)}
+    if not options.quick:
+        settings["bfloat16, ours compiled by block"] = ("bf16-mixed", Plan(compile="inductor"))
+    for name, (precision, plan) in settings.items():
+        al.seed_everything(0)
+        seconds = beside_hugging_face(precision, rounds, plan)
+        ratio = {
+            rival: [other / ours for ours, other in zip(seconds["trainer"], seconds[rival], strict=True)]
+            for rival in seconds
+        }
+        for contender, label in (
+            ("trainer", "our trainer"),
+            ("by hand", "our model, loop by hand"),
+            ("transformers", "transformers, loop by hand"),
+        ):
+            found = ratio[contender]
+            rows.append(
+                (
+                    f"{name}: {label}",
+                    f"{tokens / statistics.median(seconds[contender]):,.0f} tokens/s",
+                    f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})",
+                )
+            )
+        figures[f"tokens_over_hf_loop_{precision.partition('-')[0]}{'_compiled' * (plan is not None)}"] = (
+            statistics.median(ratio["transformers"])
+        )
+        if name == "float32":
+            figures["trainer_overhead"] = 1 / statistics.median(ratio["by hand"]) - 1
+            step_rate = tokens / statistics.median(seconds["trainer"])
+    figures["tokens_over_hf_loop"] = max(value for name, value in figures.items() if name.startswith("tokens_over"))
+    loader = loader_tokens_per_second(2 if options.quick else 5)
+    figures["loader_over_step"] = loader / step_rate
+    rows.append(("loader, standard library's sources, one process", f"{loader:,.0f} tokens/s", ""))
+    figures["checkpoint_stall"] = checkpoint_stall(3 if options.quick else 6, 5 if options.quick else 20)
+    if torch.cuda.is_available():
+        more, found = on_gpu(20 if options.quick else 60)
+        rows += [(*row, "") for row in more]
+        figures |= found
+    publish(
+        "text", "Pre-training of language models", ("", "rate", "time over our trainer's (min-max of turns)"), rows, figures, options=options,
+        packages=versions("torch", "arclight", "transformers"),
+        notes=f"{MODEL}, {BATCH} x {LENGTH} random tokens a step, AdamW, clipping. `tokens_over_hf_loop` is the best setting's ratio at equal precision. "
+        "`checkpoint_stall`: time that a save in the background holds up training, as a share of the time between two saves (20 steps).",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
