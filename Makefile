@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-EXTRAS := vision,deploy,serve,dev
+EXTRAS := vision,text,deploy,serve,dev
 
 .PHONY: setup demo test test-all check format bench bench-peers clean
 
@@ -39,6 +39,7 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/qr_photos.py
+	$(BIN)/python benchmarks/text.py
 
 # Peers live in an environment of their own. Lightning 2.6.2 and 2.6.3 were compromised releases: the pin avoids them.
 bench-peers:

@@ -43,7 +43,9 @@ def test_shell(tmp_path: Path) -> None:
     for line in block("sh").strip().splitlines():
         run(["bash", "-c", line], tmp_path)
     assert (tmp_path / "runs" / "codes.json").exists()
-    assert (tmp_path / "runs" / "detect-qris" / "1" / "report.html").exists()
+    for run_of in ("detect-qris", "lm-debug"):
+        assert (tmp_path / "runs" / run_of / "1" / "report.html").exists()
+    assert (tmp_path / "runs" / "lm-hf" / "model.safetensors").exists()
 
 
 def test_make_targets_exist() -> None:

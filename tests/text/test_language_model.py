@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import arclight as al
-from arclight.text import ByteTokenizer, LanguageModel
+from arclight.optim import SGD
+from arclight.text import ByteTokenizer, LanguageModel, to_hf
 from arclight.text.flops import active_parameters, flops_per_token
 from arclight.text.settings import Language
 
@@ -149,3 +150,18 @@ def test_experts_are_balanced_while_a_model_trains(tmp_path: Path) -> None:
         )  # what the loss was multiplied by: its labels, two batches a step
     assert 0 < float(trainer.callback_metrics["experts/max_violation"]) < 3
     assert 0.8 < float(trainer.callback_metrics["experts/entropy"]) < 1
+
+
+def test_it_starts_from_weights_that_exist(tmp_path: Path) -> None:
+    trainer, model = fit(tmp_path, 2)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    to_hf(model.model, tmp_path / "hf")
+    fixed = SMALL | {"vocab_size": model.model.config.vocab_size}
+    for weights in (tmp_path / "run.ckpt", tmp_path / "hf"):
+        al.seed_everything(9)
+        settings = Language(overrides=fixed, weights=weights, sampling=None, optimizer=SGD(lr=1e-30, weight_decay=0.0))
+        other = LanguageModel(settings, ByteTokenizer().vocab_size)
+        runner = al.Trainer(max_steps=1, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path)
+        runner.fit(other, datamodule=Data())
+        for name, value in model.state_dict().items():
+            assert torch.equal(other.state_dict()[name], value), name

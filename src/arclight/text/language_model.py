@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from arclight.checkpoint import load
 from arclight.fabric.no_init import NoInit
 from arclight.parallel import Mesh, initialize
 from arclight.parallel.running import Split, batch_loss
@@ -31,8 +33,8 @@ class LanguageModel(Module):
     A batch is a mapping: ``tokens`` (B, T) and ``labels`` (B, T) int64, labels -100 where nothing is to be predicted; of packed documents
     also ``positions`` and ``documents`` (B, T); ``bytes`` (B,), how much text the labels stand for.
 
-    vocab_size: ids of the tokenizer, and vocabulary: its digest; None takes those of the data module's when a stage begins. ``model`` maps token ids (B, T) to
-    logits (B, T, V); it is built in ``configure_model``, so that a mesh may build it without memory first.
+    vocab_size: ids of the tokenizer, and vocabulary: its digest; None takes those of the data module's when a stage begins. ``model``
+    maps token ids (B, T) to logits (B, T, V); it is built in ``configure_model``, so that a mesh may build it without memory first.
     """
 
     def __init__(self, settings: Language, vocab_size: int | None = None, vocabulary: str | None = None) -> None:
@@ -76,10 +78,10 @@ class LanguageModel(Module):
             kept["vocab_size"], kept["vocabulary"] = known or size, tokenizer.digest
 
     def _overrides(self, vocab_size: int | None) -> dict[str, Any]:
-        padded = (
-            {} if vocab_size is None else {"vocab_size": -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
-        )
-        return padded | self.settings.overrides
+        if vocab_size is None or self.settings.weights is not None:  # weights that exist have a vocabulary of their own
+            return dict(self.settings.overrides)
+        padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        return {"vocab_size": padded, **self.settings.overrides}
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -90,6 +92,15 @@ class LanguageModel(Module):
             self.model = build_model(self.settings.model, **overrides)
         if not next(self.model.parameters()).is_meta:
             initialize(self.model, self.initial_seed)
+
+    def start_from(self, weights: Path) -> None:
+        """Take the weights of a Hugging Face folder or of a checkpoint. Raises ValueError or RuntimeError where they are another model's."""
+        if (weights / "config.json").is_file():
+            from arclight.text.interchange.reading import from_hf
+
+            from_hf(weights, self.model)
+        else:
+            self.load_state_dict(load(weights, only=["model"], refuse_nan=True)["model"])
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits (B, T, V) of token ids (B, T)."""
@@ -115,7 +126,9 @@ class LanguageModel(Module):
         return [Speed(), *samples]
 
     def on_fit_start(self) -> None:
-        """Keep the tokenizer in the run, which is then complete."""
+        """Start from the given weights, unless a run goes on; keep the tokenizer in the run, which is then complete."""
+        if self.settings.weights is not None and self.trainer.ckpt_path is None:
+            self.start_from(self.settings.weights)
         self.mixture = any(True for _ in routers(self.model))
         if self.tokenizer is None or self.trainer.checkpoint_callback is None:
             return

@@ -37,7 +37,7 @@ class Language:
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's configuration to replace, as layers = 4."""
     weights: Path | None = None
-    """Start from these: a Hugging Face folder, or a checkpoint of an earlier run."""
+    """Start from these: a Hugging Face folder, or a checkpoint of an earlier run; model must be theirs, with their vocabulary."""
     data: Text = field(default_factory=Text)
     """Which text, cut into which tokens."""
     optimizer: AdamW | Muon | NorMuon | SGD | Mixed = field(
