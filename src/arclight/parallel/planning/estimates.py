@@ -1,0 +1,159 @@
+"""What a plan would do: memory of every stage, exchanges, the time of a step - predicted from the chain's costs, nothing run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.planning.chain import Chain, Cost, Recompute
+from arclight.parallel.planning.local import Cut
+from arclight.parallel.planning.memory import Link, Memory, memory
+from arclight.parallel.planning.sharing import shares
+from arclight.parallel.planning.timing import StageTime, stage_time, step_seconds
+from arclight.parallel.planning.trace import Message
+from arclight.parallel.planning.traffic import traffic
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A plan with all that is predicted of it. Bytes, seconds; of one step and one process where nothing else is said."""
+
+    plan: Plan
+    samples: int
+    """Of a micro-batch on one process."""
+    passes: int
+    """Micro-batches that follow one another in a step."""
+    layers: tuple[int, ...]
+    """Blocks of each stage."""
+    memory: tuple[Memory, ...]
+    """Of each stage."""
+    links: tuple[tuple[Link, ...], ...]
+    """Of each stage."""
+    boundary: int
+    """Bytes that a micro-batch carries from stage to stage."""
+    times: tuple[StageTime, ...]
+    """Of each stage."""
+    seconds: float
+    idle: float
+    """Share of a step in which a process waits for other stages."""
+    update: float
+    """Of the optimizer."""
+    tokens: int
+    """Of all processes."""
+    model_flops: float
+    """Floating-point operations that the model needs, by the rules that MFU is published by."""
+    nominal: float
+    """FLOP/s of all processes together, by the data sheet."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        return self.tokens_per_second / self.plan.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Share of the nominal FLOP/s that the model's own operations make up."""
+        return self.model_flops / self.seconds / self.nominal
+
+    @cached_property
+    def worst(self) -> Memory:
+        """Memory of the stage that needs most."""
+        return max(self.memory, key=lambda one: one.total)
+
+    @cached_property
+    def traffic(self) -> tuple[tuple[Message, ...], ...]:
+        """Exchanges of a process of each stage."""
+        return tuple(traffic(ls, self.plan, self.passes, s, self.boundary) for s, ls in enumerate(self.links))
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by cause, of the busiest stage."""
+        busiest = max(self.times, key=lambda time: time.both)
+        return {
+            "computing": self.passes * busiest.computing,
+            "waiting for tensor, context and expert parallelism": self.passes * busiest.exposed,
+            "gathering weights and scattering gradients": self.passes * busiest.sharing + busiest.once,
+            "waiting for other stages": self.idle * (self.seconds - self.update),
+            "the optimizer": self.update,
+        }
+
+
+def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
+    """Predict ``plan`` with micro-batches of ``samples``. Raises PlanError for what cannot be run."""
+    workload = chain.workload
+    passes = _passes(chain, plan, samples)
+    costs, owned = chain.costs(Cut.of(plan), samples, _recompute(plan)), shares(chain, plan)
+    made: dict[str | int, Link] = {kind: (costs[kind], owned[kind], kind == "last") for kind in costs}
+    counts = _balance(len(chain.kinds), plan.pp, *_weights_of_ends(chain, costs))
+    rest = iter(chain.kinds)
+    links: list[tuple[Link, ...]] = []
+    for stage, count in enumerate(counts):
+        kinds: list[str | int] = [next(rest) for _ in range(count)]
+        kinds = [*(["first"] if stage == 0 else []), *kinds, *(["last"] if stage == plan.pp - 1 else [])]
+        links.append(tuple(made[kind] for kind in kinds))
+    # Of stages that are alike the earliest holds most: what it does stands for all of them.
+    alike: dict[tuple[int, ...], int] = {}
+    leaders = [alike.setdefault(tuple(map(id, stage)), number) for number, stage in enumerate(links)]
+    memories = {s: memory(links[s], plan, workload, s, passes) for s in set(leaders)}
+    times = {s: stage_time(links[s], plan, workload.device) for s in set(leaders)}
+    per_stage = tuple(times[leader] for leader in leaders)
+    elements = max(sum(share.own for _, share, _ in stage) for stage in links)
+    boundary = costs["first"].output
+    seconds, idle, update = step_seconds(per_stage, plan, workload.device, passes, boundary, elements, workload.moments)
+    rate = workload.device.bf16 if workload.compute.itemsize == 2 else workload.device.fp32
+    return Estimate(
+        plan, samples, passes, counts, tuple(memories[leader] for leader in leaders), tuple(links), boundary, per_stage,
+        seconds, idle, update, workload.samples * workload.sequence, chain.flops_per_sample * workload.samples,
+        rate * 1e12 * plan.world_size,
+    )  # fmt: skip
+
+
+def _passes(chain: Chain, plan: Plan, samples: int) -> int:
+    workload = chain.workload
+    passes, rest = divmod(workload.samples, plan.data_parallel * samples)
+    if rest or not passes:
+        unit = plan.data_parallel * samples
+        raise PlanError(
+            f"{workload.samples} samples cannot be shared out to dp_replicate * dp_shard = {plan.data_parallel} processes in "
+            f"micro-batches of {samples}: use a multiple of {unit}, such as {-(-workload.samples // unit) * unit}"
+        )
+    plan.check(sequence_length=workload.sequence, layers=len(chain.kinds) or None)
+    if plan.pp > passes:
+        raise PlanError(
+            f"{passes} micro-batches leave some of pp = {plan.pp} stages idle for good: use smaller micro-batches or pp = {passes}"
+        )
+    return passes
+
+
+def _recompute(plan: Plan) -> Recompute:
+    how = plan.activation_checkpointing
+    if how == "none" or how == "selective" or how == "full":  # noqa: PLR1714  (so that the type is known)
+        return how
+    raise PlanError(
+        f"what a compiler keeps under a budget of {how} cannot be predicted: choose activation_checkpointing none, selective or full"
+    )
+
+
+def _weights_of_ends(chain: Chain, costs: dict[str | int, Cost]) -> tuple[float, float]:
+    """Seconds of the first and the last part in units of a block's."""
+    if not chain.kinds:
+        return 0.0, 0.0
+    seconds = {kind: cost.forward.seconds + cost.backward.seconds for kind, cost in costs.items()}
+    block = sum(seconds[kind] for kind in chain.kinds) / len(chain.kinds) or 1.0
+    return round(seconds["first"] / block, 2), round(seconds["last"] / block, 2)
+
+
+@lru_cache(maxsize=1024)
+def _balance(blocks: int, stages: int, first: float, last: float) -> tuple[int, ...]:
+    """Blocks of each stage, so that the busiest stage has least to do; ``first`` and ``last`` count as so many blocks."""
+    if stages == 1:
+        return (blocks,)
+    extra = [first, *(0.0 for _ in range(stages - 2)), last]
+    counts = [1] * stages
+    for _ in range(blocks - stages):
+        counts[min(range(stages), key=lambda stage: (counts[stage] + 1 + extra[stage], stage))] += 1
+    return tuple(counts)

@@ -1,0 +1,135 @@
+"""The most bytes that a process holds in a step, by what they are, for each pipeline stage.
+
+A step is followed through the links of a stage, forward and back: what earlier links hold for backward, what the link at hand
+needs for the moment, which weights are gathered, which gradients are there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+from arclight.parallel.plan import Plan
+from arclight.parallel.planning.chain import Cost, Workload
+from arclight.parallel.planning.sharing import MASTER, Share
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the moment when a process holds most."""
+
+    parameters: int = 0
+    """The share of the weights, float32."""
+    gradients: int = 0
+    """The share of their gradients, float32."""
+    optimizer: int = 0
+    """The optimizer's moments of that share."""
+    activations: int = 0
+    """What one micro-batch leaves for backward, and what the link at hand needs for the moment."""
+    in_flight: int = 0
+    """Activations of the other micro-batches that the pipeline has begun."""
+    logits: int = 0
+    """What the last part and the loss need for the moment."""
+    gathered: int = 0
+    """Weights gathered from other processes, and gradients that are not shared out yet."""
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def largest(self) -> str:
+        """The class that takes most."""
+        return max(fields(self), key=lambda field: int(getattr(self, field.name))).name
+
+
+Link = tuple[Cost, Share, bool]
+"""What a link costs, how its parameters are shared, whether it is the last of the model."""
+
+
+def chunks(plan: Plan) -> int:
+    """Parts of the model that a process of the pipeline holds."""
+    return 1 if plan.pp == 1 or plan.schedule in ("1F1B", "GPipe") else 2
+
+
+def in_flight(plan: Plan, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations the stage holds at once, counted as if each took all of its layers.
+
+    GPipe holds all; 1F1B as many as stages follow (Narayanan et al. 2019); interleaving over v chunks adds (p - 1) / v
+    (Narayanan et al. 2021); zero-bubble schedules in V shape hold p everywhere (Qi et al. 2024).
+    """
+    p, v = plan.pp, chunks(plan)
+    if p == 1:
+        return 1.0
+    held = {
+        "GPipe": float(micro_batches),
+        "1F1B": float(p - stage),
+        "Interleaved1F1B": (2 * (p - stage - 1) + (v - 1) * p + 1) / v,
+    }
+    return min(float(micro_batches), held.get(plan.schedule, float(p)))
+
+
+def reshards(plan: Plan) -> bool:
+    """Whether weights are let go between forward and backward."""
+    return plan.reshard_after_forward == "always" or (plan.reshard_after_forward == "default" and plan.pp == 1)
+
+
+def adds_up_whole(plan: Plan) -> bool:
+    """Whether gradients of several micro-batches add up before they are shared out, which saves exchanges and takes memory."""
+    return plan.pp > 1 and plan.dp_shard * plan.cp > 1
+
+
+def memory(links: Sequence[Link], plan: Plan, workload: Workload, stage: int, passes: int) -> Memory:
+    """Of a process of ``stage``, which has ``links``, through ``passes`` micro-batches of a step."""
+    own = sum(share.own for _, share, _ in links) * MASTER
+    before = [0, *accumulate(cost.held for cost, _, _ in links)]
+    others = round((in_flight(plan, stage, passes) - 1) * before[-1])
+    whole = sum(share.whole for _, share, _ in links) * MASTER if passes > 1 and adds_up_whole(plan) else 0
+    done = [0, *accumulate(share.own * MASTER for _, share, _ in reversed(links))][::-1]
+    stays = 0 if reshards(plan) and links[0][1].parts > 1 else sum(share.gathered for _, share, _ in links)
+    fixed = {"parameters": own, "optimizer": own * workload.moments}
+    moments = [Memory(**fixed, gradients=own, gathered=whole)]
+    fixed["in_flight"] = others
+    for i in _turns(links):
+        cost, share, last = links[i]
+        several = (0 if whole else own) if passes > 1 else 0
+        now = {**fixed, "gathered": whole + (stays or _gathered(links, i, +1)), "gradients": several}
+        moments.append(_moment(now, before[i], cost.forward_peak, last))
+        ready = several if passes > 1 else done[i + 1]
+        reducing = links[i + 1][1].exchanged * MASTER if i + 1 < len(links) and not whole else 0
+        now = {**fixed, "gathered": whole + (stays or _gathered(links, i, -1)) + reducing, "gradients": ready}
+        gradients = share.whole * share.size
+        moments.append(_moment(now, before[i], cost.backward_peak, last, gradients))
+        if share.exchanged and not whole:
+            now = {
+                **fixed,
+                "gathered": (stays or _gathered(links, i, 0)) + share.exchanged * MASTER,
+                "gradients": ready,
+            }
+            moments.append(_moment(now, before[i], gradients, last, gradients))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _turns(links: Sequence[Link]) -> list[int]:
+    """Where something changes: within a row of equal links all grows evenly, so that its ends tell the most."""
+    count = len(links)
+    return [
+        i for i in range(count)
+        if min(i, count - 1 - i) < 2 or any(links[i + a] is not links[i + a + 1] for a in (-2, -1, 0, 1))
+    ]  # fmt: skip
+
+
+def _moment(now: dict[str, int], before: int, peak: int, last: bool, gradients: int = 0) -> Memory:
+    """``peak`` bytes of one link, ``gradients`` of them gradients that are whole, on top of what earlier links hold."""
+    now = {**now, "gathered": now["gathered"] + gradients}
+    peak -= gradients
+    return Memory(**now, activations=before + (0 if last else peak), logits=peak if last else 0)
+
+
+def _gathered(links: Sequence[Link], i: int, ahead: int) -> int:
+    """Bytes of gathered weights while link ``i`` is at work, the next one's being on their way; the last link's stay."""
+    root = links[-1][1].gathered if links[-1][2] and i + 1 < len(links) else 0
+    next_one = i + ahead if ahead else -1
+    coming = links[next_one][1] if 0 <= next_one < len(links) - bool(root) else None
+    return root + links[i][1].gathered + (coming.exchanged * coming.size if coming is not None else 0)

@@ -1,0 +1,97 @@
+"""Why a plan was not chosen, in one sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from arclight.parallel.plan import Plan
+from arclight.parallel.planning.estimates import Estimate
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A plan that was not chosen."""
+
+    plan: Plan
+    change: str
+    """What it does otherwise than the chosen plan."""
+    reason: str
+    estimate: Estimate | None = None
+
+
+def describe(plan: Plan) -> str:
+    """The dimensions of a plan that are not 1."""
+    sizes = {name: getattr(plan, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")}
+    return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one process"
+
+
+def words(name: str) -> str:
+    """A class of memory as a person would call it."""
+    return {
+        "parameters": "weights", "optimizer": "optimizer state", "in_flight": "activations in flight",
+        "gathered": "gathered weights and gradients",
+    }.get(name, name)  # fmt: skip
+
+
+def neighbours(
+    fitting: list[Estimate], too_large: list[Estimate], refused: Iterable[tuple[Plan, str]], memory: float
+) -> list[Rejected]:  # fmt: skip
+    """What differs from the best plan in one choice; then what would be fastest if it fitted, and what cannot be done."""
+    best = fitting[0]
+    found: dict[tuple[str, Any], Rejected] = {}
+    for one in sorted([*fitting[1:], *too_large], key=lambda one: (one.worst.total > memory, one.seconds)):
+        changed = differences(best, one)
+        if len(changed) == 1:
+            name, value = changed[0]
+            found.setdefault(
+                (name, value), Rejected(one.plan, f"{_LABELS.get(name, name)} {value}", why(best, one, memory), one)
+            )
+    if too_large:
+        fastest = min(too_large, key=lambda one: one.seconds)
+        if fastest.seconds < best.seconds and all(one.estimate is not fastest for one in found.values()):
+            found["fastest", 0] = Rejected(fastest.plan, "fastest, if it fitted", why(best, fastest, memory), fastest)
+    ordered = sorted(found.values(), key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+    said: dict[str, Rejected] = {}
+    for plan, reason in refused:
+        said.setdefault(reason, Rejected(plan, describe(plan), reason))
+    return [*ordered, *list(said.values())[:3]]
+
+
+_LABELS = {
+    "activation_checkpointing": "recompute", "reshard_after_forward": "reshard", "samples": "micro-batch of",
+}  # fmt: skip
+
+
+def differences(best: Estimate, other: Estimate) -> list[tuple[str, Any]]:
+    """Choices in which two plans differ, and what the other chose. What has to follow from a mesh is no choice of its own."""
+    meshes = [(name, getattr(other.plan, name)) for name in ("pp", "tp", "cp", "ep") if _differ(best, other, name)]
+    found: list[tuple[str, Any]] = list(meshes)
+    if not meshes and best.plan.dp_shard != other.plan.dp_shard:
+        found.append(("dp_shard", other.plan.dp_shard))
+    if best.samples != other.samples:
+        found.append(("samples", other.samples))
+    names = ["activation_checkpointing"]
+    if (best.plan.pp > 1) == (other.plan.pp > 1):
+        names += ["schedule", "reshard_after_forward"]
+    return found + [(name, getattr(other.plan, name)) for name in names if _differ(best, other, name)]
+
+
+def _differ(best: Estimate, other: Estimate, name: str) -> bool:
+    return bool(getattr(best.plan, name) != getattr(other.plan, name))
+
+
+def why(best: Estimate, other: Estimate, memory: float) -> str:
+    """Why ``other`` was not chosen, in one sentence."""
+    worst, ratio = other.worst, other.seconds / best.seconds
+    if worst.total > memory:
+        over = f"{(worst.total - memory) / GIB:.1f} GiB too much: {getattr(worst, worst.largest) / GIB:.1f} GiB of {words(worst.largest)}"
+        return over + (f", for a step {1 - ratio:.1%} shorter" if ratio < 0.999 else "")
+    if ratio < 1.0005:
+        return f"as fast, with {worst.total / GIB:.1f} GiB where the choice above takes {best.worst.total / GIB:.1f}"
+    more = {name: seconds - best.parts[name] for name, seconds in other.parts.items()}
+    cause = max(more, key=lambda name: more[name])
+    return f"{ratio - 1:.1%} slower: {cause} takes {other.parts[cause]:.2f} s of a step where it took {best.parts[cause]:.2f}"

@@ -1,0 +1,168 @@
+"""How long a step takes: a roofline for what is computed, rings for what is sent, and which of them hide behind one another.
+
+Rules of overlap: exchanges of ``tp``, ``cp`` and ``ep`` are waited for where they are needed. Weights of the next link are
+gathered, and gradients of the last one scattered, while a link computes; what takes longer counts, and the hidden part of an
+exchange slows computing by :data:`OVERLAP_COST` of its own time, since both use the same memory and processors.
+Activations between stages are waited for. The optimizer's step is bound by memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from arclight.parallel.plan import Plan
+from arclight.parallel.planning.devices import STREAMED, Hardware
+from arclight.parallel.planning.memory import Link, adds_up_whole, chunks, reshards
+from arclight.parallel.planning.sharing import MASTER
+from arclight.parallel.planning.trace import Collective, Dimension, Message
+
+OVERLAP_COST = 0.25
+"""Seconds by which a second of hidden communication slows computing: an assumption, between none and NCCL's share of the processors."""
+
+
+def group(plan: Plan, dimension: Dimension) -> tuple[int, int]:
+    """(number of processes, distance between neighbours) of a group; the mesh is pp, dp_replicate, dp_shard, cp, tp."""
+    fsdp = plan.dp_shard * plan.cp
+    return {
+        "tp": (plan.tp, 1),
+        "cp": (plan.cp, plan.tp),
+        "ep": (plan.ep, plan.tp),
+        "dp_shard": (fsdp, plan.tp),
+        "dp_replicate": (plan.dp_replicate, plan.tp * fsdp),
+        "pp": (plan.pp, plan.tp * fsdp * plan.dp_replicate),
+    }[dimension]
+
+
+def exchange_seconds(device: Hardware, size: int, stride: int, collective: Collective, nbytes: float) -> float:
+    """Time of a collective over ``size`` processes that are ``stride`` apart.
+
+    A ring moves (n - 1) / n of the bytes through every process (twice for an all-reduce: Patarasuk and Yuan 2009). Between
+    nodes the members of one node share out the work to their adapters. An all-to-all sends to each member its part.
+    """
+    if size == 1 or not nbytes:
+        return 0.0
+    local = max(1, min(size, device.node // stride))
+    nodes = -(-size // local)
+    if collective == "send":
+        near = 2 * stride <= device.node
+        bandwidth, latency = (device.link, device.link_latency) if near else (device.network, device.network_latency)
+        return nbytes / (bandwidth * 1e9) + latency * 1e-6
+    if collective == "all_to_all":
+        inside, across = nbytes * (local - 1) / size, nbytes * (size - local) / size
+    else:
+        inside, across = nbytes * (local - 1) / local, nbytes * (nodes - 1) / nodes / local
+    latency = ((local - 1) * device.link_latency + (nodes - 1) * device.network_latency) * 1e-6
+    rounds = 2 if collective == "all_reduce" else 1
+    return rounds * (max(inside / (device.link * 1e9), across / (device.network * 1e9)) + latency)
+
+
+def messages_seconds(device: Hardware, plan: Plan, messages: Iterable[Message]) -> float:
+    """Time of messages that are waited for."""
+    total = 0.0
+    for message in messages:
+        size, stride = group(plan, message.dimension)
+        each = exchange_seconds(device, size, stride, message.collective, message.bytes / max(1.0, message.times))
+        total += message.times * each
+    return total
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage for one micro-batch, without waiting for other stages, and what a step adds."""
+
+    forward: float
+    backward: float
+    computing: float
+    """Of forward and backward."""
+    exposed: float
+    """Of forward and backward, waiting for messages of tp, cp and ep."""
+    once: float
+    """Gathering and scattering that nothing hides, once in a step."""
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def sharing(self) -> float:
+        """Of forward and backward, what gathering weights and scattering gradients adds."""
+        return self.both - self.computing - self.exposed
+
+
+def stage_time(links: Sequence[Link], plan: Plan, device: Hardware) -> StageTime:
+    """Time of a stage by the rules above."""
+    kinds = {key: _LinkTime.of(link, plan, device) for key, link in {id(link): link for link in links}.items()}
+    times = [kinds[id(link)] for link in links]
+    computing, exposed = sum(t.computing for t in times), sum(t.forward + t.backward - t.computing for t in times)
+    nothing = _LinkTime(0, 0, 0, 0, 0)
+    rows = Counter(zip([nothing, *times[:-1]], times, [*times[1:], nothing], strict=True))
+    forward = sum(n * _hidden(now.forward, after.gather) for (_, now, after), n in rows.items()) + times[0].gather
+    if not reshards(plan) and adds_up_whole(plan):  # gathered and scattered once for the whole step
+        once = forward - sum(t.forward for t in times) + sum(t.scatter for t in times)
+        return StageTime(sum(t.forward for t in times), sum(t.backward for t in times), computing, exposed, once)
+    # While a link goes backward, the weights of the one before come and the gradients of the one after go.
+    again = reshards(plan)
+    backward = sum(
+        n * _hidden(now.backward, again * before.gather + after.scatter) for (before, now, after), n in rows.items()
+    )
+    return StageTime(forward, backward + again * times[-1].gather + times[0].scatter, computing, exposed, 0.0)
+
+
+@dataclass(frozen=True)
+class _LinkTime:
+    computing: float
+    forward: float
+    backward: float
+    gather: float
+    scatter: float
+
+    @classmethod
+    def of(cls, link: Link, plan: Plan, device: Hardware) -> _LinkTime:
+        cost, share, _ = link
+        size, stride = group(plan, "dp_shard")
+        copies, apart = group(plan, "dp_replicate")
+        gather = exchange_seconds(device, size, stride, "all_gather", share.exchanged * share.size)
+        scatter = exchange_seconds(device, size, stride, "reduce_scatter", share.exchanged * MASTER)
+        scatter += exchange_seconds(device, copies, apart, "all_reduce", share.own * MASTER)
+        scatter += messages_seconds(device, plan, (Message("all_reduce", "tp", n * share.size) for n in share.summed))
+        forward = cost.forward.seconds + messages_seconds(device, plan, cost.forward.messages)
+        backward = cost.backward.seconds + messages_seconds(device, plan, cost.backward.messages)
+        return cls(cost.forward.seconds + cost.backward.seconds, forward, backward, gather, scatter)
+
+
+def _hidden(computing: float, sending: float) -> float:
+    """Seconds of a link that computes while something is sent."""
+    return max(computing + OVERLAP_COST * min(computing, sending), sending)
+
+
+def idle_share(plan: Plan, micro_batches: int, backward_over_forward: float = 2.0) -> float:
+    """Share of a step in which a stage of equal ones waits for others (the bubble).
+
+    (p - 1)(F + B) / v for GPipe, 1F1B (v = 1) and interleaved schedules (Narayanan et al. 2021); (p - 1)(F + B - 2 W) / v for
+    zero-bubble ones, W being half of backward (Qi et al. 2023); v = 2 and twice F for DualPipeV (DeepSeek-AI 2024).
+    """
+    if plan.pp == 1:
+        return 0.0
+    one = 1 + backward_over_forward
+    waits = {"InterleavedZeroBubble": 1.0, "ZBVZeroBubble": 1.0, "DualPipeV": 2.0}.get(plan.schedule, one)
+    idle = (plan.pp - 1) * waits / chunks(plan)
+    return idle / (micro_batches * one + idle)
+
+
+def step_seconds(
+    times: Sequence[StageTime], plan: Plan, device: Hardware, passes: int, boundary: int, elements: int, moments: int
+) -> tuple[float, float, float]:  # fmt: skip
+    """(seconds of a step, share of it in which stages wait for others, seconds of the optimizer).
+
+    boundary: bytes that a micro-batch carries from stage to stage. elements: parameters of a process.
+    """
+    # Weight, gradient and moments are read, weight and moments written; the norm reads the gradient once more.
+    update = elements * MASTER * (4 + 2 * moments) / (device.bandwidth * STREAMED * 1e9)
+    size, stride = group(plan, "pp")
+    hops = 2 * chunks(plan) * exchange_seconds(device, size, stride, "send", boundary)
+    slowest = max(times, key=lambda time: time.both)
+    busy = passes * (slowest.both + hops)
+    bubble = idle_share(plan, passes, slowest.backward / slowest.forward if slowest.forward else 2.0)
+    return busy / (1 - bubble) + max(time.once for time in times) + update, bubble, update

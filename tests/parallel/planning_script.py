@@ -1,0 +1,228 @@
+"""What real processes exchange and hold in a training step, beside what the planner says: one line of JSON per case on rank 0."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from arclight.parallel import Mesh, Plan, parallelize
+from arclight.parallel.context import apply_context, mask_traffic, sequence_index
+from arclight.parallel.planning.chain import Chain, Workload
+from arclight.parallel.planning.devices import hardware
+from arclight.parallel.planning.estimates import estimate
+from arclight.parallel.shard import Types
+from arclight.text import build_model
+from arclight.text.loss import cross_entropy
+
+SEQUENCE = 256
+FIELDS: dict[str, Any] = {"vocab_size": 768, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 352}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, and the micro-batches of each process in a step."""
+
+    plan: Plan
+    samples: int = 2
+    passes: int = 1
+    half: bool = False
+    model: str = "llama3-debug"
+    tied: bool = False
+    quick: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self)
+
+    def build(self) -> nn.Module:
+        return build_model(self.model, **FIELDS, tied=self.tied)
+
+    def workload(self) -> Workload:
+        return Workload(
+            self.build, batch, loss, self.samples * self.passes * self.plan.data_parallel, SEQUENCE, compiled=False,
+            compute=torch.bfloat16 if self.half else torch.float32, device=hardware("cpu"),
+        )  # fmt: skip
+
+
+CASES = [
+    Case(Plan(dp_shard=2)),
+    Case(Plan(dp_shard=2), passes=2, quick=True),
+    Case(Plan(dp_shard=2, reshard_after_forward="never"), passes=2),
+    Case(Plan(dp_shard=2, activation_checkpointing="full"), half=True),
+    Case(Plan(dp_shard=2, activation_checkpointing="selective")),
+    Case(Plan(dp_shard=2), tied=True),
+    Case(Plan(tp=2)),
+    Case(Plan(tp=2, sequence_parallel=False)),
+    Case(Plan(cp=2), quick=True),
+    Case(Plan(cp=2, context="ulysses", activation_checkpointing="full")),
+    Case(Plan(tp=2, activation_checkpointing="full"), samples=4),
+    Case(Plan(tp=2, activation_checkpointing="selective"), samples=4, quick=True),
+    Case(Plan(dp_replicate=2, dp_shard=2)),
+    Case(Plan(dp_shard=2, tp=2), half=True),
+    Case(Plan(dp_shard=3), samples=1),
+]
+
+
+def batch(samples: int, sequence: int) -> tuple[Tensor, ...]:
+    tokens = torch.randint(0, FIELDS["vocab_size"], (samples, sequence + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss(model: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+    """The mean over tokens, from hidden states and the output's weight, as language models are trained."""
+    (weight,) = model.output.parameters(recurse=False)
+    positions = given[2] if len(given) > 2 else None
+    return cross_entropy(model(given[0], positions=positions, logits=False), weight, given[1]) / given[1].numel()
+
+
+class Root(nn.Module):
+    """A module around the model that is called in its place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        return loss(self.model, given)
+
+
+class Exchanges(TorchDispatchMode):
+    """Bytes of each collective's whole tensor, by dimension and kind; told apart by the names of process groups."""
+
+    KINDS = {
+        "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
+        "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce",
+        "all_to_all_single": "all_to_all", "alltoall_base_": "all_to_all",
+    }  # fmt: skip
+
+    def __init__(self, groups: dict[str, str]) -> None:
+        super().__init__()
+        self.groups, self.bytes = groups, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        kind = self.KINDS.get(func._overloadpacket.__name__)
+        if func.namespace in ("c10d", "_c10d_functional") and kind is not None:
+            flat = [x for a in args for x in (a if isinstance(a, list) else [a])]
+            tensors = [x for x in (*flat, out) if isinstance(x, Tensor)]
+            names = [x if isinstance(x, str) else _name(x) for x in flat if isinstance(x, (str, torch.ScriptObject))]
+            (dimension,) = [self.groups[name] for name in names if name in self.groups]
+            self.bytes[f"{dimension} {kind}"] += max(x.nbytes for x in tensors)
+        return out
+
+
+def _name(boxed: torch.ScriptObject) -> str:
+    try:
+        return str(dist.ProcessGroup.unbox(boxed).group_name)
+    except RuntimeError:  # the kind of reduction is such an object too
+        return ""
+
+
+class Held(TorchDispatchMode):
+    """The most bytes of all tensors made or met so far that exist at once, asked of their storages after each operation.
+
+    FSDP lets go of weights by shrinking storages, which no operation tells.
+    """
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        storages = [tensor.untyped_storage() for tensor in known]
+        self.storages = {id(storage): weakref.ref(storage) for storage in storages}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and not is_traceable_wrapper_subclass(leaf):
+                storage = leaf.untyped_storage()
+                self.storages[id(storage)] = weakref.ref(storage)
+        living = {key: storage for key, reference in self.storages.items() if (storage := reference()) is not None}
+        self.storages = {key: self.storages[key] for key in living}
+        self.most = max(self.most, sum(storage.nbytes() for storage in living.values()))
+        return out
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Bytes exchanged in a step, and the most bytes held in it."""
+    mesh = Mesh(case.plan)
+    with torch.device("meta"):
+        model = case.build()
+    types = Types(torch.bfloat16, torch.float32) if case.half else None
+    root = parallelize(model, mesh, types=types, seed=1, sequence_length=SEQUENCE, root=Root(model))
+    if case.plan.cp > 1:
+        apply_context(model, mesh.grid["cp"], case.plan.context)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
+    groups = {mesh.group(name).group_name: name for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    groups[mesh.dense["fsdp"].get_group().group_name] = "dp_shard"
+    for _ in range(2):  # in the first step the optimizer makes its state
+        state = [_own(x) for entries in optimizer.state.values() for x in entries.values()]
+        exchanges, held = Exchanges(groups), Held([_own(p) for p in model.parameters()] + state)
+        with held:
+            optimizer.zero_grad()
+            for _ in range(case.passes):
+                given = batch(case.samples, SEQUENCE // case.plan.cp)
+                if case.plan.cp > 1:
+                    positions = sequence_index(SEQUENCE, case.plan.cp, mesh.rank("cp"))
+                    given = (*given, positions.expand_as(given[0]))
+                with exchanges:
+                    root(given).backward()
+            optimizer.step()
+    shares = sum(_own(p).nbytes for p in model.parameters())
+    if case.plan.cp > 1:  # places of tokens are fetched too, once for a mask: 8 bytes each
+        exchanges.bytes["dp_shard all_gather"] -= case.passes * mask_traffic(case.samples, SEQUENCE, False, True)
+    return {
+        "bytes": dict(exchanges.bytes), "peak": held.most, "parameters": shares, "optimizer": sum(x.nbytes for x in state),
+    }  # fmt: skip
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def predict(case: Case) -> dict[str, Any]:
+    made = estimate(Chain(case.workload()), case.plan, case.samples)
+    said = Counter[str]()
+    for message in made.traffic[0]:
+        # Where nothing but cp spreads weights, it is the same group of processes.
+        dimension = "dp_shard" if message.dimension == "cp" and case.plan.dp_shard == 1 else message.dimension
+        said[f"{dimension} {message.collective}"] += int(message.bytes)
+    worst = made.memory[0]
+    classes = dataclasses.asdict(worst)
+    return {
+        "bytes": said,
+        "peak": worst.total,
+        "classes": classes,
+        "parameters": worst.parameters,
+        "optimizer": worst.optimizer,
+    }
+
+
+def run() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in CASES:
+        if case.plan.world_size == dist.get_world_size() and (case.quick or "quick" not in sys.argv):
+            measured = measure(case)
+            if dist.get_rank() == 0:
+                print(json.dumps({"case": case.name, "measured": measured, "predicted": predict(case)}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run()
