@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
 
+from arclight.data import ResumableLoader
 from arclight.data.mixture import MixtureOrder
+from arclight.data.order import PADDING
 
 weights_of_parts = st.lists(st.tuples(st.integers(1, 700), st.floats(0, 5)), min_size=1, max_size=5).filter(
     lambda parts: sum(weight for _, weight in parts) > 0.1
 )
+
+
+class Numbers(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 def ids(order: MixtureOrder, first: int, last: int, seed: int = 3) -> np.ndarray:
@@ -87,3 +95,22 @@ def test_a_part_without_a_share_is_never_read() -> None:
 def test_impossible_mixtures_are_refused(sizes: list[int], weights: list, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MixtureOrder(sizes, weights, **options)
+
+
+@given(worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(5, 11), st.integers(0, 6)), max_size=3))
+@settings(max_examples=10, deadline=None)
+def test_worlds_may_change_in_the_middle_of_a_mixture(worlds: list[tuple[int, int, int]]) -> None:
+    """What is read is what one process reads, though ranks and batch sizes change on the way."""
+    order = MixtureOrder([40, 300, 7], [[1, 0.2], [2, 2], [0.5, 0.5]], at=[0, 1], samples=500)
+    whole = Counter(order.sample_ids(np.arange(500), epoch=1, seed=9).tolist())
+    seen: Counter[int] = Counter()
+    place: int | None = 0
+    for world, batch, count in [*worlds, (3, 20, 500)]:
+        inner = DataLoader(Numbers(), batch, sampler=order)
+        ranks = [ResumableLoader(inner, seed=9, rank=rank, world_size=world) for rank in range(world)]
+        start = [loader.go_to(1, place) for loader in ranks][0]
+        for loader in ranks:
+            for samples in islice(loader.batches(1, start), count):
+                seen.update(sample for sample in samples.tolist() if sample != PADDING)
+        place = ranks[0].place_of(1, min(start + count, len(ranks[0])))
+    assert seen == whole

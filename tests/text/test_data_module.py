@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -263,3 +266,18 @@ def test_the_standard_library_as_it_comes(tmp_path: Path) -> None:
     batch = next(iter(batches(data.train_dataloader())))
     assert batch["tokens"].shape == (16, 256)
     assert 2.0 < float(batch["bytes"].sum()) / batch["labels"].ne(-100).sum() < 4.0
+
+
+@pytest.mark.slow
+def test_two_processes_read_everything_once(folder: Path) -> None:
+    """The first prepares while the second waits; then both have as many batches, with all the text between them."""
+    script = Path(__file__).parent / "data_script.py"
+    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    for split in ("train", "val"):
+        assert len(ranks[0][split]) == len(ranks[1][split]) > 0
+        assert {len(tokens) for rank in ranks for _, tokens in rank[split]} == {4}
+    total = sum(size for rank in ranks for split in rank.values() for size, _ in split)
+    assert total == sum(document.bytes for document in documents(folder / "prose"))
+    assert sorted(p.name.partition("-")[0] for p in (folder / "runs" / "data").iterdir()) == ["prose", "tokenizer"]
