@@ -22,7 +22,7 @@ def run(count: int, folder: Path, function: Callable[..., Any], *arguments: Any)
     for process in processes:
         process.start()
     for process in processes:
-        process.join(100)
+        process.join(200)
         if process.is_alive():
             process.kill()
     said = [path.read_text() for path in sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)]
