@@ -1,18 +1,24 @@
-"""Two processes that hold a model's weights in shares read them from a folder and write them into another."""
+"""Two processes that hold models' weights in shares: from a folder and into another; of models that see or draw, gradients."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from arclight.parallel import Mesh, Plan, parallelize
-from arclight.text import from_hf, to_hf
+from arclight.fabric.sharding import whole_tensor
+from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
+from arclight.text import build_model, from_hf, to_hf
 from arclight.text.interchange.safetensors_folder import Folder
+from arclight.text.models.flux import Conditions, Flux, FluxConfig
+from arclight.text.models.vlm import Images, VisionConfig
 
 PLANS = {
     "llama": Plan(tp=2), "gpt2": Plan(dp_shard=2), "qwen3-tied": Plan(dp_shard=2), "deepseek-v3": Plan(dp_shard=2, ep=2)
@@ -50,7 +56,39 @@ def work(target: str, folders: list[str]) -> None:
             to_hf(model, Path(target) / name)
         except FileExistsError:  # on every process, or one would wait for the other
             print(f"passed {name}", flush=True)
+    pictures()
     dist.destroy_process_group()
+
+
+def pictures() -> None:
+    vision = VisionConfig(dim=48, layers=1, heads=4, hidden=80, patch=4, grid=6)
+    fields: dict[str, Any] = {"layers": 1, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96, "vision": vision}
+    flux = FluxConfig(
+        in_channels=8, text_dim=12, summary_dim=10, dim=32, heads=2, hidden=128, double_layers=1, single_layers=1, axes=(4, 6, 6)
+    )  # fmt: skip
+    random = torch.Generator().manual_seed(1)
+    images = Images(torch.randn(8, 48, generator=random), [(2, 2)] * 2)
+    tokens = torch.tensor([[1, 2, 2047, 2047, 2047, 2047, 5, 6]] * 2)
+    noise, places = torch.randn(2, 6, 8, generator=random), torch.ones(6, 3)
+    given = Conditions(torch.ones(2, 3, 12), torch.ones(2, 10))
+    models: list[tuple[Callable[[], Any], Callable[[Any], Tensor]]] = [
+        (lambda: build_model("llama3-vision-debug", **fields), lambda model: model(tokens, images=images)),
+        (lambda: Flux(flux), lambda model: model(noise, places, torch.tensor([0.3, 0.5]), given)),
+    ]
+    for make, run in models:
+        alone = make()
+        initialize(alone, seed=3)
+        with torch.device("meta"):
+            shared = make()
+        shared = parallelize(shared, Mesh(Plan(dp_shard=2)), seed=3)
+        for model in (alone, shared):
+            (run(model) - 1).square().mean().backward()
+        for name, parameter in shared.named_parameters():
+            gradient = alone.get_parameter(name).grad
+            torch.testing.assert_close(whole_tensor(parameter.grad), gradient, rtol=0, atol=1e-7, msg=name)
+        with pytest.raises(PlanError, match="no sharding table names"):
+            parallelize(make(), Mesh(Plan(tp=2)), seed=3)
+    print("passed pictures", flush=True)
 
 
 if __name__ == "__main__":

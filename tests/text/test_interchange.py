@@ -238,6 +238,7 @@ def test_two_processes_read_and_write_their_shares(folders: Any, tmp_path: Path)
         capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("passed pictures") == 2, done.stdout
     for case in cases:
         assert done.stdout.count(f"passed {case}") == 2, done.stdout
         written, original = from_hf(tmp_path / case), from_hf(folders[case][0])

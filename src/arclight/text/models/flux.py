@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -108,8 +107,6 @@ def modulated(x_BTD: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor
 class Heads(nn.Module):
     """Queries, keys and values (B, T, H, C), the first two normalised head by head."""
 
-    sharding: ClassVar[dict[str, str]] = {"": "gather", "wq": "column", "wk": "column", "wv": "column"}
-
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
         self.width = config.dim // config.heads
@@ -131,8 +128,6 @@ def attend(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, rotation: Rot
 
 class Stream(nn.Module):
     """What text or image has of its own in a double block."""
-
-    sharding: ClassVar[dict[str, str]] = {"wo": "row"}
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()
@@ -170,8 +165,6 @@ class DoubleBlock(nn.Module):
 
 class SingleBlock(nn.Module):
     """Attention and feed-forward part side by side, on text and image as one sequence."""
-
-    sharding: ClassVar[dict[str, str]] = {"w1": "column", "w2": "row", "wo": "row"}
 
     def __init__(self, config: FluxConfig) -> None:
         super().__init__()

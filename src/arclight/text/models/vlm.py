@@ -129,12 +129,15 @@ class VisionEncoder(nn.Module):
     def places(self, sizes: list[tuple[int, int]]) -> Tensor:
         """Learned positions stretched to each image's grid, (N, W)."""
         grid = self.config.grid
-        square = self.positions.weight.unflatten(0, (grid, grid)).permute(2, 0, 1)[None].float()
+        table = self.positions(
+            torch.arange(grid**2, device=self.positions.weight.device)
+        )  # called, as shares are then whole
+        square = table.unflatten(0, (grid, grid)).permute(2, 0, 1)[None].float()
         found: dict[tuple[int, int], Tensor] = {}
         for size in sizes:
             if size not in found:
                 fitted = F.interpolate(square, size, mode="bilinear", align_corners=False, antialias=True)[0]
-                found[size] = fitted.flatten(1).T.to(self.positions.weight.dtype)
+                found[size] = fitted.flatten(1).T.to(table.dtype)
         return torch.cat([found[size] for size in sizes])
 
 
