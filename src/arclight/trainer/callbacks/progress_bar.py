@@ -84,7 +84,8 @@ class ProgressBar(Callback):
         """Batches of this epoch; infinity where nobody knows."""
         trainer = self.trainer
         if trainer.max_epochs == -1 and trainer.max_steps > 0:
-            return min(trainer.num_training_batches, trainer.max_steps - trainer.global_step)
+            left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+            return min(trainer.num_training_batches, trainer.progress.batch + left)
         return trainer.num_training_batches
 
     @property
