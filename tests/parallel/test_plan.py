@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import arclight as al
-from arclight.parallel import Plan, PlanError, PlanStrategy
+from arclight.parallel import Plan, PlanError, PlanStrategy, initialize
 from arclight.parallel.apply import check
 from arclight.parallel.checkpointing import checkpoint_blocks
+from arclight.parallel.compiling import compile_blocks
 from arclight.parallel.units import blocks, embeddings
 from arclight.text import build_model
 
@@ -115,6 +116,29 @@ def test_blocks_are_found_without_being_named() -> None:
     assert blocks(mixed) == []
     assert len(embeddings(build_model("llama3-debug", **SMALL))) == 1
     assert embeddings(build_model("llama3-debug", **SMALL, tied=True)) == []
+
+
+@pytest.mark.slow
+def test_the_compiler_keeps_the_part_of_activations_that_was_asked_for() -> None:
+    kept, norms = {}, {}
+    for part in (1.0, 0.0):
+        torch._dynamo.reset()
+        model = build_model("llama3-debug", **SMALL)
+        initialize(model, 0)
+        compile_blocks(model, Plan(compile="inductor", activation_checkpointing=part))
+        sizes: list[int] = []
+
+        def pack(tensor: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = model(torch.arange(48).reshape(2, 24))
+        out.square().mean().backward()
+        kept[part] = sum(sizes)
+        norms[part] = float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
+    assert kept[0.0] < 0.6 * kept[1.0]
+    assert norms[0.0] == pytest.approx(norms[1.0], rel=1e-5)
 
 
 class Products(TorchDispatchMode):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +98,21 @@ def loader(batch_size: int, count: int, shuffle: bool) -> DataLoader[Any]:
 
 
 def fit(
-    folder: Path, plan: Plan | None = None, ckpt: Path | None = None, curve: Curve | None = None, more: Any = ()
+    folder: Path,
+    plan: Plan | None = None,
+    ckpt: Path | None = None,
+    curve: Curve | None = None,
+    more: Any = (),
+    **options: Any,
 ) -> Any:
     """Twenty steps on global batches of twelve: the losses, and what logging made of them."""
     torch.manual_seed(11)
     curve = curve or Curve()
     strategy: Any = "auto" if plan is None else plan.strategy(start_method="fork", sequence_length=16)
+    options = {"max_steps": STEPS} | options
     trainer = al.Trainer(
-        accelerator="cpu", strategy=strategy, max_steps=STEPS, default_root_dir=folder, gradient_clip_val=0.5, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, callbacks=[curve, *more], limit_val_batches=2,
+        accelerator="cpu", strategy=strategy, default_root_dir=folder, gradient_clip_val=0.5, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[curve, *more], limit_val_batches=2, **options,
     )  # fmt: skip
     share = plan.data_parallel if plan is not None else 1
     module = Language()
@@ -178,3 +188,66 @@ def test_a_run_goes_on_on_other_plans(tmp_path: Path, four: Plan, two: Plan | No
         assert len(before) > 40
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_windows_and_half_precision(tmp_path: Path) -> None:
+    plan = Plan(dp_shard=2, tp=2)
+    _, wanted, _ = fit(tmp_path / "1", accumulate_grad_batches=2, max_steps=6)
+    _, found, _ = fit(tmp_path / "2", plan, accumulate_grad_batches=2, max_steps=6)
+    assert found == pytest.approx(wanted, abs=1e-5)
+    _, half, _ = fit(tmp_path / "3", plan, accumulate_grad_batches=2, max_steps=6, precision="bf16-mixed")
+    assert half == pytest.approx(wanted, abs=0.05)
+    assert half != pytest.approx(wanted, abs=1e-4)
+
+
+def by_hand(fabric: al.Fabric) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Four steps of a loop that is the user's own: losses, norms of gradients, weights."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    with fabric.init_module(empty_init=fabric.world_size > 1):
+        model: Any = build_model("llama3-debug", vocab_size=48, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+    if fabric.world_size == 1:
+        initialize(model, 3)
+    model, share = fabric.setup_module(model), fabric.strategy.distributed_sampler_kwargs
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses, norms = [], []
+    for (tokens,) in loader(GLOBAL_BATCH, 48, False):
+        tokens = tokens.chunk(share["num_replicas"])[share["rank"]]
+        logits = model(tokens[:, :-1])
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        fabric.backward(loss)
+        losses.append(float(fabric.all_reduce(loss.detach())))
+        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = fabric.strategy.portable(fabric.strategy.get_module_state_dict(model))
+    return losses, norms, {name: value.tolist() for name, value in weights.items()}
+
+
+def test_fabric_takes_a_plan() -> None:
+    wanted = by_hand(al.Fabric(accelerator="cpu", devices=1))
+    strategy = Plan(dp_replicate=2, tp=2).strategy(start_method="fork")
+    found = al.Fabric(accelerator="cpu", strategy=strategy).launch(by_hand)
+    assert found[0] == pytest.approx(wanted[0], abs=1e-5)
+    assert found[1] == pytest.approx(wanted[1], abs=1e-5)
+    assert found[2].keys() == wanted[2].keys()
+    for name, value in wanted[2].items():
+        torch.testing.assert_close(torch.tensor(found[2][name]), torch.tensor(value), rtol=0, atol=1e-4)
+
+
+def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
+    _, wanted, _ = fit(tmp_path / "1", max_steps=6)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(wanted, abs=1e-5)
+
+
+if __name__ == "__main__":
+    run = fit(Path(sys.argv[1]) / os.environ["RANK"], Plan(tp=2), max_steps=6)
+    if run[0].is_global_zero:
+        print(json.dumps(run[1]), flush=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from arclight.parallel.checkpointing import checkpoint_blocks
-from arclight.parallel.compiling import compile_blocks
+from arclight.parallel.compiling import compile_blocks, enable_async_tp
 from arclight.parallel.context import apply_context, kv_repeats
 from arclight.parallel.eight_bit import convert
 from arclight.parallel.expert import check_experts, place_experts
@@ -36,6 +36,8 @@ def parallelize(
     mesh = plan if isinstance(plan, Mesh) else Mesh(plan, device.type)
     plan = mesh.plan
     check(model, plan, sequence_length)
+    if plan.async_tp:
+        enable_async_tp(mesh)
     _move(model, device)
     convert(model, plan, device)
     if plan.tp > 1:

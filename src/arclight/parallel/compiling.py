@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from arclight.parallel.plan import Plan
+from arclight.parallel.mesh import Mesh
+from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.units import blocks
 
 
@@ -22,6 +23,18 @@ def compile_blocks(model: nn.Module, plan: Plan) -> None:
         options.pop("options", None)
     for _, block in blocks(model):
         block.compile(**options)
+
+
+def enable_async_tp(mesh: Mesh) -> None:
+    """Give the ``tp`` group memory that its GPUs write into directly: the compiler pipelines exchanges and products through it.
+
+    Raises PlanError for devices that have no such memory.
+    """
+    if mesh.device_type != "cuda":
+        raise PlanError("async_tp needs CUDA devices that reach each other's memory: set async_tp = false")
+    from torch.distributed import _symmetric_memory
+
+    _symmetric_memory.enable_symm_mem_for_group(mesh.tp.get_group().group_name)
 
 
 def _within_budget(part: float, options: Any) -> Any:

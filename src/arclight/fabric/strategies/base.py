@@ -259,10 +259,6 @@ class Strategy(Checkpointing):
     def move(self, batch: Any) -> Any:
         return move_batch(batch, self.device)
 
-    def share_of_sequence(self, tensors: Any, dim: int = 1) -> Any:
-        """What of the sequences in ``tensors`` (any nesting), whole along ``dim``, this process works on."""
-        return tensors
-
     # -- collectives: with one process each is the identity --------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
