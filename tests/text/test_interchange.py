@@ -107,6 +107,10 @@ def test_a_given_model_is_filled_in_its_own_type_and_place(folders: Any) -> None
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, whole.get_parameter(name).bfloat16()), name
+    last = type(whole)(whole.config)
+    del last.layers["0"], last.layers["1"]
+    last.tok_embeddings = None  # whose weights are the output's, which this stage has
+    assert torch.equal(from_hf(folder, model=last).output.weight, whole.tok_embeddings.weight)
     assert from_hf(folder, dtype=torch.float64).norm.weight.dtype == torch.float64
 
 
