@@ -18,6 +18,8 @@ from arclight.data.order import PADDING, ComputedOrder
 from arclight.data.seeding import derive_seed, isolated_rng, own_generators
 from arclight.fabric.warning_kinds import PossibleUserWarning
 
+_COMPUTED = 1024  # samples of a computed order that are found out together: one by one, calls would cost most
+
 
 class EpochSampler:
     """The batches of indices that one rank loads in an epoch, taken from the samplers of a map-style DataLoader.
@@ -133,15 +135,16 @@ class EpochSampler:
         return (mine for mine in shares if mine)
 
     def _computed(self, source: ComputedOrder, epoch: int, start: int, seed: int, number: int) -> Iterator[list[Any]]:
-        items, kept = len(source), self._kept(len(source))
-        for batch in range(start, kept // self.global_batch):
-            positions = np.arange(
-                batch * self.global_batch + self.rank, (batch + 1) * self.global_batch, self.world_size
-            )
-            there = (positions < items) & (positions >= self._begin(epoch, batch))
+        items, last = len(source), self._kept(len(source)) // self.global_batch
+        ahead = max(1, _COMPUTED // self.batch_size)
+        within = np.arange(self.rank, self.global_batch, self.world_size)
+        for first in range(start, last, ahead):
+            batches = np.arange(first, min(first + ahead, last))
+            positions = (batches[:, None] * self.global_batch + within).ravel()
+            there = (positions < items) & (positions >= self._begin(epoch, start))
             samples = np.full_like(positions, PADDING)
             samples[there] = source.sample_ids(positions[there], epoch=number, seed=seed)
-            yield samples.tolist()
+            yield from samples.reshape(len(batches), -1).tolist()
 
     def _begin(self, epoch: int, batch: int) -> int:
         """The first position of a batch that is still to be done."""

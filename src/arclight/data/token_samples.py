@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -66,7 +67,7 @@ class TokenSamples(Dataset[dict[str, torch.Tensor]]):
         return {name: torch.from_numpy(values) for name, values in batch.items()}
 
     def _fill(self, sample: int, tokens: npt.NDArray[Any], labels: npt.NDArray[Any], begins: npt.NDArray[Any]) -> None:
-        part = int(np.searchsorted(self._firsts, sample, "right")) - 1
+        part = bisect_right(self._firsts, sample) - 1
         layout, column = self.layouts[part], 0
         for start, size in layout.pieces(sample - self._firsts[part]):
             data = layout.shards.read(start, start + size + 1)

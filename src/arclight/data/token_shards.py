@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -230,7 +231,7 @@ class TokenShards:
         """(shard, from, to) within each shard, for the range [start, stop) of the whole."""
         if not 0 <= start <= stop <= firsts[-1]:
             raise IndexError(f"{start}..{stop} of {firsts[-1]} in {self.folder}")
-        shard = int(np.searchsorted(firsts, start, "right")) - 1
+        shard = bisect_right(firsts, start) - 1
         found = []
         while start < stop:
             to = min(stop, firsts[shard + 1])
