@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.hanging import RankMissingError
 from arclight.fabric.watching import at_end, end_watch, explained, failed_first
 
 
@@ -64,7 +65,7 @@ class SubprocessLauncher(Launcher):
                 raise error from problem
             first = failed_first() if isinstance(error, Exception) else None
             self._stop_children()
-            if first is not None and first > 0:
+            if first is not None and first > 0 and not isinstance(error, RankMissingError):
                 raise RankFailedError(f"rank {first} failed; its traceback is above") from error
             if error is problem:
                 raise

@@ -263,4 +263,7 @@ def _report_uncaught(kind: type[BaseException], error: BaseException, trace: Tra
         return
     rank = _current.rank if _current is not None else "?"
     cause = f"because rank {first} failed before it" if first >= 0 else "because rank 0 has ended"
-    sys.stderr.write(f"arclight: rank {rank} stops {cause}\n")
+    own = (
+        f"; RankMissingError: {error}" if isinstance(error, RankMissingError) else ""
+    )  # the first may not come to say it
+    sys.stderr.write(f"arclight: rank {rank} stops {cause}{own}\n")
