@@ -106,7 +106,10 @@ def load_whole_weights(module: nn.Module) -> None:
 
 
 def load_whole_moments(optimizer: Optimizer) -> None:
-    """From now on ``optimizer.load_state_dict`` takes whole tensors."""
+    """From now on ``optimizer.load_state_dict`` takes whole tensors, also those that are still in a file."""
+    if getattr(optimizer, "_takes_whole_moments", False):
+        return
+    optimizer._takes_whole_moments = True  # type: ignore[attr-defined]
 
     def spread(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         numbers = [number for group in state["param_groups"] for number in group["params"]]

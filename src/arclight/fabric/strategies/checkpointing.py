@@ -63,16 +63,23 @@ class Checkpointing:
             value = tree.pop(name)
             if isinstance(state[name], Optimizer):
                 value = for_optimizer(state[name], value, names)
+            elif not isinstance(state[name], nn.Module):
+                value = self.in_memory(value)
             if hasattr(state[name], "load_state_dict"):
                 self.restore(state[name], value, strict)
             else:
                 state[name] = value
-        return tree
+        rest: dict[str, Any] = self.in_memory(tree)
+        return rest
 
     def read_checkpoint(self, io: Any, path: Any, **options: Any) -> dict[str, Any]:
         """What ``io`` finds at ``path``; every rank calls this."""
         found: dict[str, Any] = io.load_checkpoint(path, **options)
         return found
+
+    def in_memory(self, tree: Any) -> Any:
+        """``tree`` without tensors that are still in a file."""
+        return tree
 
     def state_of(self, value: Any, names: Mapping[torch.Tensor, str] | None = None) -> Any:
         """What of an object goes into a checkpoint; an optimizer's parameters with their ``names``."""

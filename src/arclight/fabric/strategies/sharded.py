@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from arclight.fabric.batches import map_tensors
 from arclight.fabric.naming import by_name, with_names
 from arclight.fabric.strategies.parallel import ParallelStrategy
 
@@ -93,6 +94,16 @@ class ShardedStrategy(ParallelStrategy):
             found: dict[str, Any] = io.load_shares(path, self)
             return found
         return super().read_checkpoint(io, path, **options)
+
+    def in_memory(self, tree: Any) -> Any:
+        return map_tensors(tree, lambda tensor: tensor.read() if hasattr(tensor, "read") else tensor)
+
+    def restore(self, target: Any, state: Any, strict: bool = True) -> None:
+        from arclight.fabric.sharding import load_whole_moments
+
+        if isinstance(target, Optimizer):  # also one that was not set up by this strategy
+            load_whole_moments(target)
+        super().restore(target, state, strict)
 
     def named_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
