@@ -15,7 +15,7 @@ from arclight.fabric.strategies import DDPStrategy
 
 
 def main(fault: str, start_method: str = "popen") -> None:
-    strategy = DDPStrategy(timeout=datetime.timedelta(seconds=10 if fault == "hang" else 60), start_method=start_method)
+    strategy = DDPStrategy(timeout=datetime.timedelta(seconds=20 if fault == "hang" else 60), start_method=start_method)
     fabric = al.Fabric(accelerator="cpu", devices=2, strategy=strategy)
     if start_method == "popen":
         fabric.launch()

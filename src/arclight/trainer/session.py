@@ -68,6 +68,8 @@ def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any])
     if module is not None:
         if overridden(module, "configure_model", Module):
             module.configure_model()  # the new processes made layers that this one has not
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            module.to_empty(device="cpu")  # all of them are about to be loaded
         module.load_state_dict(load_bytes(outcome["weights"]))
         trainer._module = module
     trainer.progress = outcome["progress"]
