@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from arclight.parallel.pipeline.install import install
 from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
+from arclight.text.models.zoo import model_config
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 48}
 
@@ -58,6 +60,9 @@ EXPERTS: dict[str, Any] = {"head_dim": 8}
 LATENT: dict[str, Any] = {
     "kv_heads": None, "query_rank": 24, "latent": 16, "plain_width": 8, "turned_width": 4, "value_width": 8
 }  # fmt: skip
+UNBALANCED = LATENT | {"moe": dataclasses.replace(model_config("deepseek-v3-debug").moe, balance_loss=0.0)}
+"""Without the loss that is a mean over sequences: parts of them and micro-batches have others."""
+CHUNKS: dict[str, Any] = {"chunk": 16, "temperature_floor": 8}
 
 CASES = [
     Case(Plan(dp_replicate=2), quick=True),
@@ -95,11 +100,24 @@ CASES = [
     Case(Plan(dp_shard=2), "deepseek-v3-debug", fields=LATENT),
     Case(Plan(tp=2), "deepseek-v3-debug", fields=LATENT),
     Case(Plan(tp=2, sequence_parallel=False), "deepseek-v3-debug", fields=LATENT),
-    Case(Plan(tp=2), "llama4-debug", fields={"chunk": 16, "temperature_floor": 8}),
+    Case(Plan(tp=2), "llama4-debug", fields=CHUNKS),
     Case(Plan(dp_shard=2, tp=2, ep=2), "deepseek-v3-debug", fields=LATENT),
     Case(Plan(dp_shard=4, ep=2), "deepseek-v3-debug", fields=LATENT, dtype=torch.float64),
     Case(Plan(dp_replicate=2, dp_shard=2, ep=2), "qwen3-moe-debug", fields=EXPERTS),
     Case(Plan(dp_shard=4, ep=4, activation_checkpointing="selective"), "deepseek-v3-debug", fields=LATENT),
+    Case(Plan(dp_shard=2, ep=2, compile="aot_eager"), "qwen3-moe-debug", fields=EXPERTS),
+    Case(Plan(cp=2, ep=2), "deepseek-v3-debug", fields=UNBALANCED),
+    Case(Plan(cp=2, context="ulysses"), "deepseek-v3-debug", fields=UNBALANCED),
+    Case(Plan(cp=2), "llama4-debug", fields=CHUNKS),
+    Case(Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=4), "deepseek-v3-debug", fields=UNBALANCED | {"layers": 4}),
+    Case(Plan(dp_shard=2, pp=2, ep=2, micro_batches=4), "deepseek-v3-debug", fields=UNBALANCED | {"layers": 4}),
+    Case(Plan(dp_shard=2, cp=2, ep=4), "llama4-debug", fields=CHUNKS),
+    Case(Plan(dp_shard=2, cp=2, tp=2, ep=4), "deepseek-v3-debug", fields=UNBALANCED),
+    Case(
+        Plan(dp_shard=2, tp=2, pp=2, ep=2, schedule="ZBVZeroBubble", micro_batches=4),
+        "qwen3-moe-debug",
+        fields=EXPERTS | {"layers": 4},
+    ),
     Case(Plan(cp=2), quick=True),
     Case(Plan(cp=2, context="ulysses"), quick=True),
     Case(Plan(cp=2), "qwen3-debug", fields={"head_dim": 8, "kv_heads": 2}),
