@@ -1,0 +1,184 @@
+"""A layer of experts: what routing and grouped products reach of what the device reaches in one large product.
+
+The layer has the shape of DeepSeek-V3's 16B model (2048 wide, 64 experts of 1408, 6 chosen, 2 shared) and bfloat16 on a CUDA GPU;
+a quarter of the widths, float32 and one thread on a CPU. Loads are forced to be equal, so that figures do not depend on a router's
+state; one row has a fresh router. Forward and backward; the contenders take turns, figures are medians of ratios within a turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.text.flops import active_parameters
+from arclight.text.models.layers import FeedForward
+from arclight.text.models.moe import MoE, MoEConfig
+from arclight.text.models.zoo import model_config
+from arclight.text.watching import matmul_rate
+from arclight.trainer.throughput import get_available_flops
+from benchmarks.results import parser, publish, versions
+
+
+class Loop(MoE):
+    """The same layer, one expert after the other: its tokens are picked, multiplied and added up."""
+
+    def routed(self, x_BTD: Tensor) -> Tensor:
+        weights_NK, chosen_NK, _ = self.router(x_BTD)
+        x_ND = x_BTD.flatten(0, 1)
+        out_ND = torch.zeros_like(x_ND)
+        for expert, (w1, w2, w3) in enumerate(zip(self.experts.w1, self.experts.w2, self.experts.w3, strict=True)):
+            token, place = torch.where(chosen_NK == expert)
+            x = x_ND[token]
+            y = (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+            out_ND.index_add_(0, token, (y * weights_NK[token, place, None]).to(y.dtype))
+        return out_ND.view_as(x_BTD)
+
+
+class Alone(nn.Module):
+    """The experts of a layer on rows that lie in order already."""
+
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.experts, config = moe.experts, moe.config
+        self.shared, self.top_k, self.count = moe.shared, config.top_k, config.experts
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        rows_RD = x_BTD.flatten(0, 1).repeat(self.top_k, 1)
+        counts_E = torch.full((self.count,), len(rows_RD) // self.count, device=rows_RD.device)
+        y_RD = self.experts(rows_RD, counts_E)
+        return y_RD if self.shared is None else y_RD.view(self.top_k, *x_BTD.shape).sum(0) + self.shared(x_BTD)
+
+
+def seconds(module: nn.Module, x: Tensor, upstream: Tensor, repeats: int) -> float:
+    started = now(x.device)
+    for _ in range(repeats):
+        module(x).backward(upstream)
+        x.grad = None
+        module.zero_grad()
+    return (now(x.device) - started) / repeats
+
+
+def now(device: torch.device) -> float:
+    """Seconds: of this process on a CPU, whatever else the machine does; by the clock with a GPU, when it has done its work."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def large_product(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of the fastest of several large products."""
+    if device.type == "cuda":
+        return matmul_rate(device, dtype)
+    a, best = torch.ones(1024, 1024, dtype=dtype), float("inf")
+    for _ in range(6):
+        started = now(device)
+        a @ a
+        best = min(best, now(device) - started)
+    return 2 * 1024**3 / best
+
+
+def contenders(config: MoEConfig, width: int, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
+    def layer(kind: type[MoE], config: MoEConfig) -> MoE:
+        torch.manual_seed(0)
+        return kind(config, width, 0.02, 0.02).to(device, dtype)
+
+    forced = dataclasses.replace(config, force_balance=True)
+    found: dict[str, nn.Module] = {
+        "grouped": layer(MoE, forced),
+        "grouped, a fresh router's loads": layer(MoE, config),
+        "one expert after the other": layer(Loop, forced),
+        "experts alone, rows in order": Alone(layer(MoE, forced)),
+        "dense, as many multiplications": FeedForward(width, (config.top_k + config.shared) * config.hidden, 0.02, 0.02).to(device, dtype),
+    }  # fmt: skip
+    if device.type == "cuda":
+        compiled = layer(MoE, forced)
+        compiled.compile()
+        found["grouped, compiled"] = compiled
+    return found
+
+
+def main() -> None:
+    options = parser(__doc__ or "").parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    published = model_config("deepseek-v3-16b")
+    config, width, tokens, dtype = published.moe, published.dim, 16384, torch.bfloat16
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        config, width, tokens, dtype = (
+            dataclasses.replace(config, hidden=config.hidden // 4),
+            width // 4,
+            1024,
+            torch.float32,
+        )
+    if options.quick:
+        config, width, tokens = dataclasses.replace(config, hidden=64), 128, 256
+    config = dataclasses.replace(config, balance_loss=0.0)
+    runs = contenders(config, width, device, dtype)
+    x = torch.randn(1, tokens, width, device=device, dtype=dtype, requires_grad=True)
+    upstream = torch.randn_like(x)
+    rounds, repeats = (
+        (2, 1) if options.quick else (9 if device.type == "cuda" else 5, 10 if device.type == "cuda" else 1)
+    )
+    for module in runs.values():
+        seconds(module, x, torch.randn_like(module(x)), 2)
+    bounds = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-3}
+    torch.testing.assert_close(runs["one expert after the other"](x), runs["grouped"](x), **bounds)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, module in runs.items():
+            times[name].append(seconds(module, x, upstream, repeats))
+    report(options, runs, times, tokens, device, dtype)
+
+
+def report(
+    options: object, runs: dict[str, nn.Module], times: dict[str, list[float]], tokens: int, device: torch.device, dtype: torch.dtype
+) -> None:  # fmt: skip
+    reached, nominal = large_product(device, dtype), None
+    if device.type == "cuda":
+        nominal = get_available_flops(device, dtype)
+    operations = 6 * active_parameters(runs["grouped"]) * tokens
+
+    def ratio(one: str, other: str) -> list[float]:
+        return [a / b for a, b in zip(times[one], times[other], strict=True)]
+
+    rows = []
+    for name in runs:
+        median = statistics.median(times[name])
+        over = ratio(name, "grouped")
+        rows.append(
+            (
+                name, f"{median * 1e3:.2f}", f"{operations / median / 1e9:.0f}", f"{operations / median / reached:.1%}",
+                f"{operations / median / nominal:.1%}" if nominal else "-", f"{statistics.median(over):.2f}",
+                f"{min(over):.2f}-{max(over):.2f}",
+            )
+        )  # fmt: skip
+    best = min(statistics.median(times[name]) for name in runs if name in ("grouped", "grouped, compiled"))
+    figures = {
+        "loop_over_grouped": statistics.median(ratio("one expert after the other", "grouped")),
+        "experts_alone_over_grouped": statistics.median(ratio("experts alone, rows in order", "grouped")),
+        "dense_over_grouped": statistics.median(ratio("dense, as many multiplications", "grouped")),
+        "fresh_router_over_grouped": statistics.median(ratio("grouped, a fresh router's loads", "grouped")),
+        "layer_over_large_product": operations / best / reached,
+    }
+    if nominal:
+        figures["layer_mfu"] = operations / best / nominal
+    publish(
+        "moe", "What a layer of experts reaches",
+        ("", "ms forward and backward", "GFLOP/s", "of a large product", "of the data sheet", "time over grouped", "min-max"), rows, figures,
+        options=options, packages=versions("torch", "arclight"),  # type: ignore[arg-type]
+        notes=f"{tokens} tokens, {str(dtype).removeprefix('torch.')}, {device.type}. Operations are 6 per parameter that a token meets.",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
