@@ -27,6 +27,7 @@ from arclight.parallel.pipeline.install import install
 from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
+from arclight.text.models.balance import scale_balance_loss
 from arclight.text.models.zoo import model_config
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 48}
@@ -150,6 +151,17 @@ CASES = [
     Case(Plan(tp=2, pp=2, micro_batches=4), quick=True),
     Case(Plan(tp=2, pp=2, schedule="DualPipeV", micro_batches=4, sequence_parallel=False), fields={"layers": 4}),
     Case(Plan(cp=2, pp=2, schedule="Interleaved1F1B", micro_batches=4), fields={"layers": 4}),
+    Case(Plan(cp=2), "llama4-debug", fields={"chunk": 16, "temperature_floor": 8}),
+    Case(Plan(cp=2, context="ulysses"), "deepseek-v3-debug", fields=LATENT | {"dense_layers": 3}),
+    Case(Plan(cp=2, ep=2), "qwen3-moe-debug", fields=EXPERTS),
+    Case(Plan(pp=2, micro_batches=4), "deepseek-v3-debug", fields=LATENT, dtype=torch.float64),
+    Case(
+        Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=4),
+        "deepseek-v3-debug",
+        fields=LATENT | {"layers": 4},
+        dtype=torch.float64,
+    ),
+    Case(Plan(dp_shard=2, ep=2, pp=2, micro_batches=4), "deepseek-v3-debug", fields=LATENT, dtype=torch.float64),
     Case(Plan(dp_shard=2, cp=2, tp=2)),
     Case(Plan(dp_shard=2, tp=2, pp=2, micro_batches=4)),
     Case(Plan(dp_shard=2, tp=2, pp=2, schedule="ZBVZeroBubble", micro_batches=4), fields={"layers": 4}),
@@ -201,6 +213,9 @@ class Language(nn.Module):
 
     def batch_weight(self, batch: tuple[Tensor, Tensor]) -> int:
         return batch[1].numel()
+
+    def scale_losses(self, share: Tensor) -> None:
+        scale_balance_loss(self.model, share, per_token=True)
 
 
 def by_runner(case: Case, mesh: Mesh, model: nn.Module) -> tuple[Tensor, nn.Module]:

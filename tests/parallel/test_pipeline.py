@@ -22,6 +22,7 @@ from arclight.parallel.pipeline.runner import micro_batches
 from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
+from arclight.text.models.balance import routers
 
 # -- the cut -------------------------------------------------------------------------------------------------------
 
@@ -244,3 +245,35 @@ def test_each_process_has_its_stages_under_their_names_and_first_weights() -> No
     assert set(first) | set(second) == {name for name, _ in small().named_parameters()}
     assert not set(first) & set(second)
     assert (calls, none) == (3 + 1, 0)  # one micro-batch showed the shapes
+
+
+class Experts(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model(
+            "deepseek-v3-debug", vocab_size=96, dim=32, layers=4, heads=4, hidden=48, query_rank=24, latent=16, plain_width=8,
+            turned_width=4, value_width=8,
+        ).double()  # fmt: skip
+        initialize(self.model, 3)
+
+    def counted(self) -> dict[str, list[int]]:
+        return {name: router.counts.tolist() for name, router in routers(self.model)}
+
+
+def expert_loads(schedule: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    alone, module = Experts(), Experts()
+    mesh = Mesh(Plan(pp=2, schedule=schedule, micro_batches=4))
+    install(module, mesh, lambda model, root: parallelize(model, mesh, root=root), torch.device("cpu"))
+    for one in (alone, module):
+        for _ in range(2):
+            batch_loss(one, batch(6))[0].backward()
+    return alone.counted(), module.counted()
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_what_modules_count_in_backward_is_counted_once(schedule: str) -> None:
+    found: dict[str, list[int]] = {}
+    for wanted, own in everywhere(2, expert_loads, schedule):
+        assert own == {name: wanted[name] for name in own}
+        found |= own
+    assert len(found) == 3

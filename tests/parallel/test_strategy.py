@@ -143,6 +143,50 @@ def test_a_plan_trains_what_one_process_trains(tmp_path: Path, plan: Plan) -> No
     assert two.callback_metrics["batches"] == plan.data_parallel * one.callback_metrics["batches"]
 
 
+def test_windows_of_batches_that_count_differently(tmp_path: Path) -> None:
+    options = {"max_steps": 4, "accumulate_grad_batches": 3}
+    _, wanted, _ = fit(tmp_path / "1", **options)
+    _, found, _ = fit(tmp_path / "2", Plan(dp_shard=2, pp=2, schedule="InterleavedZeroBubble"), **options)
+    assert len(found) == 12
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+class Plain(al.Module):
+    """A module that knows nothing of runners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model("llama3-debug", vocab_size=48, dim=32, layers=2, heads=4, kv_heads=2, hidden=48)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0][:, :-1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "module", "message"),
+    [
+        (Plan(pp=2), "32-true", Plain, "Plain has no runner, so its steps cannot be run by a pipeline"),
+        (Plan(cp=2), "32-true", Plain, "Plain has no runner, so nothing can cut its sequences"),
+        (Plan(pp=2), "16-mixed", Language, "use precision bf16-mixed or 32, or pp = 1"),
+        (Plan(cp=3, context="ulysses"), "32-true", Plain, "cannot be shared out among cp = 3 processes"),
+    ],
+)
+def test_a_module_that_cannot_be_run_is_refused(
+    tmp_path: Path, plan: Plan, precision: str, module: Any, message: str
+) -> None:
+    strategy = plan.strategy(start_method="fork")
+    trainer = al.Trainer(
+        accelerator="cpu", strategy=strategy, max_steps=1, precision=precision, default_root_dir=tmp_path, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    with pytest.raises(Exception, match="PlanError") as caught:
+        trainer.fit(module(), loader(4, 8, False))
+    assert message in str(caught.value)
+
+
 class AtStart(al.Callback):
     """Saves what was loaded, before anything is trained."""
 

@@ -38,6 +38,9 @@ class Runnable(Protocol):
         """The loss summed over all that counts in ``targets``, and their number; called once for each micro-batch."""
         ...
 
+    # Optional: ``scale_losses(share)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on totals
+    # times ``share`` (a scalar tensor). A module that adds losses of its own in backward is told here, before each batch.
+
 
 def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
     """``(total, count)`` of a batch, for any step of ``module``; both are scalars, and ``total`` has its gradient.

@@ -156,9 +156,11 @@ class LanguageModel(Module):
         """Valid labels: losses are means over all of an update's."""
         return (batch["labels"] != IGNORED).sum()
 
+    def scale_losses(self, share: Tensor) -> None:
+        """Called by a pipeline, whose stages run backward on sums over tokens times ``share``."""
+        scale_balance_loss(self.model, share, per_token=True)
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if self.mixture and self.runner is not None:  # stages of a pipeline run backward in there, on sums over tokens
-            scale_balance_loss(self.model, 1.0, per_token=True)
         total, count = batch_loss(self, batch)
         loss = total / count.clamp(min=1)
         loss = weigh_balance_loss(loss, self.model) if self.mixture else loss

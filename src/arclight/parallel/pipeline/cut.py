@@ -59,7 +59,7 @@ def _cost(module: nn.Module) -> float:
     """Products per token: of the parameters of a mixture those of the experts that one token sees."""
     total = float(sum(parameter.numel() for parameter in module.parameters()))
     for part in module.modules():
-        experts, chosen = getattr(part, "experts", None), getattr(part, "top_k", None)
+        experts, chosen = getattr(part, "experts", None), getattr(getattr(part, "config", None), "top_k", None)
         if isinstance(experts, nn.Module) and isinstance(chosen, int):
             stacks = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
             total -= sum(stack.numel() * (1 - chosen / stack.shape[0]) for stack in stacks)

@@ -103,6 +103,8 @@ class PipelineRunner:
         share = self._share(module, batch)
         for part in self.parts.values():
             part.share = share
+        if hasattr(module, "scale_losses"):
+            module.scale_losses(share)
         held = _Gradients(self._parameters)
         totals = self._run(pieces, backward=True)
         gradients = held.taken()
