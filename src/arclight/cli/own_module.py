@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli.arguments import UsageError
+from arclight.parallel.plan import Plan
 from arclight.recipe import MISSING, Imported, RecipeError, read, write
-from arclight.trainer.settings import EMA, Checkpointing, Stopping, TrainerSettings
+from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, TrainerSettings
 
 TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -46,12 +47,18 @@ class OwnRun:
     """Seed of every random stream, from 0 to 2**32 - 1."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """How long, how precisely and where to train."""
+    plan: Plan | None = None
+    """How the model is spread over processes; none leaves that to trainer.strategy."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     """Which checkpoints are kept."""
     stopping: Stopping | None = None
     """Stop early when a value no longer improves."""
     ema: EMA | None = None
     """Keep an exponential moving average of the weights and evaluate with it."""
+    guard: Guard | None = None
+    """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
+    diloco: Diloco | None = None
+    """Let replicas train alone and exchange what has become of them now and then."""
 
 
 def named_module(arguments: Sequence[str]) -> type | None:

@@ -15,7 +15,7 @@ from arclight.cli import own_module
 from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.own_module import OwnRun
 from arclight.cli.run_record import RunRecord
-from arclight.cli.train import callbacks, make_trainer, report_places, resume_from
+from arclight.cli.train import callbacks, check_plan, make_trainer, report_places, resume_from
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module, RunFolder
@@ -75,6 +75,8 @@ def train(run: OwnRun, text: str, options: Namespace) -> None:
 
     folder, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
     module, data = build(run)
+    if run.plan is not None:
+        check_plan(run.plan, module)
     record = ConfigRecord(text, run.model.target)
     trainer = make_trainer(run, callbacks=[*callbacks(run), record, RunReport()], run_folder=folder)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from arclight.parallel.plan import Plan
 from arclight.text.settings import Language
-from arclight.trainer.settings import EMA, Checkpointing, Stopping, TrainerSettings
+from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, TrainerSettings
 from arclight.vision.settings import Detection
 
 
@@ -33,6 +33,10 @@ class Recipe:
     """Stop early when a value no longer improves."""
     ema: EMA | None = None
     """Keep an exponential moving average of the weights and evaluate with it."""
+    guard: Guard | None = None
+    """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
+    diloco: Diloco | None = None
+    """Let replicas train alone and exchange what has become of them now and then."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.task, "build", None)):

@@ -73,8 +73,8 @@ def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
     from arclight import Trainer
 
     try:
-        if (plan := getattr(recipe, "plan", None)) is not None:
-            objects |= spread(plan, recipe.trainer)
+        if recipe.plan is not None:
+            objects |= spread(recipe.plan, recipe.trainer)
         return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
     except ValueError as error:
         raise UsageError(f"trainer: {error}") from error
@@ -113,8 +113,9 @@ def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
     """The callbacks that the recipe has settings for."""
     from arclight import LearningRateMonitor
 
-    parts = [part for part in (recipe.ema, recipe.stopping, recipe.checkpoint) if part is not None]
-    return [LearningRateMonitor(), *(part.build() for part in parts)]
+    # the guard first: others must see only what it lets pass
+    parts = [recipe.guard, recipe.diloco, recipe.ema, recipe.stopping, recipe.checkpoint]
+    return [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
 
 
 def resume_from(place: str | None, flag: str = "--resume") -> tuple[RunFolder | None, str | Path | None]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from arclight.trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+    from arclight.trainer.callbacks import DiLoCo, EarlyStopping, EMAWeightAveraging, LossGuard, ModelCheckpoint
 
 Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 
@@ -22,7 +22,7 @@ class TrainerSettings:
     num_nodes: int = 1
     """Number of machines."""
     strategy: str = "auto"
-    """How devices share the work: auto, ddp, ddp_spawn, ddp_fork, fsdp, model_parallel."""
+    """How devices share the work: auto, ddp, ddp_spawn, ddp_fork, fsdp, model_parallel, replicas."""
     precision: Precision = "32-true"
     """Arithmetic of forward and backward; auto measures whether bf16-mixed is faster here than 32-true."""
     max_epochs: int | None = None
@@ -148,3 +148,43 @@ class EMA:
         from arclight.trainer.callbacks import EMAWeightAveraging
 
         return EMAWeightAveraging(decay=self.decay, ramp_steps=self.ramp_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
+
+    policy: Literal["skip", "rollback", "stop"] = "skip"
+    """What else happens: nothing, back to the newest checkpoint before, or the end of the run."""
+    sigma: float | None = 6.0
+    """A loss this many standard deviations above the mean of the newest ones is a spike; none asks for finite numbers only."""
+    window: int = 100
+    """Good updates that mean and deviation are taken of."""
+    patience: int = 10
+    """Bad updates in a row (or times gone back) after which the run ends."""
+
+    def build(self) -> LossGuard:
+        from arclight.trainer.callbacks import LossGuard
+
+        return LossGuard(
+            self.policy, sigma=self.sigma, window=self.window, warmup=min(20, self.window), patience=self.patience
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diloco:
+    """Let replicas train alone and exchange what has become of them now and then (Douillard et al. 2023); strategy = "replicas"."""
+
+    sync_every: int = 100
+    """Steps between two exchanges."""
+    outer_lr: float = 0.7
+    """Learning rate of the step from the old common weights along the mean change."""
+    outer_momentum: float = 0.9
+    """Nesterov momentum of that step, in [0, 1)."""
+    fragments: int = 1
+    """Parts of the model that take turns in being exchanged."""
+
+    def build(self) -> DiLoCo:
+        from arclight.trainer.callbacks import DiLoCo
+
+        return DiLoCo(self.sync_every, self.outer_lr, self.outer_momentum, fragments=self.fragments)
