@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -260,3 +261,18 @@ def test_devices_of_ones_own(tmp_path: Path) -> None:
             hardware(str(file))
     with pytest.raises(HardwareError, match="did you mean h100"):
         hardware("h1000")
+
+
+@pytest.mark.slow
+def test_65536_gpus_are_planned_quickly_in_little_memory() -> None:
+    """Twenty seconds of a core and a GiB are promised; a busy machine takes longer, so that the processor's time is asked for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "planning.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["processes"] == 65536
+    assert found["considered"] > 500
+    assert 0.05 < found["mfu"] < 0.6
+    assert found["gib"] < 1
+    assert after.ru_utime - before.ru_utime < 60

@@ -16,6 +16,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "demo": ("arclight.cli.demo:demo", "the whole product in small: draw, train, quantize, export, scan"),
     },
     "Learn": {
+        "plan": ("arclight.cli.plan:plan", "find the fastest way to train on GPUs that need not be there"),
         "train": ("arclight.cli.train:train", "train as a recipe says, or resume where a run stopped"),
         "validate": ("arclight.cli.evaluate:validate", "measure a checkpoint on the validation data"),
         "test": ("arclight.cli.evaluate:test", "measure a checkpoint on the test data"),

@@ -85,7 +85,7 @@ class Parameters:
         return sum(torch.Size(shape).numel() for shape in (*self.shapes, *self.experts))
 
 
-LINEAR = 4096
+LINEAR = 2048
 """Tokens at which, and at half of which, the first and the last part are traced: what lies outside of blocks is linear in them."""
 
 

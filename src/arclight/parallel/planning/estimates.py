@@ -129,7 +129,18 @@ def _passes(chain: Chain, plan: Plan, samples: int) -> int:
     return passes
 
 
+_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
 def _recompute(plan: Plan) -> Recompute:
+    """What blocks compute again. Raises PlanError for choices whose effect is not predicted, so that none is left out silently."""
+    for name, plain in (("float8", "none"), ("cpu_offload", False), ("async_tp", False)):
+        if getattr(plan, name) != plain:
+            raise PlanError(
+                f"what {name} = {getattr(plan, name)} saves or costs is not predicted: plan without it, and set it then"
+            )
+    if plan.pp > 1 and plan.schedule not in _SCHEDULES:
+        raise PlanError(f"the schedule {plan.schedule} is not predicted: choose {', '.join(_SCHEDULES)}")
     how = plan.activation_checkpointing
     if how == "none" or how == "selective" or how == "full":  # noqa: PLR1714  (so that the type is known)
         return how

@@ -10,6 +10,8 @@ from arclight.parallel.plan import Plan
 from arclight.parallel.planning.estimates import Estimate
 
 GIB = 2**30
+NEAREST = 10
+"""Neighbours that come before what cannot be done at all."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ def neighbours(
         fastest = min(too_large, key=lambda one: one.seconds)
         if fastest.seconds < best.seconds and all(one.estimate is not fastest for one in found.values()):
             found["fastest", 0] = Rejected(fastest.plan, "fastest, if it fitted", why(best, fastest, memory), fastest)
-    ordered = sorted(found.values(), key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+    ordered = sorted(found.values(), key=lambda one: abs(one.estimate.seconds - best.seconds) if one.estimate else 0.0)
     said: dict[str, Rejected] = {}
     for plan, reason in refused:
         said.setdefault(reason, Rejected(plan, describe(plan), reason))
-    return [*ordered, *list(said.values())[:3]]
+    return [*ordered[:NEAREST], *list(said.values())[:2], *ordered[NEAREST:]]
 
 
 _LABELS = {

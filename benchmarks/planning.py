@@ -1,0 +1,46 @@
+"""How long it takes, and how much memory, to find a plan for 65,536 GPUs: one process of its own, no GPU."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+
+MODEL, GPUS, SAMPLES, SEQUENCE = "llama3-405b", 65536, 8192, 8192
+
+
+def plan_65536() -> dict[str, float]:
+    """``plan_65536_seconds`` of a fresh process, imports included, and its peak resident memory ``plan_65536_gib``."""
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - started
+    return {"plan_65536_seconds": seconds, "plan_65536_gib": json.loads(done.stdout.splitlines()[-1])["gib"]}
+
+
+def main() -> None:
+    from arclight.parallel.planning.chain import Chain
+    from arclight.parallel.planning.devices import hardware
+    from arclight.parallel.planning.searching import Limits, search
+    from arclight.text.settings import Language
+    from arclight.text.settings import Text as Data
+    from arclight.text.workload import workload
+
+    device = hardware("h100")
+    settings = Language(model=MODEL, data=Data(sequence_length=SEQUENCE))
+    found = search(
+        Chain(workload(settings, samples=SAMPLES, device=device)), Limits(GPUS, 0.95 * device.memory * 2**30)
+    )
+    best = found.best[0]
+    # Linux counts in KiB, macOS in bytes.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(
+        json.dumps(
+            {"gib": peak / 2**30, "processes": best.plan.world_size, "considered": found.considered, "mfu": best.mfu}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

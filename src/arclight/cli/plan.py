@@ -1,0 +1,188 @@
+"""``arclight plan``: how a recipe would run on so many GPUs, and the fastest way that fits - without any."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser
+from arclight.parallel.plan import Plan
+from arclight.text.settings import Language
+
+if TYPE_CHECKING:
+    from arclight.cli.schema import Recipe
+    from arclight.parallel.planning.chain import Chain
+    from arclight.parallel.planning.devices import Hardware
+    from arclight.parallel.planning.estimates import Estimate
+    from arclight.parallel.planning.searching import Found, Limits
+
+UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20, "TB": 1e12}
+
+
+def plan(arguments: list[str]) -> int:
+    """Search, show, and write what was asked for."""
+    recipe, options = read_recipe(_parser(), arguments)
+    task = recipe.task
+    if not isinstance(task, Language):
+        raise UsageError(
+            "arclight plan reads recipes of language models; for a module of your own, use arclight.parallel.planning"
+        )
+    from arclight.parallel.planning.chain import Chain
+    from arclight.parallel.planning.devices import hardware
+    from arclight.parallel.planning.searching import search
+
+    device = hardware(options.gpu)
+    gpus = options.gpus if options.gpus is not None else recipe.plan.world_size if recipe.plan is not None else 1
+    try:
+        chain = Chain(_workload(recipe, options, device, gpus))
+    except ValueError as error:  # of a model's name or a field of its configuration
+        raise UsageError(str(error)) from error
+    limits = _limits(recipe, options, device, gpus)
+    found = search(chain, limits, options.top)
+    from arclight.cli.plan_report import show
+
+    show(chain, device, limits, found)
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(chain, device, found), indent=2) + "\n", encoding="utf-8")
+    if options.write is not None:
+        write(recipe, found.best[0], options)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = recipe_parser(
+        "plan",
+        "Predict memory, exchanges and time of a recipe on GPUs that need not be there, and find the fastest plan.",
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="processes, one GPU each (default: those of the recipe's plan)"
+    )
+    parser.add_argument(
+        "--memory", metavar="80GB", help="what a process may hold: GB, GiB, ... (default: all of the GPU's but 5 %%)"
+    )
+    parser.add_argument(
+        "--gpu",
+        default="h100",
+        help="h100, h200, a100, b200, mi300x, l40s, cpu, or a .toml file of your own (default h100)",
+    )
+    parser.add_argument(
+        "--samples", type=int, metavar="N", help="of an optimizer step, over all processes (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--fix", action="append", default=[], metavar="tp=8", help="decide a field of the plan; may be given again"
+    )
+    parser.add_argument("--eager", action="store_true", help="blocks are not compiled")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to show (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the best plan here")
+    return parser
+
+
+def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus: int) -> Any:
+    import torch
+
+    from arclight.text.data_module import TextDataModule
+    from arclight.text.workload import workload
+
+    assert isinstance(recipe.task, Language)
+    data = recipe.task.data
+    samples = options.samples
+    if samples is None:
+        samples = (data.global_batch_size or data.batch_size * gpus) * recipe.trainer.accumulate_grad_batches
+    if gpus < 1 or samples < 1:
+        raise UsageError("--gpus and --samples must be 1 or more")
+    size = None if "vocab_size" in recipe.task.overrides else TextDataModule(data).vocab_size
+    precision = recipe.trainer.precision
+    whole = precision == "32-true" or (precision == "auto" and device.kind == "cpu")
+    if precision == "64-true":
+        raise UsageError("trainer.precision = 64-true is not planned for: choose 32-true or bf16-mixed")
+    compiled = not options.eager and device.kind != "cpu"
+    return workload(
+        recipe.task, samples=samples, device=device, vocab_size=size, compiled=compiled,
+        compute=torch.float32 if whole else torch.bfloat16,
+    )  # fmt: skip
+
+
+def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus: int) -> Limits:
+    from arclight.parallel.planning.searching import Limits
+
+    usual = Plan()
+    names = [field.name for field in dataclasses.fields(Plan)] if recipe.plan is not None else []
+    fixed: dict[str, Any] = {
+        name: getattr(recipe.plan, name) for name in names if getattr(recipe.plan, name) != getattr(usual, name)
+    }
+    fixed |= dict(_fixed(word) for word in options.fix)
+    if not options.eager and device.kind != "cpu":
+        fixed.setdefault("compile", "inductor")
+    alone = fixed | dict.fromkeys(fixed.keys() & {"pp", "ep", "micro_batches"}, 1)
+    Plan(**alone)  # what contradicts itself is said at once
+    return Limits(gpus, parse_bytes(options.memory) if options.memory else 0.95 * device.memory * 2**30, fixed)
+
+
+def _fixed(word: str) -> tuple[str, Any]:
+    """A field of the plan and its value, from ``name=value``."""
+    name, equals, text = word.partition("=")
+    known = {field.name: getattr(Plan(), field.name) for field in dataclasses.fields(Plan)}
+    if not equals or name not in known:
+        raise UsageError(f"--fix {word}: write a field of the plan and its value, as tp=8; there is {', '.join(known)}")
+    if isinstance(known[name], bool):
+        return name, {"true": True, "false": False}.get(text.lower(), text)
+    return name, int(text) if text.isdigit() else text
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes of "80GB", "79.1 GiB", ... Raises UsageError for anything else."""
+    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]+)", text.strip())
+    unit = {name.lower(): size for name, size in UNITS.items()}.get(found[2].lower()) if found else None
+    try:
+        size = float(found[1]) * unit if found and unit else 0.0
+    except ValueError:
+        size = 0.0
+    if size <= 0:
+        raise UsageError(f"--memory {text}: write a number and a unit, as 80GB; units are {', '.join(UNITS)}")
+    return size
+
+
+def as_json(chain: Chain, device: Hardware, found: Found) -> dict[str, Any]:
+    """Everything that was found, in bytes and seconds."""
+    return {
+        "device": dataclasses.asdict(device),
+        "parameters": chain.parameters_in_all,
+        "flops_per_token": chain.flops_per_sample / chain.workload.sequence,
+        "considered": found.considered,
+        "plans": [_plan_as_json(one) for one in found.best],
+        "rejected": [
+            {"plan": dataclasses.asdict(one.plan), "change": one.change, "reason": one.reason} for one in found.rejected
+        ],
+    }
+
+
+def _plan_as_json(one: Estimate) -> dict[str, Any]:
+    return {
+        "plan": dataclasses.asdict(one.plan), "samples": one.samples, "micro_batches": one.passes, "layers": one.layers,
+        "seconds": one.seconds, "tokens_per_second": one.tokens_per_second,
+        "tokens_per_second_per_gpu": one.tokens_per_second_per_gpu, "mfu": one.mfu, "idle": one.idle, "parts": one.parts,
+        "memory": [{**dataclasses.asdict(stage), "total": stage.total} for stage in one.memory],
+        "traffic": [[message._asdict() for message in stage] for stage in one.traffic],
+    }  # fmt: skip
+
+
+def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
+    """The recipe with ``best`` as its plan, and batches that make the same step. Never over a file that is there."""
+    from arclight.recipe import write as text_of
+    from arclight.text.workload import with_batches
+
+    assert isinstance(recipe.task, Language)
+    path: Path = options.write
+    if path.exists():
+        raise UsageError(f"{path} is there already: name another file, or remove it")
+    piped = best.plan.pp > 1
+    task = with_batches(recipe.task, best.samples * (best.passes if piped else 1))
+    trainer = dataclasses.replace(recipe.trainer, accumulate_grad_batches=1 if piped else best.passes, strategy="auto")
+    made = dataclasses.replace(recipe, task=task, trainer=trainer, plan=best.plan)
+    path.write_text(text_of(made), encoding="utf-8")
+    print(f"wrote {path}: arclight train {path}")

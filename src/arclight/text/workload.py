@@ -1,0 +1,61 @@
+"""Language modelling as a planner sees it: a model, a batch and a loss, without data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight.optim.settings import SGD, AdamW
+from arclight.parallel.planning.chain import Workload
+from arclight.parallel.planning.devices import Hardware
+from arclight.text.language_model import VOCABULARY_MULTIPLE
+from arclight.text.loss import cross_entropy
+from arclight.text.models.zoo import build_model
+from arclight.text.settings import Language
+
+
+def workload(
+    settings: Language, *, samples: int, device: Hardware, vocab_size: int | None = None, compiled: bool = True,
+    compute: torch.dtype = torch.bfloat16,
+) -> Workload:  # fmt: skip
+    """What ``settings`` train with ``samples`` sequences a step, on ``device``.
+
+    vocab_size: ids of the tokenizer, where the settings do not give the model's. Raises ValueError for an unknown model.
+    """
+    overrides = dict(settings.overrides)
+    if vocab_size is not None:
+        overrides.setdefault("vocab_size", -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+
+    def loss(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+        (weight,) = model.output.parameters(recurse=False)  # type: ignore[union-attr]
+        hidden = model(given["tokens"], logits=False)
+        return cross_entropy(hidden, weight, given["labels"], chunk=settings.loss_chunk) / given["labels"].numel()
+
+    return Workload(
+        lambda: build_model(settings.model, **overrides), _batch, loss, samples, settings.data.sequence_length, compute, compiled,
+        moments=_moments(settings.optimizer), device=device,
+    )  # fmt: skip
+
+
+def _batch(samples: int, sequence: int) -> dict[str, Tensor]:
+    return {name: torch.zeros(samples, sequence, dtype=torch.int64) for name in ("tokens", "labels")}
+
+
+def _moments(optimizer: Any) -> int:
+    """Float32 tensors that the optimizer keeps of each parameter; of mixed ones the most."""
+    if isinstance(optimizer, AdamW):
+        return 1 if optimizer.state_dtype == "bfloat16" else 2
+    if isinstance(optimizer, SGD):
+        return 1 if optimizer.momentum else 0
+    if hasattr(optimizer, "groups"):
+        return max(_moments(group) for group in (*optimizer.groups, optimizer.default))
+    return 2  # Muon keeps one of matrices, and AdamW's two of all else
+
+
+def with_batches(settings: Language, batch_size: int) -> Language:
+    """The same settings with so many samples a step on each process that reads data."""
+    data = dataclasses.replace(settings.data, batch_size=batch_size, global_batch_size=None)
+    return dataclasses.replace(settings, data=data)

@@ -1,0 +1,88 @@
+"""arclight plan: from a recipe to the fastest plan that fits, and back to a recipe that trains."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from arclight.cli.plan import parse_bytes
+from arclight.cli.schema import Recipe
+from arclight.recipe import read
+
+Typed = Callable[[str], tuple[int, str, str]]
+
+RECIPE = """
+[task]
+kind = "language"
+model = "llama3-debug"
+[task.data]
+sequence_length = 128
+batch_size = 4
+[task.data.tokenizer]
+kind = "bytes"
+"""
+
+
+@pytest.fixture
+def recipe(folder: Path) -> str:
+    (folder / "lm.toml").write_text(RECIPE)
+    return "lm.toml"
+
+
+def test_a_plan_is_shown_written_and_read_again(recipe: str, typed: Typed) -> None:
+    status, out, err = typed(f"plan {recipe} --gpus 4 --gpu cpu --memory 1GB --json plan.json --write planned.toml")
+    assert (status, err) == (0, "")
+    for part in ("Plans", "Memory of a process", "Exchanges", "Where a step's time goes", "Why not otherwise"):
+        assert part in out
+    found = json.loads(Path("plan.json").read_text())
+    best = found["plans"][0]
+    assert best["memory"][0]["total"] <= 1e9
+    made = read(Recipe, "planned.toml")
+    assert made.plan is not None
+    assert made.plan.world_size == 4
+    assert {name: getattr(made.plan, name) for name in ("tp", "pp", "cp")} == {
+        name: best["plan"][name] for name in ("tp", "pp", "cp")
+    }
+    a_step = made.task.data.batch_size * made.trainer.accumulate_grad_batches * made.plan.data_parallel  # type: ignore[union-attr]
+    assert a_step == 16  # as before: 4 samples on each of 4
+    assert tomllib.loads(Path("planned.toml").read_text())["task"]["model"] == "llama3-debug"
+    status, _, err = typed(f"plan {recipe} --gpus 4 --gpu cpu --write planned.toml")
+    assert status == 2
+    assert "is there already" in err
+
+
+def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:
+    status, _, _ = typed(
+        f"plan {recipe} --gpus 4 --gpu cpu --fix tp=2 --fix activation_checkpointing=full --json plan.json"
+    )
+    assert status == 0
+    plans = json.loads(Path("plan.json").read_text())["plans"]
+    assert {(one["plan"]["tp"], one["plan"]["activation_checkpointing"]) for one in plans} == {(2, "full")}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 4 --gpu h1000", "did you mean h100"), ("--gpus 4 --memory 80", "write a number and a unit"),
+        ("--gpus 4 --fix tq=2", "write a field of the plan"), ("--gpus 0", "must be 1 or more"),
+        ("--gpus 4 --gpu cpu --memory 1MB", "fits into 0.0 GiB: the smallest"),
+        ("--gpus 3 --gpu cpu --fix tp=3", "sequences of 128 tokens cannot be cut into tp = 3"),
+        ("--gpus 4 --gpu cpu --fix tp=0", "tp must be a positive integer"),
+        ("--gpus 4 --fix float8=rowwise", "float8 = rowwise"), ("--gpus 4 --task.model llama3-9b", "there is no model 'llama3-9b'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_one_sentence(words: str, message: str, recipe: str, typed: Typed) -> None:
+    status, _, err = typed(f"plan {recipe} {words}")
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_bytes_as_people_write_them() -> None:
+    assert parse_bytes("80GB") == 80e9
+    assert parse_bytes("79.5 GiB") == 79.5 * 2**30
+    assert parse_bytes("512mib") == 2**29
