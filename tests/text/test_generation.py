@@ -108,7 +108,7 @@ def test_text_of_real_tokens_is_streamed_as_it_is_decoded() -> None:
     says.config = DecoderConfig(vocab_size=vocabulary, dim=vocabulary, heads=1, layers=0)
     says.output = torch.nn.Identity()  # type: ignore[assignment]
 
-    def hidden(tokens_BT: Tensor, cache: Any = None) -> Tensor:
+    def hidden(tokens_BT: Tensor, *_: Any) -> Tensor:
         says.passes += 1
         return (
             torch.nn.functional.one_hot(torch.tensor(says.text[says.passes - 1]), vocabulary)

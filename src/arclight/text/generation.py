@@ -170,10 +170,9 @@ def _overlap(text: str, stop: str) -> int:
 
 @torch.no_grad()
 def _logits(model: Decoder, tokens_BT: Tensor, cache: KVCache, inputs: dict[str, Any]) -> Tensor:
-    last_BD = model.hidden(tokens_BT, cache=cache, **inputs)[:, -1]
     if model.output is None:
         raise ValueError("this is a pipeline stage; generation needs the whole model")
-    logits = model.output(last_BD)
+    logits = model(tokens_BT, cache=cache, last=True, **inputs)[:, 0]  # called whole, as FSDP wants a model to be
     whole: Tensor = logits.full_tensor() if isinstance(logits, DTensor) else logits
     return whole
 

@@ -83,13 +83,15 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
-        logits: bool = True, **extra: Any,
+        logits: bool = True, last: bool = False, **extra: Any,
     ) -> Tensor:  # fmt: skip
         """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation.
 
         Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them, for a loss that never holds them all.
+        With ``last``: what belongs to the last token only (B, 1, ...).
         """
         h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
+        h_BTD = h_BTD[:, -1:] if last else h_BTD
         return h_BTD if self.output is None or not logits else self.output(h_BTD)
 
     def hidden(
