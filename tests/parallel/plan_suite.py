@@ -107,6 +107,7 @@ CASES = [
     Case(Plan(dp_replicate=2, dp_shard=2, ep=2), "qwen3-moe-debug", fields=EXPERTS),
     Case(Plan(dp_shard=4, ep=4, activation_checkpointing="selective"), "deepseek-v3-debug", fields=LATENT),
     Case(Plan(dp_shard=2, ep=2, compile="aot_eager"), "qwen3-moe-debug", fields=EXPERTS),
+    Case(Plan(dp_shard=2, ep=2, expert_capacity=4096), "qwen3-moe-debug", fields=EXPERTS),
     Case(Plan(cp=2, ep=2), "deepseek-v3-debug", fields=UNBALANCED),
     Case(Plan(cp=2, context="ulysses"), "deepseek-v3-debug", fields=UNBALANCED),
     Case(Plan(cp=2), "llama4-debug", fields=CHUNKS),

@@ -60,6 +60,11 @@ def test_experts_that_a_plan_does_not_divide_are_refused(plan: Plan, says: str) 
         check_experts(model, plan)
 
 
+def test_a_capacity_without_exchange_is_refused() -> None:
+    with pytest.raises(PlanError, match="expert_capacity bounds"):
+        Plan(dp_shard=2, expert_capacity=64)
+
+
 def test_a_model_without_experts_has_none_to_share_out() -> None:
     with pytest.raises(PlanError, match="the model has none: set ep = 1"):
         check(build_model("llama3-debug", layers=1), Plan(dp_shard=2, ep=2))

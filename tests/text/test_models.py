@@ -25,8 +25,15 @@ SMALL: dict[str, dict[str, Any]] = {
 def test_names_and_fields_that_do_not_exist_name_the_nearest() -> None:
     with pytest.raises(ValueError, match="llama3-8b"):
         build_model("llama3-8B")
+    with pytest.raises(ValueError, match=r"deepseek-v3-debug's moe has no 'bias_rat' to set; did you mean bias_rate"):
+        build_model("deepseek-v3-debug", moe={"bias_rat": 0.1})
     with pytest.raises(ValueError, match="did you mean heads"):
         build_model("llama3-debug", head=3)
+
+
+def test_fields_of_experts_are_set_one_by_one() -> None:
+    moe = build_model("deepseek-v3-debug", moe={"bias_rate": "0.1", "top_k": 2}).config.moe
+    assert (moe.bias_rate, moe.top_k, moe.experts, moe.score) == (0.1, 2, 16, "sigmoid")
 
 
 def test_first_weights_depend_on_seed_and_name_only() -> None:

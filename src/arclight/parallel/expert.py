@@ -181,7 +181,8 @@ def place_experts(model: nn.Module, mesh: Mesh) -> None:
     if not any(True for _ in expert_layers(model)):
         return  # a stage of a pipeline may have none
     if mesh.sparse is not None:
-        shard_experts(model, mesh.sparse["ep", "tp"] if mesh.plan.tp > 1 else mesh.sparse["ep"])
+        over = mesh.sparse["ep", "tp"] if mesh.plan.tp > 1 else mesh.sparse["ep"]
+        shard_experts(model, over, mesh.plan.expert_capacity or None)
     elif mesh.plan.tp > 1:
         shard_experts(model, mesh.tp)
 

@@ -35,6 +35,9 @@ class Plan:
     ep: int = 1
     """Parts that the experts of a mixture are shared out to; divides dp_shard * cp."""
 
+    expert_capacity: int = 0
+    """Rows (a token and one of its experts) that each process of ``ep`` sends to each other one at most, in exchanges of that fixed
+    size, which no host waits for; what is more skips its experts. 0: as many as there are, nothing is lost."""
     sequence_parallel: bool = True
     """Whether processes of a ``tp`` group share out, along the sequence, what no matrix is in: norms, residual stream."""
     loss_parallel: bool = True
@@ -98,6 +101,10 @@ class Plan:
             raise PlanError(
                 f"micro_batches = {self.micro_batches} leaves some of pp = {self.pp} stages idle for good: use {self.pp} or more"
             )
+        if type(self.expert_capacity) is not int or self.expert_capacity < 0:
+            raise PlanError(f"expert_capacity must be a positive integer, or 0, got {self.expert_capacity!r}")
+        if self.expert_capacity and self.ep == 1:
+            raise PlanError("expert_capacity bounds what processes of ep exchange, and ep = 1: leave it out")
         if self.async_tp and (self.tp == 1 or self.compile != "inductor"):
             raise PlanError('async_tp is done by the compiler and for tp > 1: set compile = "inductor" and tp')
 

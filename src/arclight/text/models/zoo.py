@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -164,13 +165,21 @@ def model_config(name: str, **overrides: Any) -> Any:
     if name not in MODELS:
         near = difflib.get_close_matches(name, model_names(), 3, 0.4) or model_names()
         raise ValueError(f"there is no model {name!r}; there is {', '.join(near)}")
-    config = MODELS[name][1]
+    return _replaced(name, MODELS[name][1], overrides)
+
+
+def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
+    """``config`` with fields replaced; a mapping for a field that is a configuration itself replaces fields of that."""
     fields = [field.name for field in dataclasses.fields(config)]
-    for key in overrides:
+    values = {}
+    for key, value in overrides.items():
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1, 0.4) or fields
             raise ValueError(f"{name} has no {key!r} to set; did you mean {', '.join(near)}?")
-    return dataclasses.replace(config, **{key: _value(value) for key, value in overrides.items()})
+        inner = getattr(config, key)
+        nested = isinstance(value, Mapping) and dataclasses.is_dataclass(inner)
+        values[key] = _replaced(f"{name}'s {key}", inner, value) if nested else _value(value)
+    return dataclasses.replace(config, **values)
 
 
 def _value(value: Any) -> Any:
