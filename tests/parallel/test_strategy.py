@@ -125,13 +125,14 @@ def fit(
     return trainer, curve.losses, module
 
 
-PLANS = [
-    Plan(dp_replicate=2), Plan(dp_shard=2), Plan(tp=2), Plan(dp_shard=2, tp=2), Plan(cp=2), Plan(pp=2),
+QUICK = [Plan(dp_shard=2, tp=2), Plan(pp=2)]
+OTHERS = [
+    Plan(dp_replicate=2), Plan(dp_shard=2), Plan(tp=2), Plan(cp=2),
     Plan(pp=2, schedule="ZBVZeroBubble", micro_batches=5), Plan(dp_shard=2, pp=2, schedule="Interleaved1F1B"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("plan", [*QUICK, *(pytest.param(plan, marks=pytest.mark.slow) for plan in OTHERS)], ids=str)
 def test_a_plan_trains_what_one_process_trains(tmp_path: Path, plan: Plan) -> None:
     one, wanted, _ = fit(tmp_path / "1")
     two, found, _ = fit(tmp_path / "2", plan)
@@ -280,6 +281,7 @@ def test_fabric_takes_a_plan() -> None:
         torch.testing.assert_close(torch.tensor(found[2][name]), torch.tensor(value), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_processes_that_torchrun_has_started(tmp_path: Path) -> None:
     _, wanted, _ = fit(tmp_path / "1", max_steps=6)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
