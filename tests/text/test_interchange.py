@@ -279,3 +279,14 @@ def test_a_model_that_is_balanced_otherwise_is_filled_all_the_same(folders: Any)
     from_hf(folder, model)
     assert model.config.moe.bias_rate == 0.1
     torch.testing.assert_close(model(tokens()), read(tokens()), rtol=0, atol=0)
+
+
+def test_layers_that_predict_further_tokens_are_left_where_they_are(folders: Any, tmp_path: Path) -> None:
+    folder, _ = folders["deepseek-v3"]
+    shutil.copytree(folder, tmp_path / "more")
+    file, config = tmp_path / "more" / "model.safetensors", tmp_path / "more" / "config.json"
+    save_file(load_file(file) | {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file)
+    with pytest.raises(ValueError, match=r"no place for: model\.layers\.3\.eh_proj\.weight"):
+        from_hf(tmp_path / "more")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    torch.testing.assert_close(from_hf(tmp_path / "more")(tokens()), from_hf(folder)(tokens()), rtol=0, atol=0)

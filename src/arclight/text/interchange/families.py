@@ -41,6 +41,8 @@ class Family:
     prefix: str = "model."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     """Pieces of names of tensors that our model has no use for: nothing learned, or parts that it does not have."""
+    unread: Callable[[Fields], tuple[str, ...]] = field(default=lambda theirs: ())
+    """Pieces of names of what a folder holds beside the model, as its config.json says."""
     read_more: Callable[[Fields], Fields] = field(default=lambda theirs: {})
     """What a table cannot say, theirs to ours, and back."""
     write_more: Callable[[Any], Fields] = field(default=lambda config: {})

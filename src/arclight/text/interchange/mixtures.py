@@ -133,6 +133,12 @@ def _write_deepseek(config: DeepSeekConfig) -> Fields:
     }  # fmt: skip
 
 
+def _further_tokens(theirs: Fields) -> tuple[str, ...]:
+    """The layers behind the last that predict further tokens: they serve training and drafts, not the model."""
+    first, count = theirs["num_hidden_layers"], theirs.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{first + number}." for number in range(count))
+
+
 _LATENT_NAMES = {
     "wq": "q_proj", "wq_a": "q_a_proj", "wq_b": "q_b_proj", "q_norm": "q_a_layernorm", "wkv_a": "kv_a_proj_with_mqa",
     "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wo": "o_proj",
@@ -164,6 +170,7 @@ DEEPSEEK_V3 = Family(
         *EXPERT_KEYS,
         Key(f"{_OURS}.router.expert_bias", f"{_THEIRS}.gate.e_score_correction_bias", exact=True),
     ),
+    unread=_further_tokens,
     read_more=_read_deepseek,
     write_more=_write_deepseek,
 )

@@ -46,7 +46,7 @@ def from_hf(
         tied = find_shared_parameters(model)
         model = set_shared_parameters(model.to_empty(device=device), tied)
     source = Folder(Path(folder), family.prefix, _blocks(theirs), family.stem)
-    _fill(model, whole, family, source)
+    _fill(model, whole, family, source, (*family.ignored, *family.unread(theirs)))
     return model
 
 
@@ -98,7 +98,7 @@ def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) 
     return None
 
 
-def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder) -> None:
+def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ignored: tuple[str, ...]) -> None:
     beside = tuple(f"{child}." for child in getattr(model, "beside", ()))
     everything = tensors(whole)
     targets = {name: tensor for name, tensor in tensors(model).items() if not name.startswith(beside)}
@@ -120,7 +120,7 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder) ->
         ]
         used |= _copies(names, key, family, shape, source)
         jobs += [(tensor, key) for tensor in {id(targets[name]): targets[name] for name in wanted}.values()]
-    left = [name for name in sorted(source.names() - used) if not any(piece in name for piece in family.ignored)]
+    left = [name for name in sorted(source.names() - used) if not any(piece in name for piece in ignored)]
     unknown = [name for name in targets if name not in everything]
     for what, names in (
         ("the folder lacks the weights of", missing),
