@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class LanguageModel(Module):
             self.model = build_model(self.settings.model, **overrides)
         if not next(self.model.parameters()).is_meta:
             initialize(self.model, self.initial_seed)
+        _ = self.flops_per_token  # now: a stage of a pipeline keeps a part of the model
 
     def start_from(self, weights: Path) -> None:
         """Take the weights of a Hugging Face folder or of a checkpoint. Raises ValueError or RuntimeError where they are another model's."""
@@ -192,9 +194,9 @@ class LanguageModel(Module):
             covered = int(batch["bytes"].sum())
             self.log(f"{stage}/bits_per_byte", total / math.log(2) / max(1, covered), batch_size=covered, prog_bar=True)
 
-    @property
+    @cached_property
     def flops_per_token(self) -> float:
-        """Operations of forward and backward for one token of a training sequence."""
+        """Operations of forward and backward for one token of a training sequence, in the whole model."""
         return flops_per_token(self.model, self.sequence_length)
 
     # -- text ------------------------------------------------------------------------------------------------------

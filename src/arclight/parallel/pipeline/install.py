@@ -49,7 +49,8 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
     """Leave of ``module.model`` what this process's stages need, spread that, and let ``module.runner`` run all stages.
 
     ``module`` is as `arclight.parallel.running.Runnable` says. All processes of ``mesh`` call this. The model may be on the meta
-    device: only what is left is given memory (by ``spread``). Names do not change. Raises PlanError for what cannot be cut, before it is changed.
+    device: only what is left is given memory (by ``spread``). Names do not change, and ``load_state_dict`` takes a
+    whole state, of which it leaves alone what other stages have. Raises PlanError for what cannot be cut, before it is changed.
     """
     plan = mesh.plan
     check(plan)
@@ -73,7 +74,9 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
     line = Line(group, plan.pp * kind.stages_per_process, kind, device)
     cuts = cut_evenly(module.model, line.stages)
     own = stages_of(mesh.rank("pp"), plan.pp, line.stages, kind.v_shaped)
+    before = set(module.model.state_dict())
     keep(module.model, [cuts[number] for number in own])
+    _leave_alone(module.model, before - set(module.model.state_dict()))
     parts: dict[int, Part] = {}
     for number in own:
         model = module.model if len(own) == 1 else view(module.model, cuts[number])
@@ -85,3 +88,13 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
     )  # fmt: skip
     module.runner = runner
     return runner
+
+
+def _leave_alone(model: nn.Module, elsewhere: set[str]) -> None:
+    """From now on loading a state into ``model`` passes over what other stages have."""
+
+    def drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in elsewhere:
+            state.pop(prefix + name, None)
+
+    model.register_load_state_dict_pre_hook(drop)
