@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.fabric.naming import by_name
-from arclight.parallel import Plan, initialize
+from arclight.parallel import Plan, PlanError, initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
 
@@ -279,6 +279,29 @@ def test_fabric_takes_a_plan() -> None:
     assert found[2].keys() == wanted[2].keys()
     for name, value in wanted[2].items():
         torch.testing.assert_close(torch.tensor(found[2][name]), torch.tensor(value), rtol=0, atol=1e-4)
+
+
+def uneven(fabric: al.Fabric) -> tuple[dict[str, Tensor], str]:
+    """Whole first weights of a model whose shares differ in size, and what is said of a sequence that does not divide."""
+    torch.set_num_threads(1)
+    with fabric.init_module(empty_init=True):
+        model = build_model("llama3-debug", vocab_size=94, dim=36, layers=1, heads=6, kv_heads=2, hidden=46)
+    torch.manual_seed(3)
+    model = fabric.setup_module(model)
+    weights = fabric.strategy.portable(fabric.strategy.get_module_state_dict(model))
+    with pytest.raises(PlanError) as refused:
+        model(torch.zeros(2, 15, dtype=torch.long))
+    return {name: value.tolist() for name, value in weights.items()}, str(refused.value)
+
+
+def test_uneven_shares_begin_as_the_whole_and_uneven_sequences_are_refused() -> None:
+    strategy = Plan(dp_shard=2, tp=2).strategy(start_method="fork")
+    found, refused = al.Fabric(accelerator="cpu", strategy=strategy).launch(uneven)
+    alone = build_model("llama3-debug", vocab_size=94, dim=36, layers=1, heads=6, kv_heads=2, hidden=46)
+    initialize(alone, 3)
+    assert found.keys() == alone.state_dict().keys()
+    assert all(torch.equal(torch.tensor(found[name]), value) for name, value in alone.state_dict().items())
+    assert refused.startswith("sequences of 15 tokens cannot be cut into tp = 2 equal parts: pad them")
 
 
 @pytest.mark.slow
