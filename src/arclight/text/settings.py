@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Sampling:
     """Text written by the model after each validation, kept in the run's log."""
 
-    prompts: tuple[str, ...] = ("def ",)
+    prompts: tuple[str, ...] = ("import",)
     """What the texts begin with."""
     new_tokens: int = 64
     """Tokens added to each."""
