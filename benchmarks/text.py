@@ -220,6 +220,18 @@ def checkpoint_stall(saves: int, every: int) -> float:
     return statistics.median(watched.blocked[1:]) / statistics.median(watched.interval)
 
 
+def plan_suite_errors(quick: bool) -> tuple[int, float]:
+    """How many plans of up to eight processes were tried in float32, and the largest difference of any gradient to one process."""
+    from tests.parallel.plan_suite import CASES
+    from tests.parallel.test_plan_suite import run
+
+    tried = [case for case in CASES if case.dtype == torch.float32 and (case.quick or not quick)]
+    found: dict[str, dict[str, float]] = {}
+    for world_size in sorted({case.plan.world_size for case in tried}):
+        found |= run(world_size, quick)
+    return len(tried), max(found[case.name]["gradient"] for case in tried)
+
+
 class Pace(al.Callback):
     """Tokens per second between steps ``first`` and the last."""
 
@@ -311,6 +323,14 @@ def main() -> None:
     figures["loader_over_step"] = loader / step_rate
     rows.append(("loader, standard library's sources, one process", f"{loader:,.0f} tokens/s", ""))
     figures["checkpoint_stall"] = checkpoint_stall(3 if options.quick else 6, 5 if options.quick else 20)
+    plans, figures["plan_suite_max_gradient_error"] = plan_suite_errors(options.quick)
+    rows.append(
+        (
+            f"plan suite, {plans} plans: largest difference of a gradient to one process",
+            f"{figures['plan_suite_max_gradient_error']:.1e}",
+            "",
+        )
+    )
     if torch.cuda.is_available():
         more, found = on_gpu(20 if options.quick else 60)
         rows += [(*row, "") for row in more]
