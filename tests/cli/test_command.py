@@ -68,12 +68,15 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
         ("trian", "arclight: there is no verb trian; did you mean train?\n"),
         ("qqq", "arclight: there is no verb qqq; see arclight --help\n"),
         ("train x.toml", "arclight: x.toml cannot be read: No such file or directory\n"),
-        ("train --task.data x --sed 3", "arclight: --sed is not a field of Recipe; did you mean --seed?\n"),
+        (
+            "train --task.kind detection --task.data x --sed 3",
+            "arclight: --sed is not a field of Recipe; did you mean --seed?\n",
+        ),
         (
             "train --sed 3",
             "arclight: the recipe cannot be used:\n"
             "  --sed is not a field of Recipe; did you mean --seed?\n"
-            "  task is missing; Recipe needs it: detection\n",
+            "  task is missing; Recipe needs it: detection | language\n",
         ),
         ("train --resume", "arclight: argument --resume: expected one argument (see arclight train --help)\n"),
         ("predict a.jpg", "arclight: the following arguments are required: --program (see arclight predict --help)\n"),

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import textwrap
 from argparse import ArgumentParser
+from itertools import pairwise
 from typing import Any
 
 from arclight.cli.style import bold, coloured, dim
@@ -31,6 +32,7 @@ def recipe_help(parser: ArgumentParser, schema: type) -> str:
 def listing(settings: list[Setting], width: int) -> list[str]:
     """The settings table by table, each with its type, default and explanation."""
     fields = {setting.path: setting for setting in settings if not setting.path.endswith(".kind")}
+    holds = {id(row) for row, first in pairwise(settings) if first.path.startswith(f"{row.path}.") and not first.kind}
     tables: dict[tuple[str, str], list[Setting]] = {}
     for setting in settings:
         rows = tables.setdefault((setting.path.rpartition(".")[0], setting.kind), [])
@@ -39,8 +41,8 @@ def listing(settings: list[Setting], width: int) -> list[str]:
     lines: list[str] = []
     for (table, kind), rows in tables.items():
         lines += ["", *heading(table, kind, fields.get(table), rows[0], width)]
-        shown_rows = [row for row in rows if row.path != f"{table}.kind" and (row.path, "") not in tables]
-        longest = max(len(row.path.rpartition(".")[2]) for row in shown_rows)
+        shown_rows = [row for row in rows if row.path != f"{table}.kind" and id(row) not in holds]
+        longest = max((len(row.path.rpartition(".")[2]) for row in shown_rows), default=0)
         lines += [line for row in shown_rows for line in described(row, longest, width)]
     return lines
 
