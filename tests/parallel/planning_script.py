@@ -18,13 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from arclight.parallel import Mesh, Plan, parallelize
-from arclight.parallel.context import apply_context, mask_traffic, sequence_index
+from arclight.parallel.context import apply_context, sequence_index
 from arclight.parallel.planning.chain import Chain, Workload
 from arclight.parallel.planning.devices import hardware
 from arclight.parallel.planning.estimates import estimate
 from arclight.parallel.shard import Types
 from arclight.text import build_model
 from arclight.text.loss import cross_entropy
+from arclight.text.models.moe import Router
 
 SEQUENCE = 256
 FIELDS: dict[str, Any] = {"vocab_size": 768, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 352}
@@ -47,7 +48,13 @@ class Case:
         return str(self)
 
     def build(self) -> nn.Module:
-        return build_model(self.model, **FIELDS, tied=self.tied)
+        if "moe" not in self.model:
+            return build_model(self.model, **FIELDS, tied=self.tied)
+        model = build_model(self.model, vocab_size=FIELDS["vocab_size"], layers=2)
+        for module in model.modules():
+            if isinstance(module, Router):  # as the planner takes it to be
+                module.config = dataclasses.replace(module.config, force_balance=True)
+        return model
 
     def workload(self) -> Workload:
         return Workload(
@@ -72,6 +79,9 @@ CASES = [
     Case(Plan(dp_replicate=2, dp_shard=2)),
     Case(Plan(dp_shard=2, tp=2), half=True),
     Case(Plan(dp_shard=3), samples=1),
+    Case(Plan(dp_shard=2), model="qwen3-moe-debug"),
+    Case(Plan(dp_shard=2, ep=2), model="qwen3-moe-debug", quick=True),
+    Case(Plan(tp=2), model="qwen3-moe-debug"),
 ]
 
 
@@ -170,6 +180,8 @@ def measure(case: Case) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
     groups = {mesh.group(name).group_name: name for name in ("dp_replicate", "dp_shard", "cp", "tp")}
     groups[mesh.dense["fsdp"].get_group().group_name] = "dp_shard"
+    if mesh.sparse is not None and case.plan.ep < case.plan.dp_shard:
+        groups[mesh.sparse["ep"].get_group().group_name] = "ep"
     for _ in range(2):  # in the first step the optimizer makes its state
         state = [_own(x) for entries in optimizer.state.values() for x in entries.values()]
         exchanges, held = Exchanges(groups), Held([_own(p) for p in model.parameters()] + state)
@@ -184,8 +196,6 @@ def measure(case: Case) -> dict[str, Any]:
                     root(given).backward()
             optimizer.step()
     shares = sum(_own(p).nbytes for p in model.parameters())
-    if case.plan.cp > 1:  # places of tokens are fetched too, once for a mask: 8 bytes each
-        exchanges.bytes["dp_shard all_gather"] -= case.passes * mask_traffic(case.samples, SEQUENCE, False, True)
     return {
         "bytes": dict(exchanges.bytes), "peak": held.most, "parameters": shares, "optimizer": sum(x.nbytes for x in state),
     }  # fmt: skip
@@ -199,8 +209,9 @@ def predict(case: Case) -> dict[str, Any]:
     made = estimate(Chain(case.workload()), case.plan, case.samples)
     said = Counter[str]()
     for message in made.traffic[0]:
-        # Where nothing but cp spreads weights, it is the same group of processes.
-        dimension = "dp_shard" if message.dimension == "cp" and case.plan.dp_shard == 1 else message.dimension
+        # Where cp or ep has all the processes that weights are spread over, it is the same group.
+        same = (message.dimension == "cp" and case.plan.dp_shard == 1) or case.plan.ep == case.plan.dp_shard > 1
+        dimension = "dp_shard" if same and message.dimension in ("cp", "ep") else message.dimension
         said[f"{dimension} {message.collective}"] += int(message.bytes)
     worst = made.memory[0]
     classes = dataclasses.asdict(worst)

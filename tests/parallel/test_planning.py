@@ -25,6 +25,7 @@ from arclight.parallel.planning.searching import Limits
 from arclight.parallel.planning.timing import exchange_seconds, idle_share
 from arclight.parallel.planning.trace import Recorder
 from arclight.text import build_model
+from arclight.text.flops import flops_per_token
 
 SCRIPT = Path(__file__).with_name("planning_script.py")
 GIB = 2**30
@@ -162,6 +163,19 @@ def debug(samples: int = 16, sequence: int = 256, **options: Any) -> Chain:
     return llama("llama3-debug", samples, sequence, loss=loss, **options)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2-debug", "qwen3-moe-debug", *(pytest.param(f"{family}-debug", marks=pytest.mark.slow) for family in ("deepseek-v3", "llama4", "qwen3"))],
+)  # fmt: skip
+def test_every_family_can_be_planned(name: str) -> None:
+    chain = llama(name, 16, 256, loss=loss)
+    assert chain.flops_per_sample / 256 == pytest.approx(flops_per_token(chain.model, 256), rel=0.06)
+    for plan in (Plan(dp_shard=4, tp=2), Plan(dp_shard=4, ep=4) if chain.experts else Plan(dp_shard=2, cp=2)):
+        made = estimate(chain, plan, 2)
+        whole = 4 * chain.parameters_in_all / plan.world_size  # tp leaves norms and routers whole on each process
+        assert whole <= made.worst.parameters < 1.1 * whole
+
+
 def test_more_cutting_takes_less_memory() -> None:
     chain = debug()
     totals = [
@@ -212,6 +226,8 @@ def test_what_cannot_be_planned_is_said_with_the_way_out() -> None:
         estimate(chain, Plan(dp_shard=6), 2)
     with pytest.raises(PlanError, match=r"leave some of pp = 4 stages idle"):
         estimate(debug(2), Plan(pp=4))
+    with pytest.raises(PlanError, match=r"cpu_offload = True .* not predicted"):
+        estimate(chain, Plan(dp_shard=2, cpu_offload=True))
     with pytest.raises(PlanError, match=r"the model has none: set ep = 1"):
         chain.costs(Cut(ep=2), 1, "none")
     refused = search(chain, Limits(8, GIB)).rejected

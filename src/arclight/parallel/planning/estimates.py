@@ -129,12 +129,14 @@ def _passes(chain: Chain, plan: Plan, samples: int) -> int:
     return passes
 
 
+_NOT_PREDICTED = (("float8", "none"), ("cpu_offload", False), ("async_tp", False), ("expert_capacity", 0))
+"""Fields of a plan, and the only values for which anything is predicted."""
 _SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def _recompute(plan: Plan) -> Recompute:
     """What blocks compute again. Raises PlanError for choices whose effect is not predicted, so that none is left out silently."""
-    for name, plain in (("float8", "none"), ("cpu_offload", False), ("async_tp", False)):
+    for name, plain in _NOT_PREDICTED:
         if getattr(plan, name) != plain:
             raise PlanError(
                 f"what {name} = {getattr(plan, name)} saves or costs is not predicted: plan without it, and set it then"
