@@ -36,7 +36,7 @@ def test_experts_on_several_processes(size: int) -> None:
     ]  # fmt: skip
     try:
         for process in processes:
-            out, error = process.communicate(timeout=120)
+            out, error = process.communicate(timeout=280)
             assert process.returncode == 0, error
             assert [line.removeprefix("passed ") for line in out.split("\n") if line] == list(CHECKS)
     finally:

@@ -142,7 +142,7 @@ def test_the_bias_balances_a_skewed_router() -> None:
     moe = MoE(MoEConfig(experts=16, top_k=2, hidden=8, score="sigmoid", bias_rate=5e-3), WIDTH, 0.3, 0.3)
     with torch.no_grad():
         moe.router.weight += torch.linspace(-0.15, 0.15, 16)[:, None]
-    x = torch.randn(1, 4096, WIDTH) + 0.3
+    x = torch.randn(1, 2048, WIDTH) + 0.3
     history = []
     for _ in range(150):
         moe(x).sum().backward()
