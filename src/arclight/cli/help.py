@@ -31,16 +31,17 @@ def recipe_help(parser: ArgumentParser, schema: type) -> str:
 
 def listing(settings: list[Setting], width: int) -> list[str]:
     """The settings table by table, each with its type, default and explanation."""
-    fields = {setting.path: setting for setting in settings if not setting.path.endswith(".kind")}
     holds = {id(row) for row, first in pairwise(settings) if first.path.startswith(f"{row.path}.") and not first.kind}
-    tables: dict[tuple[str, str], list[Setting]] = {}
+    tables: dict[tuple[str, str, str], list[Setting]] = {}
+    fields: dict[tuple[str, str], Setting] = {}
+    task = ""  # two kinds of a task may hold the same table, with other defaults
     for setting in settings:
-        rows = tables.setdefault((setting.path.rpartition(".")[0], setting.kind), [])
-        if setting.path not in [row.path for row in rows]:  # two kinds of a task may hold the same table
-            rows.append(setting)
+        task = setting.kind if setting.path == "task.kind" else task
+        fields[task, setting.path] = setting
+        tables.setdefault((task, setting.path.rpartition(".")[0], setting.kind), []).append(setting)
     lines: list[str] = []
-    for (table, kind), rows in tables.items():
-        lines += ["", *heading(table, kind, fields.get(table), rows[0], width)]
+    for (task, table, kind), rows in tables.items():
+        lines += ["", *heading(table, kind, fields.get((task, table), fields.get(("", table))), rows[0], width)]
         shown_rows = [row for row in rows if row.path != f"{table}.kind" and id(row) not in holds]
         longest = max((len(row.path.rpartition(".")[2]) for row in shown_rows), default=0)
         lines += [line for row in shown_rows for line in described(row, longest, width)]
