@@ -66,6 +66,10 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     (said,) = json.loads(Path("said.json").read_text())
     assert said["prompt"] + said["text"] in out
 
+    status, _, err = typed("predict runs/lm/1 --prompt the --tokens 100000")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "lower max_new_tokens" in err
+
     assert typed("export runs/lm/1 --out hf")[0] == 0
     model, tokenizer = from_hf("hf"), Tokenizer.load("hf")
     tokens = torch.tensor([tokenizer.encode("the 7 cats sat on the mat and saw 7 birds\n" * 8)[:32]])

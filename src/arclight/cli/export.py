@@ -17,7 +17,12 @@ def export(arguments: list[str]) -> None:
 
     if language.trained_language(arguments):
         return language.export(arguments)
-    _write("export", "Write a trained detector as a float32 program.", arguments, int8=False)
+    _write(
+        "export",
+        "Write a trained detector as a float32 program. Of a language model's run: arclight export RUN --help.",
+        arguments,
+        int8=False,
+    )
     return None
 
 
@@ -28,7 +33,8 @@ def quantize(arguments: list[str]) -> None:
         return language.quantize(arguments)
     _write(
         "quantize",
-        "Quantize a trained detector to int8, calibrated on its training images, and write it as a program.",
+        "Quantize a trained detector to int8, calibrated on its training images, and write it as a program. Of a language model's run: "
+        "arclight quantize RUN --help.",
         arguments,
         int8=True,
     )

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.cli.arguments import Parser
+from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.export import best_checkpoint
 from arclight.deploy.settings import Int8
 
@@ -49,7 +49,12 @@ def predict(arguments: list[str]) -> None:
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint is taken) or a checkpoint"
     )
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; may be repeated")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what the text begins with; may be repeated (default: standard input)",
+    )
     parser.add_argument(
         "--tokens", type=int, default=200, metavar="N", help="longest continuation (default: %(default)s)"
     )
@@ -73,12 +78,16 @@ def predict(arguments: list[str]) -> None:
     model = load_run(options.run)
     texts = []
     for prompt in options.prompt or [sys.stdin.read()]:
+        try:
+            written = model.generate(
+                prompt, max_new_tokens=options.tokens, temperature=options.temperature, top_k=options.top_k,
+                top_p=options.top_p, stop=options.stop, seed=options.seed, stream=True,
+            )  # fmt: skip
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         print(prompt, end="", flush=True)
         pieces = []
-        for piece in model.generate(
-            prompt, max_new_tokens=options.tokens, temperature=options.temperature, top_k=options.top_k,
-            top_p=options.top_p, stop=options.stop, seed=options.seed, stream=True,
-        ):  # fmt: skip
+        for piece in written:
             print(piece, end="", flush=True)
             pieces.append(piece)
         print()

@@ -20,7 +20,8 @@ def predict(arguments: list[str]) -> None:
         return language.predict(arguments)
     parser = Parser(
         prog="arclight predict",
-        description="Find objects in images, folders, patterns and videos; or, with package.module:Model first, let a module of your own predict.",
+        description="Find objects in images, folders, patterns and videos; or, with package.module:Model first, let a module of your own predict. "
+        "With a language model's run first, let it write: arclight predict RUN --prompt TEXT; RUN --help says more.",
     )
     parser.add_argument(
         "source", nargs="+", metavar="SOURCE", help="an image, a folder, a pattern such as 'a/*.jpg', or a video"

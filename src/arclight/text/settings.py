@@ -48,8 +48,6 @@ class Language:
     """How the learning rate changes over the run."""
     loss_chunk: int | None = None
     """Rows of logits held at a time; none: about four million numbers."""
-    balance: float = 1e-3
-    """Step of the biases that keep a mixture's experts equally busy; 0 leaves them."""
     sampling: Sampling | None = field(default_factory=Sampling)
     """Text to write after each validation; none writes nothing."""
 
