@@ -24,6 +24,7 @@ COLOURS = {
     "gathered": "bright_black",
 }  # fmt: skip
 BAR = 40
+WIDTH = 140
 REASONS = 12
 """Of why not otherwise; all are in the JSON."""
 
@@ -31,6 +32,8 @@ REASONS = 12
 def show(chain: Chain, device: Hardware, limits: Limits, found: Found) -> None:
     """Print the answer of a search."""
     console, best = Console(highlight=False), found.best[0]
+    if not console.is_terminal:  # a file or pipe has no edge to break lines at
+        console.width = max(console.width, WIDTH)
     console.print(Text.assemble(
         (f"{type(chain.model).__name__} of {_short(chain.parameters_in_all)} parameters", "bold"),
         f" on {limits.gpus:,} x {device.name}: {_short(best.tokens)} tokens a step, {limits.memory / GIB:.1f} GiB each",
