@@ -12,10 +12,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import arclight as al
+from arclight.fabric.errors import MisconfigurationError
 from arclight.optim import SGD
 from arclight.text import ByteTokenizer, LanguageModel, to_hf
+from arclight.text.data_settings import Text
 from arclight.text.flops import active_parameters, flops_per_token
-from arclight.text.settings import Language
+from arclight.text.settings import Language, Sampling
 
 SMALL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
 TEXT = "the cat sat on the mat and the dog sat on the log; " * 200
@@ -122,7 +124,7 @@ def test_a_checkpoint_opens_alone_and_refuses_another_vocabulary(tmp_path: Path)
 
     with pytest.raises(ValueError, match="has 300 tokens, the model was made for"):
         opened.use_tokenizer(Other())
-    with pytest.raises(ValueError, match=r"overrides.vocab_size = 100"):
+    with pytest.raises(ValueError, match=r"vocab_size = 100 of overrides"):
         LanguageModel(Language(overrides={"vocab_size": 100})).use_tokenizer(ByteTokenizer())
 
 
@@ -156,12 +158,46 @@ def test_it_starts_from_weights_that_exist(tmp_path: Path) -> None:
     trainer, model = fit(tmp_path, 2)
     trainer.save_checkpoint(tmp_path / "run.ckpt")
     to_hf(model.model, tmp_path / "hf")
-    fixed = SMALL | {"vocab_size": model.model.config.vocab_size}
     for weights in (tmp_path / "run.ckpt", tmp_path / "hf"):
         al.seed_everything(9)
-        settings = Language(overrides=fixed, weights=weights, sampling=None, optimizer=SGD(lr=1e-30, weight_decay=0.0))
+        settings = Language(overrides=SMALL, weights=weights, sampling=None, optimizer=SGD(lr=1e-30, weight_decay=0.0))
         other = LanguageModel(settings, ByteTokenizer().vocab_size)
         runner = al.Trainer(max_steps=1, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path)
         runner.fit(other, datamodule=Data())
         for name, value in model.state_dict().items():
             assert torch.equal(other.state_dict()[name], value), name
+
+
+def test_weights_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    trainer, model = fit(tmp_path, 1)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    to_hf(model.model, tmp_path / "hf", tokenizer=ByteTokenizer())
+
+    class Other(ByteTokenizer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names = [f"another {name}" for name in self.names]
+
+    class OtherData(Data):
+        tokenizer = Other()
+
+    for weights in (tmp_path / "run.ckpt", tmp_path / "hf"):
+        other = LanguageModel(Language(overrides=SMALL, weights=weights, sampling=None), 259)
+        runner = al.Trainer(max_steps=1, accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path)
+        with pytest.raises(MisconfigurationError, match="another tokenizer"):
+            runner.fit(other, datamodule=OtherData())
+    larger = LanguageModel(Language(overrides=SMALL, weights=tmp_path / "hf"), 259)
+    larger.hparams["vocab_size"] = None
+    OtherData.tokenizer.names *= 2
+    with pytest.raises(MisconfigurationError, match=r"vocab_size = 320 of .*hf, or overrides, is less than the 518"):
+        larger.use_tokenizer(OtherData.tokenizer)
+
+
+def test_sequences_and_samples_keep_to_the_positions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    few = SMALL | {"max_positions": 40}
+    with pytest.raises(MisconfigurationError, match=r"sequence_length = 48 is more than the 40 positions"):
+        LanguageModel(Language(overrides=few, data=Text(sequence_length=48)), 259)
+    settings = Language(overrides=few, data=Text(sequence_length=32), sampling=Sampling(prompts=("the cat",)))
+    with caplog.at_level("INFO", "arclight"):
+        fit(tmp_path, 10, settings=settings)
+    assert "after step 10: 'the cat' goes on" in caplog.text

@@ -174,6 +174,22 @@ def test_other_kinds_of_vocabularies_stream_too(tmp_path: Path) -> None:
     assert all("\N{REPLACEMENT CHARACTER}" not in part for part in shown)
 
 
+def test_bytes_of_other_kinds_of_vocabularies_are_those_of_the_text(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_like(tmp_path)
+    for text in ("hello hello hel", "hel 東京 lo"):
+        ids = tokenizer.encode(text)  # which begin with a space of their own
+        assert tokenizer.token_bytes[ids].sum() == len(f" {text}".encode())
+    assert tokenizer.token_bytes[tokenizer.names.index("<0xE6>")] == 1
+    assert tokenizer.bytes_per_token(["hello hello"]) > 1
+
+
+def test_a_text_that_goes_on_keeps_its_first_space(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_like(tmp_path)
+    prompt, rest = tokenizer.encode("hello"), tokenizer.encode("hello 東")
+    stream = tokenizer.stream(after=prompt)
+    assert "".join(stream.push(token) for token in rest) + stream.end() == " hello 東"
+
+
 def test_a_fork_says_nothing_about_parallelism() -> None:
     script = (
         "import os, sys; from arclight.text import Tokenizer\n"

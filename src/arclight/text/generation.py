@@ -140,8 +140,8 @@ def choose(logits_BV: Tensor, temperature: float, top_k: int | None, top_p: floa
 class _Answer:
     """The text of one answer, of which only what can no longer be part of a text of ``stop`` is let out."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self.characters, self.stop, self.done = tokenizer.stream(), stop, False
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], prompt: list[int]) -> None:
+        self.characters, self.stop, self.done = tokenizer.stream(after=prompt), stop, False
         self.held = ""
 
     def push(self, token: int) -> str:
@@ -189,7 +189,7 @@ def _pieces(
     cache = KVCache(len(ids), longest + new, padding if bool(padding.any()) else None)
     random = torch.Generator()  # on the CPU: the same draws for any device
     random.seed() if settings.seed is None else random.manual_seed(settings.seed)
-    answers = [_Answer(tokenizer, settings.stop) for _ in ids]
+    answers = [_Answer(tokenizer, settings.stop, prompt) for prompt in ids]
     rows = list(range(len(ids)))
     training = model.training
     model.eval()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import dataclasses
 import math
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from arclight.checkpoint import load
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.no_init import NoInit
 from arclight.parallel import Mesh, initialize
 from arclight.parallel.running import Split, batch_loss
@@ -21,8 +23,6 @@ from arclight.text.models.balance import routers, scale_balance_loss, update_exp
 from arclight.text.models.zoo import build_model, model_config
 from arclight.text.settings import Language
 from arclight.trainer import Callback, Module
-
-_LOG = logging.getLogger("arclight")
 
 VOCABULARY_MULTIPLE = 64
 """Vocabularies are padded to a multiple of this, for matrix kernels and for cutting."""
@@ -40,11 +40,20 @@ class LanguageModel(Module):
 
     def __init__(self, settings: Language, vocab_size: int | None = None, vocabulary: str | None = None) -> None:
         super().__init__()
+        if settings.weights is not None and "vocab_size" not in settings.overrides:  # whose vocabulary is its own
+            size, _ = vocabulary_of(settings.weights)
+            known = {} if size is None else {"vocab_size": size}
+            settings = dataclasses.replace(settings, overrides=settings.overrides | known)
         self.settings = settings
         self.save_hyperparameters({"settings": settings, "vocab_size": vocab_size, "vocabulary": vocabulary})
         self.config = model_config(settings.model, **self._overrides(vocab_size))
         """Sizes of the model, which a plan is checked against before anything is built."""
         self.sequence_length = settings.data.sequence_length
+        if self.sequence_length > self.config.max_positions:
+            raise MisconfigurationError(
+                f"data.sequence_length = {self.sequence_length} is more than the {self.config.max_positions} positions of "
+                f"{settings.model}: shorten it, or set overrides.max_positions"
+            )
         self.initial_seed = torch.initial_seed()
         """What first weights are drawn from, alike on every process."""
         self.model: Any = None
@@ -64,15 +73,19 @@ class LanguageModel(Module):
         """Take ``tokenizer`` for text in and out. Raises ValueError if it is not the one that the model was made for."""
         size, known = tokenizer.vocab_size, self.hparams["vocab_size"]
         if known is not None and size > known:
-            raise ValueError(
+            raise MisconfigurationError(
                 f"the tokenizer has {size} tokens, the model was made for {known}: use the one it was trained with"
             )
         if self.hparams["vocabulary"] not in (None, tokenizer.digest):
-            raise ValueError("this is another tokenizer than the one that the model was trained with: use that one")
+            raise MisconfigurationError(
+                "this is another tokenizer than the one that the model was trained with: use that one"
+            )
         asked = int(self.settings.overrides.get("vocab_size", size))
         if asked < size:
-            raise ValueError(
-                f"overrides.vocab_size = {asked} is less than the {size} tokens of the tokenizer; leave it out"
+            where = "overrides" if self.settings.weights is None else f"{self.settings.weights}, or overrides,"
+            raise MisconfigurationError(
+                f"vocab_size = {asked} of {where} is less than the {size} tokens of data.tokenizer: take another tokenizer, or leave "
+                "overrides.vocab_size out"
             )
         self.tokenizer = tokenizer
         for kept in (self.hparams, self.hparams_initial):
@@ -81,8 +94,7 @@ class LanguageModel(Module):
     def _overrides(self, vocab_size: int | None) -> dict[str, Any]:
         if vocab_size is None or self.settings.weights is not None:  # weights that exist have a vocabulary of their own
             return dict(self.settings.overrides)
-        padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        return {"vocab_size": padded, **self.settings.overrides}
+        return {"vocab_size": _padded(vocab_size), **self.settings.overrides}
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -96,7 +108,15 @@ class LanguageModel(Module):
         _ = self.flops_per_token  # now: a stage of a pipeline keeps a part of the model
 
     def start_from(self, weights: Path) -> None:
-        """Take the weights of a Hugging Face folder or of a checkpoint. Raises ValueError or RuntimeError where they are another model's."""
+        """Take the weights of a Hugging Face folder or of a checkpoint. Raises ValueError or RuntimeError where they are another model's,
+        or were trained with another tokenizer.
+        """
+        _, digest = vocabulary_of(weights)
+        if self.tokenizer is not None and digest not in (None, self.tokenizer.digest):
+            raise MisconfigurationError(
+                f"{weights} was trained with another tokenizer than data.tokenizer, whose tokens mean nothing to it: set data.tokenizer = "
+                '{kind = "pretrained", path = "..."} to the folder of the one it was trained with'
+            )
         if (weights / "config.json").is_file():
             from arclight.text.interchange.reading import from_hf
 
@@ -208,3 +228,22 @@ class LanguageModel(Module):
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer: give it one with use_tokenizer(Tokenizer.load(folder))")
         return generate(self.model, self.tokenizer, prompts, **options)
+
+
+def vocabulary_of(weights: Path) -> tuple[int | None, str | None]:
+    """How many tokens a Hugging Face folder's or a checkpoint's model knows, and the digest of its tokenizer; None where untold."""
+    if (weights / "config.json").is_file():
+        from arclight.text.interchange.reading import read_config
+        from arclight.text.tokenizer import Tokenizer
+
+        with contextlib.suppress(FileNotFoundError):  # a folder without a tokenizer
+            return read_config(weights)["vocab_size"], Tokenizer.load(weights).digest
+        return read_config(weights)["vocab_size"], None
+    kept = load(weights, only=["hyper_parameters"]).get("hyper_parameters", {})
+    if not kept.get("vocab_size"):
+        return None, None
+    return kept["settings"]["fields"]["overrides"].get("vocab_size") or _padded(kept["vocab_size"]), kept["vocabulary"]
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

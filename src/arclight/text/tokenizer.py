@@ -19,7 +19,11 @@ from arclight.fabric.extras import require
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 _CONFIG, _MODEL, _TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token that is one byte, as SentencePiece names it
 _ROLES = ("bos_token", "eos_token", "pad_token")
+
+
+_CONTEXT = 8  # tokens that one's text may depend on; four of them are one character at most
 
 
 class TokenizerError(ValueError):
@@ -112,11 +116,17 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """Bytes of text that each id stands for, (V,); 0 for special tokens."""
-        pieces = self.pieces
-        if pieces is not None:
-            return np.array([len(piece) for piece in pieces], np.int32)
-        lengths = [len(self.decode([token]).encode()) for token in range(self.vocab_size)]
+        """Bytes of text that each id stands for behind other text, (V,); 0 for special tokens."""
+        if self.pieces is not None:
+            return np.array([len(piece) for piece in self.pieces], np.int32)
+        # Behind a word, for the space that begins a token is dropped where a text begins.
+        word = next((t for t in range(self.vocab_size) if self.decode([t]).isalnum()), None)
+        before = [] if word is None else [word]
+        shown = len(self.decode(before).encode())
+        lengths = [
+            1 if _BYTE.fullmatch(name) else len(self.decode([*before, token]).encode()) - shown
+            for token, name in enumerate(self.names)
+        ]
         return np.array(lengths, np.int32)
 
     def bytes_per_token(self, texts: Sequence[str]) -> float:
@@ -124,9 +134,9 @@ class Tokenizer:
         tokens = sum(ids.size for ids in self.encode_batch(texts))
         return sum(len(text.encode()) for text in texts) / tokens if tokens else 0.0
 
-    def stream(self) -> StreamDecoder:
-        """Decodes tokens as they come, whole characters only."""
-        return StreamDecoder(self)
+    def stream(self, after: Sequence[int] = ()) -> StreamDecoder:
+        """Decodes tokens as they come behind ``after``, whole characters only."""
+        return StreamDecoder(self, after)
 
     def _one(self, token: int | None, wanted: bool, role: str) -> list[int]:
         if wanted and token is None:
@@ -240,10 +250,10 @@ class HFTokenizer(Tokenizer):
 class StreamDecoder:
     """Text from tokens one by one: what `push` gives is never taken back, and never half a character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
-        self._shown, self._waiting = list[int](), list[int]()
+        self._shown, self._waiting = list(after[-_CONTEXT:]), list[int]()
 
     def push(self, *ids: int) -> str:
         """The characters that these tokens complete."""

@@ -97,7 +97,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Samples(Callback):
-    """Lets the model write after each validation, into the run's log. Where weights are spread over processes it does not."""
+    """Lets the model write after each validation, into the run's log, as far as its positions go.
+
+    Where weights are spread over processes it does not.
+    """
 
     def __init__(self, settings: Sampling) -> None:
         self.settings = settings
@@ -108,8 +111,13 @@ class Samples(Callback):
         if any(hasattr(parameter, "to_local") for parameter in pl_module.parameters()) or pl_module.runner is not None:
             return
         s = self.settings
+        ids = [pl_module.tokenizer.encode(prompt) for prompt in s.prompts]
+        room = pl_module.config.max_positions - max((len(prompt) for prompt in ids), default=0)
+        if room < 2:
+            _LOG.warning("prompts of samples fill all %d positions: nothing is written", pl_module.config.max_positions)
+            return
         texts = pl_module.generate(
-            list(s.prompts), max_new_tokens=s.new_tokens, temperature=s.temperature, top_p=s.top_p, seed=trainer.global_step
+            list(s.prompts), max_new_tokens=min(s.new_tokens, room - 1), temperature=s.temperature, top_p=s.top_p, seed=trainer.global_step
         )  # fmt: skip
         for prompt, text in zip(s.prompts, texts, strict=True):
             _LOG.info("after step %d: %r goes on: %r", trainer.global_step, prompt, text)
