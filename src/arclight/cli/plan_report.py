@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -24,6 +25,8 @@ COLOURS = {
     "gathered": "bright_black",
 }  # fmt: skip
 BAR = 40
+WIDTH = 120
+"""Columns of what is written to a file or pipe."""
 WIDTH = 140
 REASONS = 12
 """Of why not otherwise; all are in the JSON."""
@@ -31,7 +34,7 @@ REASONS = 12
 
 def show(chain: Chain, device: Hardware, limits: Limits, found: Found) -> None:
     """Print the answer of a search."""
-    console, best = Console(highlight=False), found.best[0]
+    console, best = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH), found.best[0]
     if not console.is_terminal:  # a file or pipe has no edge to break lines at
         console.width = max(console.width, WIDTH)
     console.print(Text.assemble(

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 IGNORED = -100
 """The label of a token that is not to be predicted."""
 CHUNK_ELEMENTS = 1 << 22
-"""Logits held at a time: 16 MiB of float32, in which a few hundred rows keep the matrix products busy."""
+"""Logits held at a time, 16 MiB of float32, where that is a good many rows and no more than so many chunks:"""
+CHUNKS = 8
+"""Each chunk adds to a gradient as large as the weights, which costs as much as its products if it has a few hundred rows only."""
 
 
 def cross_entropy(
@@ -26,14 +28,14 @@ def cross_entropy(
     hidden: (..., D). weight: (V, D), or a DTensor whose rows lie on the processes of one mesh dimension; then every process
     must call this with the same hidden states, and the gradient by them is the part that its rows give, to be summed over
     processes as `arclight.parallel.tensor` does it. labels: (...), int64.
-    chunk: rows of logits at a time (default: about four million logits). softcap: logits become softcap * tanh(logits / softcap).
+    chunk: rows of logits at a time (default: about four million logits, or an eighth of all). softcap: logits become softcap * tanh(logits / softcap).
     Gradients are computed on the way forward and kept in the place of logits: each matrix product is done once.
     """
     group, first, rows = None, 0, weight
     if isinstance(weight, DTensor):
         rows, group, first = _own_rows(weight)
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-    size = chunk or max(256, CHUNK_ELEMENTS // rows.shape[0])
+    size = chunk or max(256, CHUNK_ELEMENTS // rows.shape[0], -(-len(flat) // CHUNKS))
     total: Tensor = _Chunked.apply(flat, rows, targets, size, group, first, softcap)
     return total
 

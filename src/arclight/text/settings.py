@@ -47,7 +47,7 @@ class Language:
     schedule: WSD | Cosine | Linear | InverseSqrt | Constant = field(default_factory=WSD)
     """How the learning rate changes over the run."""
     loss_chunk: int | None = None
-    """Rows of logits held at a time; none: about four million numbers."""
+    """Rows of logits held at a time; none: about four million numbers, or an eighth of all rows."""
     sampling: Sampling | None = field(default_factory=Sampling)
     """Text to write after each validation; none writes nothing."""
 

@@ -1,10 +1,9 @@
 """What devices compute, hold and send: nominal figures of data sheets, and those that real programs see.
 
 Nominal rates are dense (without sparsity). Sources: NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), L40S (2023) and
-HGX B200 (2024), AMD's of MI300X (2023). Large bf16 products alone reach about 72 % of an H100 and 47 % of an MI300X (SemiAnalysis,
-December 2024) and 80 % of an H200 (790 TFLOP/s, our own measurement); in a training step, between other kernels and under the
-power limit, about 85 % of that, which is what ``achieved`` says. Where there is no such measurement (A100, B200, L40S) the figures
-are estimates. Bandwidths of links are about 80 % of nominal, as NCCL's tests show.
+HGX B200 (2024), AMD's of MI300X (2023). ``achieved`` and ``attention`` are fitted: those of H100 and H200 so that dense models reach the 47 to
+50 % of the nominal rate that Megatron-LM and nanochat publish for bf16 (a large product alone reaches 80 % of an H200); those of
+the others are estimates. All are to be replaced by one's own in a --gpu file where they are known better. Bandwidths of links are taken as 80 % of nominal.
 """
 
 from __future__ import annotations
@@ -79,22 +78,22 @@ _SHORT = (torch.bfloat16, torch.float16)
 TABLE = {
     # 700 W. NVLink 4: 450 GB/s each way. One 400 Gbit/s adapter for each GPU.
     "h100": Hardware(
-        name="H100 SXM 80GB", memory=79.1, bf16=989.4, fp32=494.7, achieved=0.62, attention=0.38, bandwidth=3350, node=8,
+        name="H100 SXM 80GB", memory=79.1, bf16=989.4, fp32=494.7, achieved=0.53, attention=0.33, bandwidth=3350, node=8,
         link=360, network=42,
     ),
     # The same chip with more and faster memory.
     "h200": Hardware(
-        name="H200 SXM 141GB", memory=139.8, bf16=989.4, fp32=494.7, achieved=0.68, attention=0.40, bandwidth=4800, node=8,
+        name="H200 SXM 141GB", memory=139.8, bf16=989.4, fp32=494.7, achieved=0.57, attention=0.36, bandwidth=4800, node=8,
         link=360, network=42,
     ),
     # Power holds this one back less. NVLink 3: 300 GB/s each way. 200 Gbit/s adapters.
     "a100": Hardware(
-        name="A100 SXM 80GB", memory=79.1, bf16=312, fp32=156, achieved=0.75, attention=0.50, bandwidth=2039, node=8,
+        name="A100 SXM 80GB", memory=79.1, bf16=312, fp32=156, achieved=0.65, attention=0.45, bandwidth=2039, node=8,
         link=230, network=21,
     ),
     # HGX B200: 18 PFLOP/s dense bf16 for eight. NVLink 5: 900 GB/s each way.
     "b200": Hardware(
-        name="B200 SXM 180GB", memory=178.3, bf16=2250, fp32=1125, achieved=0.62, attention=0.36, bandwidth=8000, node=8,
+        name="B200 SXM 180GB", memory=178.3, bf16=2250, fp32=1125, achieved=0.53, attention=0.33, bandwidth=8000, node=8,
         link=700, network=42,
     ),
     # Infinity Fabric: 7 links of 64 GB/s each way.
