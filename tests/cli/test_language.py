@@ -70,6 +70,19 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     assert (status, err.count("\n")) == (2, 1)
     assert "lower max_new_tokens" in err
 
+    row = {
+        "activity_label": "Cats",
+        "ctx_a": "The 7 cats sat on",
+        "ctx_b": "they",
+        "endings": ["the mat", "xq zz"],
+        "label": "0",
+    }
+    Path("questions.jsonl").write_text(json.dumps(row) + "\n")
+    status, out, _ = typed("test runs/lm/1 --questions questions.jsonl --format hellaswag --json scores.json")
+    assert status == 0
+    assert "guessing gives 50.0%" in out
+    assert json.loads(Path("scores.json").read_text())["questions"] == 1
+
     assert typed("export runs/lm/1 --out hf")[0] == 0
     model, tokenizer = from_hf("hf"), Tokenizer.load("hf")
     tokens = torch.tensor([tokenizer.encode("the 7 cats sat on the mat and saw 7 birds\n" * 8)[:32]])

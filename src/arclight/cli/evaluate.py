@@ -23,6 +23,10 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         from arclight.cli.own_run import own_run
 
         return own_run(stage, own, arguments[1:])
+    if stage == "test" and any(word.partition("=")[0] == "--questions" for word in arguments):
+        from arclight.cli import language
+
+        return language.answer(arguments)
     parser = recipe_parser(stage, f"Measure a checkpoint on the {'validation' if stage == 'validate' else stage} data.")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="PATH", help="a checkpoint; default: the newest beside a run's recipe.toml"

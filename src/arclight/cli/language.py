@@ -96,6 +96,50 @@ def predict(arguments: list[str]) -> None:
         options.json.write_text(json.dumps(texts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def answer(arguments: list[str]) -> None:
+    """Measure a trained model on multiple-choice questions."""
+    parser = Parser(prog="arclight test", description="Measure a language model on multiple-choice questions.")
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint is taken) or a checkpoint"
+    )
+    parser.add_argument(
+        "--questions", type=Path, required=True, metavar="FILE", help="questions, as .jsonl, .csv or .parquet"
+    )
+    parser.add_argument(
+        "--format", choices=("hellaswag", "arc", "mmlu"), required=True, help="whose files these are like"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=16, metavar="N", help="choices at a time (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    from arclight.text.multiple_choice import read_questions, score_choices
+
+    model = load_run(options.run)
+    questions = read_questions(options.questions, options.format)
+    with torch.inference_mode():
+        scores = score_choices(
+            questions,
+            model,
+            model.tokenizer,
+            batch_size=options.batch_size,
+            max_length=model.model.config.max_positions,
+        )
+    chance = sum(1 / len(question.choices) for question in questions) / max(1, len(questions))
+    values = {
+        "questions": scores.questions, "accuracy": scores.accuracy, "accuracy_normalised": scores.accuracy_normalised, "chance": chance,
+    }  # fmt: skip
+    print(
+        f"{scores.questions} questions: {scores.accuracy:.1%} right, {scores.accuracy_normalised:.1%} where likelihoods are counted "
+        f"for each byte; guessing gives {chance:.1%}"
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def export(arguments: list[str]) -> None:
     """Write a trained model as a Hugging Face folder or as a float32 program."""
     options = _parser("export", "Write a trained language model for other programs.").parse_args(arguments)
