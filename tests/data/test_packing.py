@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -150,6 +152,21 @@ def test_what_was_packed_is_found_again_unless_the_shards_changed(tmp_path: Path
         Packed(other, 4)
     assert len(Packed.build(other, 4)) == 4
     assert not list(tmp_path.glob(".packed*"))
+
+
+def test_two_processes_that_pack_at_once_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = corpus(tmp_path, [[9, 3, 3]])
+    rename, waiting = os.rename, [True]
+
+    def late(source: Path, target: Path) -> None:
+        if waiting:
+            waiting.clear()
+            rename(shutil.copytree(source, tmp_path / "other"), target)  # the other process is quicker
+        rename(source, target)
+
+    monkeypatch.setattr("arclight.data.packing.os.rename", late)
+    assert len(Packed.build(made, 4)) == len(Packed(made, 4))
+    assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
 
 
 def test_groups_of_documents_pack_as_one_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

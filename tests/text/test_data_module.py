@@ -24,7 +24,7 @@ from arclight.text import Text, TextDataModule
 from arclight.text.corpus import held_out, write_corpus
 from arclight.text.data_settings import BPE, Bytes, Pretrained
 from arclight.text.sources import documents
-from arclight.text.tokenizer import TokenizerError
+from arclight.text.tokenizer import ByteTokenizer, TokenizerError
 
 pytest.importorskip("tokenizers")
 
@@ -153,10 +153,15 @@ def test_other_text_to_validate_with(folder: Path) -> None:
 
 
 def test_too_little_text_to_hold_any_out(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"held_out = 0\.2 of 1 documents leaves none"):
+    with pytest.raises(ValueError, match=r"held_out = 0\.2 of 1 document leaves none"):
         (folder / "one").mkdir()
         (folder / "one" / "a.txt").write_text("x" * 50)
         ready(folder, data=str(folder / "one"))
+    with pytest.raises(MisconfigurationError, match=r"held_out = 0\.9999 leaves no documents to train with"):
+        ready(folder, data=str(folder / "one"), held_out=0.9999)
+    write_corpus(folder / "tokens", documents(folder / "prose"), ByteTokenizer())
+    with pytest.raises(MisconfigurationError, match=r"tokens has no split val: tokenize with --held-out"):
+        ready(folder, data=str(folder / "tokens"))
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(folder: Path) -> None:
@@ -167,6 +172,24 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(folder: Path) -> None:
     code = ready(folder, data=str(folder / "code"))
     with pytest.warns(UserWarning, match="not what the checkpoint was trained on"):
         code.load_state_dict(data.state_dict())
+
+
+def test_an_order_that_is_another_than_the_checkpoints_is_told(folder: Path) -> None:
+    before = ready(folder).state_dict()
+    for changed in ({"sequence_length": 32}, {"packing": "pack"}):
+        with pytest.warns(UserWarning, match=f"{next(iter(changed))} is not what the checkpoint was trained with"):
+            ready(folder, **changed).load_state_dict(before)
+
+
+def test_settings_that_would_do_nothing_are_refused() -> None:
+    for wrong in (
+        {"epoch_samples": 4},
+        {"epoch_samples": 0, "data": {"a": "x"}},
+        {"prepare_workers": 0},
+        {"workers": -1},
+    ):
+        with pytest.raises(ValueError, match=r"must be|is 1 or more"):
+            Text(**wrong)  # type: ignore[arg-type]
 
 
 def test_a_tokenizer_that_exists(folder: Path) -> None:

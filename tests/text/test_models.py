@@ -31,6 +31,15 @@ def test_names_and_fields_that_do_not_exist_name_the_nearest() -> None:
         build_model("llama3-debug", head=3)
 
 
+def test_heads_that_do_not_divide_are_named_before_anything_is_built() -> None:
+    for overrides, said in (
+        ({"heads": 6}, "6 heads do not divide among kv_heads = 4"),
+        ({"heads": 12}, "dim = 256 does not divide among 12 heads"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build_model("llama3-debug", **overrides)
+
+
 def test_fields_of_experts_are_set_one_by_one() -> None:
     moe = build_model("deepseek-v3-debug", moe={"bias_rate": "0.1", "top_k": 2}).config.moe
     assert (moe.bias_rate, moe.top_k, moe.experts, moe.score) == (0.1, 2, 16, "sigmoid")

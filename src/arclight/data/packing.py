@@ -6,6 +6,7 @@ A sample has ``length`` predictions. It is made of pieces: ``(start, predictions
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -96,8 +97,7 @@ class Packed:
             for name, array in arrays.items():
                 np.save(temporary / f"{name}.npy", array)
             (temporary / "about.json").write_text(json.dumps({"corpus": shards.digest, "length": length}) + "\n")
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(temporary, folder)
+            _put(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return cls(shards, length)
@@ -116,6 +116,24 @@ class Packed:
     def padding(self) -> float:
         """The share of all positions that no document fills."""
         return 1.0 - int(self._sizes.sum(dtype=np.int64)) / max(1, len(self) * self.length)
+
+
+def _put(made: Path, folder: Path) -> None:
+    """Let ``made`` become ``folder``, unless another process has made the same meanwhile."""
+    while True:
+        try:
+            os.rename(made, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                if (folder / "about.json").read_text(encoding="utf-8") == (made / "about.json").read_text(
+                    encoding="utf-8"
+                ):
+                    return
+            shutil.rmtree(folder)
+        else:
+            return
 
 
 def _folder(shards: TokenShards, length: int) -> Path:

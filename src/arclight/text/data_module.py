@@ -163,6 +163,10 @@ class TextDataModule(DataModule):
     def setup(self, stage: str) -> None:
         """Open the shards. Raises MisconfigurationError where there are not enough documents for both splits."""
         names = list(self.parts)
+        if bare := [str(folder) for folder in map(self._corpus, names) if not (folder / "train").is_dir()]:
+            raise MisconfigurationError(
+                f"held_out = {self.settings.held_out} leaves no documents to train with in {', '.join(bare)}: hold out less"
+            )
         self.train = self._samples([open_split(self._corpus(name), "train", self.tokenizer) for name in names])
         if self.settings.val is not None:
             self.val = self._samples([open_split(self._corpus(None), "train", self.tokenizer)])
@@ -170,10 +174,21 @@ class TextDataModule(DataModule):
             folders = [folder for name in names if ((folder := self._corpus(name)) / "val").is_dir()]
             if not folders:
                 raise MisconfigurationError(
-                    f"held_out = {self.settings.held_out} of {sum(part.shards.documents for part in self.train.layouts)} documents leaves "
-                    "none to validate with: hold out more, name other text as val, or hold out 0 to do without"
+                    self._without_val(sum(part.shards.documents for part in self.train.layouts))
                 )
             self.val = self._samples([open_split(folder, "val", self.tokenizer) for folder in folders])
+
+    def _without_val(self, documents: int) -> str:
+        if len(self._ready) == len(self.parts):
+            return (
+                f"{', '.join(map(str, self._ready))} has no split val: tokenize with --held-out, name other text as val, or set "
+                "held_out = 0 to do without"
+            )
+        more = "" if documents == 1 else "hold out more, "
+        return (
+            f"held_out = {self.settings.held_out} of {documents} document{'s' * (documents != 1)} leaves none to validate with: {more}name "
+            "other text as val, or hold out 0 to do without"
+        )
 
     def _samples(self, parts: list[TokenShards]) -> TokenSamples:
         length, tokenizer = self.settings.sequence_length, self.tokenizer
@@ -185,7 +200,7 @@ class TextDataModule(DataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         samples = self._opened(self.train)
-        if len(self.parts) == 1:
+        if not isinstance(self.settings.data, dict):
             return self._loader(samples, EpochOrder(len(samples)))
         sizes = [len(layout) for layout in samples.layouts]
         weights = [self.settings.mixture.get(name, size) for name, size in zip(self.parts, sizes, strict=True)]
@@ -224,11 +239,11 @@ class TextDataModule(DataModule):
         return samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Which vocabulary and which tokens a checkpoint was trained on."""
-        return {"vocabulary": self.tokenizer.digest, "tokens": self._digests()}
+        """Which vocabulary and which tokens a checkpoint was trained on, and what the order of its samples comes from."""
+        return {"vocabulary": self.tokenizer.digest, "tokens": self._digests(), "order": self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises TokenizerError where the checkpoint's vocabulary is another; warns where its text is."""
+        """Raises TokenizerError where the checkpoint's vocabulary is another; warns where its text is, or its order."""
         if state_dict["vocabulary"] != self.tokenizer.digest:
             raise TokenizerError(
                 f"the checkpoint was trained with another tokenizer (vocabulary {state_dict['vocabulary'][:12]}, this one is "
@@ -238,6 +253,16 @@ class TextDataModule(DataModule):
             rank_zero_warn(
                 "the training text is not what the checkpoint was trained on: its order begins anew with other samples"
             )
+
+        elif changed := [name for name, value in state_dict.get("order", {}).items() if value != self._order()[name]]:
+            rank_zero_warn(
+                f"{', '.join(changed)} is not what the checkpoint was trained with: until all text has been read once more, some of it "
+                "comes twice and some not at all"
+            )
+
+    def _order(self) -> dict[str, str]:
+        names = ("sequence_length", "packing", "mixture", "mixture_at", "epoch_samples")
+        return {name: repr(getattr(self.settings, name)) for name in names}
 
     def _digests(self) -> list[str]:
         return [] if self.train is None else [layout.shards.digest for layout in self.train.layouts]

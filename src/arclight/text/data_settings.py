@@ -78,6 +78,10 @@ class Text:
     def __post_init__(self) -> None:
         if self.sequence_length < 1 or self.batch_size < 1 or (self.global_batch_size or 1) < 1:
             raise ValueError("sequence_length, batch_size and global_batch_size must be 1 or more")
+        if self.shard_bytes < 1 or self.prepare_workers < 1 or self.workers < 0:
+            raise ValueError("shard_bytes and prepare_workers must be 1 or more, workers 0 or more")
+        if self.epoch_samples is not None and (self.epoch_samples < 1 or not isinstance(self.data, dict)):
+            raise ValueError("epoch_samples is 1 or more, of a mixture: data = {first = ..., second = ...}")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out is a share in [0, 1), got {self.held_out}")
         if self.mixture and not isinstance(self.data, dict):

@@ -161,11 +161,20 @@ def model_names() -> list[str]:
 
 
 def model_config(name: str, **overrides: Any) -> Any:
-    """The configuration called ``name``, with fields replaced. Raises ValueError for an unknown name or field, and names the nearest."""
+    """The configuration called ``name``, with fields replaced.
+
+    Raises ValueError for an unknown name or field, and names the nearest; and for heads that do not divide.
+    """
     if name not in MODELS:
         near = difflib.get_close_matches(name, model_names(), 3, 0.4) or model_names()
         raise ValueError(f"there is no model {name!r}; there is {', '.join(near)}")
-    return _replaced(name, MODELS[name][1], overrides)
+    config = _replaced(name, MODELS[name][1], overrides)
+    kv_heads = getattr(config, "kv_heads", None) or config.heads
+    if config.heads % kv_heads:
+        raise ValueError(f"{name}: {config.heads} heads do not divide among kv_heads = {kv_heads}")
+    if getattr(config, "head_dim", 0) is None and config.dim % config.heads:
+        raise ValueError(f"{name}: dim = {config.dim} does not divide among {config.heads} heads")
+    return config
 
 
 def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
