@@ -179,7 +179,12 @@ def measure(case: Case) -> dict[str, Any]:
         apply_context(model, mesh.grid["cp"], case.plan.context)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
     groups = {mesh.group(name).group_name: name for name in ("dp_replicate", "dp_shard", "cp", "tp")}
-    groups[mesh.dense["fsdp"].get_group().group_name] = "dp_shard"
+    dense = {
+        "dp_replicate": "dp_replicate",
+        "fsdp": "dp_shard",
+        "tp": "tp",
+    }  # the same processes, in groups of their own
+    groups |= {mesh.dense[name].get_group().group_name: dimension for name, dimension in dense.items()}
     if mesh.sparse is not None and case.plan.ep < case.plan.dp_shard:
         groups[mesh.sparse["ep"].get_group().group_name] = "ep"
     for _ in range(2):  # in the first step the optimizer makes its state
