@@ -80,6 +80,7 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
         ),
         ("train --resume", "arclight: argument --resume: expected one argument (see arclight train --help)\n"),
         ("predict a.jpg", "arclight: the following arguments are required: --program (see arclight predict --help)\n"),
+        ("predict runs/lm --prompt x", "arclight: --prompt needs the run of a language model first"),
         ("serve --program x.onnx --port high", "arclight: argument --port: invalid int value: 'high' (see arclight"),
         ("scan a.jpg --program x.onnx", "arclight: there is no program at x.onnx\n"),
         (
@@ -122,6 +123,13 @@ def test_a_reader_who_has_seen_enough_is_no_fault() -> None:
     first, status = done.stdout.splitlines()
     assert first.startswith("usage: arclight train")
     assert status in ("0", "141")  # the whole help may fit into the pipe
+
+
+def test_a_warning_is_one_line_without_code() -> None:
+    code = "import warnings; from arclight.cli import command, main\n"
+    code += "command.dispatch = lambda *_: warnings.warn('too few', stacklevel=1) or 0\nmain(['doctor'])\n"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stderr == "arclight: warning: too few\n"
 
 
 def test_help_imports_no_torch() -> None:

@@ -93,6 +93,10 @@ def test_the_whole_way(typed: Typed, recipe: str) -> None:
     assert status == 0, out
     assert Program.load("int8.onnx").precision == "int8"
 
+    Path("runs").rename("elsewhere")
+    assert typed("export elsewhere/lm/1 --out again.onnx")[0] == 0
+    assert not Path("runs").exists()  # the tokens of the training were found
+
 
 def test_a_stopped_run_goes_on_with_the_same_bits(typed: Typed, recipe: str) -> None:
     typed(f"train {recipe} --name whole")

@@ -274,6 +274,12 @@ def test_ticks_are_round_and_inside() -> None:
     assert tick_texts([2e-5, 4e-5]) == ["2e-5", "4e-5"]
 
 
+def test_steps_are_whole_numbers() -> None:
+    chart = line_chart([Series(name="a", points=[(10, 1.0), (12, 2.0), (14, 1.5)])], label="a")
+    assert ">12<" in chart
+    assert ">10.5<" not in chart
+
+
 def test_smoothing_keeps_level_and_does_not_lag() -> None:
     line = [(float(x), 2.0 * x) for x in range(400)]
     middle = smoothed(line)[150:250]

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import arclight
@@ -48,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A user's mistake is one line on standard error and status 2; a fault of ours is a traceback and status 1.
     """
     verb, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"arclight: warning: {message}\n"
+    )  # not the line of code that warns
     try:
         status = dispatch(verb, rest)
         sys.stdout.flush()  # here, where a pipe that nobody reads any more is told apart from a fault
@@ -63,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"arclight: {error}", file=sys.stderr)
         return USAGE_STATUS
+    finally:
+        warnings.formatwarning = usual
 
 
 def dispatch(verb: str, rest: list[str]) -> int:

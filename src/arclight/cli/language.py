@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from argparse import Namespace
@@ -189,7 +190,10 @@ def _program(options: Namespace, int8: Int8 | None) -> None:
     from arclight.text.deployment import export_language_model
 
     model = load_run(options.run)
-    data = TextDataModule(model.settings.data)
+    run = run_folder(options.run)
+    assert run is not None
+    kept = model.settings.data.cache or run.parent.parent / "data"  # where training has left its tokens
+    data = TextDataModule(dataclasses.replace(model.settings.data, cache=kept))
     data.prepare_data()
     data.setup("fit")
     count = int8.calibration_batches if int8 is not None else 1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli import language
-from arclight.cli.arguments import Parser
+from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.own_module import named_module
 
 
@@ -18,6 +18,10 @@ def predict(arguments: list[str]) -> None:
         return own_run("predict", own, arguments[1:])
     if language.trained_language(arguments):
         return language.predict(arguments)
+    if "--prompt" in arguments:
+        raise UsageError(
+            "--prompt needs the run of a language model first, as in: arclight predict runs/lm-debug/1 --prompt TEXT"
+        )
     parser = Parser(
         prog="arclight predict",
         description="Find objects in images, folders, patterns and videos; or, with package.module:Model first, let a module of your own predict. "

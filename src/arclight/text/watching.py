@@ -52,7 +52,7 @@ class Speed(Callback):
     ) -> None:  # fmt: skip
         self.tokens += batch["tokens"].numel()
         every = trainer.log_every_n_steps
-        if every and trainer.global_step % every == 0 and self.tokens:
+        if every and trainer.window.count == 0 and trainer.global_step % every == 0 and self.tokens:
             self._log(trainer, pl_module)
             self._reset()
         self.free_at = time.perf_counter()

@@ -129,6 +129,8 @@ def finite_runs(points: Sequence[Point]) -> Iterator[list[Point]]:
 def grid(x_axis: Axis, y_axis: Axis, x_name: str) -> str:
     parts = []
     y_ticks, x_ticks = y_axis.ticks(5), x_axis.ticks(6)
+    if x_name == "step":  # there is no half of one
+        x_ticks = [round(tick) for tick in x_ticks if math.isclose(tick, round(tick))]
     for value, text in zip(y_ticks, tick_texts(y_ticks), strict=True):
         y = y_axis(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')

@@ -85,6 +85,8 @@ class RichModelSummary(ModelSummary):
         from rich.table import Table
         from rich.text import Text
 
+        if not total_flops:  # nothing was counted: there is no example input
+            summary_data = [column for column in summary_data if column[0] != "FLOPs"]
         table = Table(box=SIMPLE_HEAD, header_style=header_style, pad_edge=False, show_edge=False)
         for heading, _ in summary_data:
             numeric = heading in ("Params", "Params per Device", "FLOPs")
