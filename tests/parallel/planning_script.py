@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from arclight.parallel import Mesh, Plan, parallelize
 from arclight.parallel.context import apply_context, sequence_index
+from arclight.parallel.pipeline.install import install
 from arclight.parallel.planning.chain import Chain, Workload
 from arclight.parallel.planning.devices import hardware
 from arclight.parallel.planning.estimates import estimate
+from arclight.parallel.running import Split, batch_loss
 from arclight.parallel.shard import Types
 from arclight.text import build_model
 from arclight.text.loss import cross_entropy
@@ -43,10 +46,6 @@ class Case:
     tied: bool = False
     quick: bool = False
 
-    @property
-    def name(self) -> str:
-        return str(self)
-
     def build(self) -> nn.Module:
         if "moe" not in self.model:
             return build_model(self.model, **FIELDS, tied=self.tied)
@@ -55,6 +54,11 @@ class Case:
             if isinstance(module, Router):  # as the planner takes it to be
                 module.config = dataclasses.replace(module.config, force_balance=True)
         return model
+
+    @property
+    def names(self) -> list[str]:
+        """Of what is measured: one process of each stage."""
+        return [f"{self} stage {stage}" for stage in range(self.plan.pp)]
 
     def workload(self) -> Workload:
         return Workload(
@@ -82,6 +86,13 @@ CASES = [
     Case(Plan(dp_shard=2), model="qwen3-moe-debug"),
     Case(Plan(dp_shard=2, ep=2), model="qwen3-moe-debug", quick=True),
     Case(Plan(tp=2), model="qwen3-moe-debug"),
+    Case(Plan(pp=2, micro_batches=4), passes=4, quick=True),
+    Case(Plan(pp=2, micro_batches=4, activation_checkpointing="full"), samples=4, passes=4, half=True),
+    Case(Plan(pp=2, micro_batches=4, schedule="GPipe"), passes=4),
+    Case(Plan(pp=2, micro_batches=4, schedule="Interleaved1F1B"), passes=4),
+    Case(Plan(pp=2, micro_batches=4, schedule="LoopedBFS"), passes=4),
+    Case(Plan(pp=2, micro_batches=4, dp_shard=2), passes=4),
+    Case(Plan(pp=2, micro_batches=4, tp=2), passes=4),
 ]
 
 
@@ -108,13 +119,37 @@ class Root(nn.Module):
         return loss(self.model, given)
 
 
+class Piped(nn.Module):
+    """A module whose model a pipeline cuts, with the same loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.runner = model, None
+
+    def split_batch(self, given: tuple[Tensor, ...]) -> Split:
+        tokens, labels = given
+        places = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return (tokens,), {"positions": places, "logits": False}, labels
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = self.model.output.parameters(recurse=False)
+        return cross_entropy(output, weight, targets), torch.tensor(targets.numel())
+
+    def batch_weight(self, given: tuple[Tensor, ...]) -> Tensor:
+        return torch.tensor(given[1].numel())
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        total, count = batch_loss(self, given)
+        return total / count
+
+
 class Exchanges(TorchDispatchMode):
     """Bytes of each collective's whole tensor, by dimension and kind; told apart by the names of process groups."""
 
     KINDS = {
         "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
         "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce",
-        "all_to_all_single": "all_to_all", "alltoall_base_": "all_to_all",
+        "all_to_all_single": "all_to_all", "alltoall_base_": "all_to_all", "send": "send",
     }  # fmt: skip
 
     def __init__(self, groups: dict[str, str]) -> None:
@@ -131,7 +166,8 @@ class Exchanges(TorchDispatchMode):
             tensors = [x for x in (*flat, out) if isinstance(x, Tensor)]
             names = [x if isinstance(x, str) else _name(x) for x in flat if isinstance(x, (str, torch.ScriptObject))]
             (dimension,) = [self.groups[name] for name in names if name in self.groups]
-            self.bytes[f"{dimension} {kind}"] += max(x.nbytes for x in tensors)
+            if dimension:
+                self.bytes[f"{dimension} {kind}"] += max(x.nbytes for x in tensors)
         return out
 
 
@@ -174,17 +210,24 @@ def measure(case: Case) -> dict[str, Any]:
     with torch.device("meta"):
         model = case.build()
     types = Types(torch.bfloat16, torch.float32) if case.half else None
-    root = parallelize(model, mesh, types=types, seed=1, sequence_length=SEQUENCE, root=Root(model))
+    spread = partial(parallelize, types=types, seed=1, sequence_length=SEQUENCE)
+    if case.plan.pp > 1:
+        root: nn.Module = Piped(model)
+        install(root, mesh, lambda part, outer: spread(part, mesh, root=outer), torch.device("cpu"))
+    else:
+        root = spread(model, mesh, root=Root(model))
     if case.plan.cp > 1:
         apply_context(model, mesh.grid["cp"], case.plan.context)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
-    groups = {mesh.group(name).group_name: name for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    groups = {mesh.group(name).group_name: name for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     dense = {
         "dp_replicate": "dp_replicate",
         "fsdp": "dp_shard",
         "tp": "tp",
     }  # the same processes, in groups of their own
     groups |= {mesh.dense[name].get_group().group_name: dimension for name, dimension in dense.items()}
+    if case.plan.pp > 1 and case.plan.data_parallel > 1:
+        groups[mesh.loss_group.group_name] = ""  # numbers that a pipeline agrees on
     if mesh.sparse is not None and case.plan.ep < case.plan.dp_shard:
         groups[mesh.sparse["ep"].get_group().group_name] = "ep"
     for _ in range(2):  # in the first step the optimizer makes its state
@@ -192,8 +235,9 @@ def measure(case: Case) -> dict[str, Any]:
         exchanges, held = Exchanges(groups), Held([_own(p) for p in model.parameters()] + state)
         with held:
             optimizer.zero_grad()
-            for _ in range(case.passes):
-                given = batch(case.samples, SEQUENCE // case.plan.cp)
+            for _ in range(1 if case.plan.pp > 1 else case.passes):  # a pipeline takes all of them at once
+                samples = case.samples * (case.passes if case.plan.pp > 1 else 1)
+                given = batch(samples, SEQUENCE // case.plan.cp)
                 if case.plan.cp > 1:
                     positions = sequence_index(SEQUENCE, case.plan.cp, mesh.rank("cp"))
                     given = (*given, positions.expand_as(given[0]))
@@ -210,15 +254,15 @@ def _own(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def predict(case: Case) -> dict[str, Any]:
+def predict(case: Case, stage: int) -> dict[str, Any]:
     made = estimate(Chain(case.workload()), case.plan, case.samples)
     said = Counter[str]()
-    for message in made.traffic[0]:
+    for message in made.traffic[stage]:
         # Where cp or ep has all the processes that weights are spread over, it is the same group.
         same = (message.dimension == "cp" and case.plan.dp_shard == 1) or case.plan.ep == case.plan.dp_shard > 1
         dimension = "dp_shard" if same and message.dimension in ("cp", "ep") else message.dimension
         said[f"{dimension} {message.collective}"] += int(message.bytes)
-    worst = made.memory[0]
+    worst = made.memory[stage]
     classes = dataclasses.asdict(worst)
     return {
         "bytes": said,
@@ -234,9 +278,11 @@ def run() -> None:
     dist.init_process_group("gloo")
     for case in CASES:
         if case.plan.world_size == dist.get_world_size() and (case.quick or "quick" not in sys.argv):
-            measured = measure(case)
-            if dist.get_rank() == 0:
-                print(json.dumps({"case": case.name, "measured": measured, "predicted": predict(case)}), flush=True)
+            measured: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(measured, measure(case))
+            for stage, name in enumerate(case.names if dist.get_rank() == 0 else ()):
+                first = measured[stage * (case.plan.world_size // case.plan.pp)]
+                print(json.dumps({"case": name, "measured": first, "predicted": predict(case, stage)}), flush=True)
     dist.destroy_process_group()
 
 

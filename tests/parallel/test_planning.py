@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,14 @@ from tests.parallel.planning_script import CASES, batch, loss
 from torch import nn
 
 from arclight.parallel import Plan, PlanError
+from arclight.parallel.pipeline.cut import cut_evenly
+from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.planning import estimate, search
 from arclight.parallel.planning.chain import Chain, Workload
 from arclight.parallel.planning.devices import HardwareError, hardware
 from arclight.parallel.planning.local import Cut
 from arclight.parallel.planning.searching import Limits
+from arclight.parallel.planning.stages import crossings, cut, held, stages
 from arclight.parallel.planning.timing import exchange_seconds, idle_share
 from arclight.parallel.planning.trace import Recorder
 from arclight.text import build_model
@@ -48,7 +53,7 @@ def real_run(processes: int, quick: bool) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     found = {(line := json.loads(text))["case"]: line for text in done.stdout.splitlines() if text.startswith("{")}
     cases = [case for case in CASES if case.plan.world_size == processes and (case.quick or not quick)]
-    assert found.keys() == {case.name for case in cases}
+    assert found.keys() == {name for case in cases for name in case.names}
     for name, one in found.items():
         measured, predicted = one["measured"], one["predicted"]
         assert predicted["bytes"] == measured["bytes"], name
@@ -200,6 +205,55 @@ def test_a_pipeline_holds_what_is_in_flight() -> None:
     assert any(message.dimension == "pp" for message in stages["1F1B"].traffic[0])
 
 
+@pytest.mark.parametrize("name", [name for name, kind in SCHEDULES.items() if kind.stages_per_process > 1])
+def test_what_is_in_flight_is_counted_as_schedules_do(name: str) -> None:
+    """Followed through torch's own lists of instructions; those of one stage a process have none to follow, but are measured."""
+    kind, compared = SCHEDULES[name], 0
+    for processes, number in itertools.product((2, 4), (2, 3, 4, 6, 8, 12, 16)):
+        if number < processes or not kind.fits(number, processes):
+            continue
+        plan = Plan(pp=processes, schedule=name, micro_batches=number)
+        own = stages(plan, 0)
+        stand_ins = [
+            SimpleNamespace(
+                num_stages=2 * processes, group_size=processes, group_rank=0, stage_index=stage, submod=None
+            )
+            for stage in own
+        ]
+        order = kind.build(stand_ins, number, loss_fn=lambda loss, _: loss, scale_grads=False).pipeline_order
+        for process, actions in order.items():
+            live = most = 0
+            for action in (one for many in actions if many is not None for one in many.sub_actions or (many,)):
+                what = action.computation_type.name
+                live += (what == "FORWARD") - (what in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
+                most = max(most, live)
+            assert live == 0
+            assert held(plan, process, number) == most, (plan, process)
+            compared += 1
+    assert compared > 6
+
+
+def test_a_pipeline_is_cut_as_it_is_run() -> None:
+    chain = debug(32)
+    for plan in (Plan(pp=3), Plan(pp=3, schedule="Interleaved1F1B"), Plan(pp=2, schedule="ZBVZeroBubble")):
+        numbers = stages(plan, 0)
+        parts = cut_evenly(chain.model, plan.pp * len(numbers))
+        kinds = cut(chain, plan, 6)
+        assert [sum(isinstance(kind, int) for kind in one) for one in kinds] == [
+            sum(len(parts[stage].layers) for stage in stages(plan, process)) for process in range(plan.pp)
+        ]
+        assert kinds[0][0] == "first"
+        assert [process for process, one in enumerate(kinds) if "last" in one] == [0 if plan.pp == 2 else 2]
+    sent = {
+        plan.schedule: [crossings(plan, s) for s in range(3)] for plan in (Plan(pp=3, schedule=s) for s in SCHEDULES)
+    }
+    assert sent["1F1B"] == [1, 2, 1]
+    assert sent["Interleaved1F1B"] == [3, 4, 3]
+    assert sent["ZBVZeroBubble"] == [2, 4, 2]  # the last process gives its second stage what its first has made
+    with pytest.raises(PlanError, match="cannot take 3 micro-batches"):
+        estimate(debug(3), Plan(pp=2, schedule="DualPipeV"))
+
+
 def test_a_search_finds_the_fastest_that_fits() -> None:
     chain = debug(64)
     free = search(chain, Limits(8, 1 * GIB))
@@ -261,6 +315,8 @@ def test_any_module_can_be_planned() -> None:
     assert made.plan.tp == 1
     with pytest.raises(PlanError, match="declares no sharding"):
         estimate(chain, Plan(tp=2))
+    with pytest.raises(PlanError, match="no ModuleDict `layers`"):
+        estimate(chain, Plan(pp=2))
 
 
 def test_devices_of_ones_own(tmp_path: Path) -> None:

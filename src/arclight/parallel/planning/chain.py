@@ -104,6 +104,8 @@ class Chain:
             raise PlanError(
                 f"the model has blocks in several places ({places}); only one row of them can be planned for"
             )
+        self.names = [name.rpartition(".")[2] for name, _ in found]
+        """Of the blocks, as the container has them."""
         seen: dict[Any, int] = {}
         self.kinds = [seen.setdefault(key, number) for number, key in enumerate(_signatures(found))]
         """For each block the number of the first block that is like it."""
@@ -144,21 +146,22 @@ class Chain:
         tokens = samples * workload.sequence // cut.cp
         high = min(workload.sequence, max(1, LINEAR // (2 * cut.tp)) * 2 * cut.tp)
         low = max(1, high // (2 * cut.tp)) * cut.tp
-        few, many = self._once(("ends", outside), lambda: trace_ends(self, outside, low, high))
+        few, many = self.once(("ends", outside), lambda: trace_ends(self, outside, low, high))
         at = (tokens - low) / (high - low) if high > low else 0.0
         ends = {name: few[name].line_to(many[name], at) for name in few}
-        one = self._once(("blocks", cut, 1, recompute), lambda: trace_blocks(self, cut, 1, recompute))
+        one = self.once(("blocks", cut, 1, recompute), lambda: trace_blocks(self, cut, 1, recompute))
         if samples == 1:
             return {**ends, **one}
-        two = self._once(("blocks", cut, 2, recompute), lambda: trace_blocks(self, cut, 2, recompute))
+        two = self.once(("blocks", cut, 2, recompute), lambda: trace_blocks(self, cut, 2, recompute))
         return {**ends, **{kind: one[kind].line_to(two[kind], samples - 1) for kind in one}}
 
     def parameters(self, cut: Cut) -> dict[str | int, Parameters]:
         """Shapes of each link's parameters, by kind."""
-        found: dict[str | int, Parameters] = self._once(("parameters", cut), lambda: self._parameters(cut))
+        found: dict[str | int, Parameters] = self.once(("parameters", cut), lambda: self._parameters(cut))
         return found
 
-    def _once(self, key: Any, trace: Callable[[], Any]) -> Any:
+    def once(self, key: Any, trace: Callable[[], Any]) -> Any:
+        """What ``trace`` gives for ``key``, asked for once; a PlanError is raised each time."""
         if key not in self._traced:
             try:
                 self._traced[key] = trace()

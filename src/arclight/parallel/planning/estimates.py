@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from arclight.parallel.plan import Plan, PlanError
-from arclight.parallel.planning.chain import Chain, Cost, Recompute
+from arclight.parallel.planning.chain import Chain, Recompute
 from arclight.parallel.planning.local import Cut
 from arclight.parallel.planning.memory import Link, Memory, memory
 from arclight.parallel.planning.sharing import shares
+from arclight.parallel.planning.stages import cut, held
 from arclight.parallel.planning.timing import StageTime, stage_time, step_seconds
 from arclight.parallel.planning.trace import Message
 from arclight.parallel.planning.traffic import traffic
@@ -25,7 +26,7 @@ class Estimate:
     passes: int
     """Micro-batches that follow one another in a step."""
     layers: tuple[int, ...]
-    """Blocks of each stage."""
+    """Blocks of each process of the pipeline."""
     memory: tuple[Memory, ...]
     """Of each stage."""
     links: tuple[tuple[Link, ...], ...]
@@ -88,21 +89,17 @@ def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
     passes = _passes(chain, plan, samples)
     costs, owned = chain.costs(Cut.of(plan), samples, _recompute(plan)), shares(chain, plan)
     made: dict[str | int, Link] = {kind: (costs[kind], owned[kind], kind == "last") for kind in costs}
-    counts = _balance(len(chain.kinds), plan.pp, *_weights_of_ends(chain, costs))
-    rest = iter(chain.kinds)
-    links: list[tuple[Link, ...]] = []
-    for stage, count in enumerate(counts):
-        kinds: list[str | int] = [next(rest) for _ in range(count)]
-        kinds = [*(["first"] if stage == 0 else []), *kinds, *(["last"] if stage == plan.pp - 1 else [])]
-        links.append(tuple(made[kind] for kind in kinds))
-    # Of stages that are alike the earliest holds most: what it does stands for all of them.
-    alike: dict[tuple[int, ...], int] = {}
-    leaders = [alike.setdefault(tuple(map(id, stage)), number) for number, stage in enumerate(links)]
-    memories = {s: memory(links[s], plan, workload, s, passes) for s in set(leaders)}
+    cuts = cut(chain, plan, passes)
+    counts = tuple(sum(isinstance(kind, int) for kind in kinds) for kinds in cuts)
+    links = [tuple(made[kind] for kind in kinds) for kinds in cuts]
+    boundary = costs["first"].output
+    # Of processes that have alike links the one that holds most stands for all.
+    alike = {tuple(map(id, links[s])): s for s in sorted(range(plan.pp), key=lambda s: held(plan, s, passes))}
+    leaders = [alike[tuple(map(id, own))] for own in links]
+    memories = {s: memory(links[s], plan, workload, s, passes, boundary) for s in set(leaders)}
     times = {s: stage_time(links[s], plan, workload.device) for s in set(leaders)}
     per_stage = tuple(times[leader] for leader in leaders)
     elements = max(sum(share.own for _, share, _ in stage) for stage in links)
-    boundary = costs["first"].output
     seconds, idle, update = step_seconds(per_stage, plan, workload.device, passes, boundary, elements, workload.moments)
     rate = workload.device.bf16 if workload.compute.itemsize == 2 else workload.device.fp32
     return Estimate(
@@ -131,7 +128,6 @@ def _passes(chain: Chain, plan: Plan, samples: int) -> int:
 
 _NOT_PREDICTED = (("float8", "none"), ("cpu_offload", False), ("async_tp", False), ("expert_capacity", 0))
 """Fields of a plan, and the only values for which anything is predicted."""
-_SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def _recompute(plan: Plan) -> Recompute:
@@ -141,32 +137,9 @@ def _recompute(plan: Plan) -> Recompute:
             raise PlanError(
                 f"what {name} = {getattr(plan, name)} saves or costs is not predicted: plan without it, and set it then"
             )
-    if plan.pp > 1 and plan.schedule not in _SCHEDULES:
-        raise PlanError(f"the schedule {plan.schedule} is not predicted: choose {', '.join(_SCHEDULES)}")
     how = plan.activation_checkpointing
     if how == "none" or how == "selective" or how == "full":  # noqa: PLR1714  (so that the type is known)
         return how
     raise PlanError(
         f"what a compiler keeps under a budget of {how} cannot be predicted: choose activation_checkpointing none, selective or full"
     )
-
-
-def _weights_of_ends(chain: Chain, costs: dict[str | int, Cost]) -> tuple[float, float]:
-    """Seconds of the first and the last part in units of a block's."""
-    if not chain.kinds:
-        return 0.0, 0.0
-    seconds = {kind: cost.forward.seconds + cost.backward.seconds for kind, cost in costs.items()}
-    block = sum(seconds[kind] for kind in chain.kinds) / len(chain.kinds) or 1.0
-    return round(seconds["first"] / block, 2), round(seconds["last"] / block, 2)
-
-
-@lru_cache(maxsize=1024)
-def _balance(blocks: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Blocks of each stage, so that the busiest stage has least to do; ``first`` and ``last`` count as so many blocks."""
-    if stages == 1:
-        return (blocks,)
-    extra = [first, *(0.0 for _ in range(stages - 2)), last]
-    counts = [1] * stages
-    for _ in range(blocks - stages):
-        counts[min(range(stages), key=lambda stage: (counts[stage] + 1 + extra[stage], stage))] += 1
-    return tuple(counts)

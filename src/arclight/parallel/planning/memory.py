@@ -13,6 +13,7 @@ from itertools import accumulate
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.chain import Cost, Workload
 from arclight.parallel.planning.sharing import MASTER, Share
+from arclight.parallel.planning.stages import chunks, entrances, held
 
 
 @dataclass(frozen=True)
@@ -48,28 +49,6 @@ Link = tuple[Cost, Share, bool]
 """What a link costs, how its parameters are shared, whether it is the last of the model."""
 
 
-def chunks(plan: Plan) -> int:
-    """Parts of the model that a process of the pipeline holds."""
-    return 1 if plan.pp == 1 or plan.schedule in ("1F1B", "GPipe") else 2
-
-
-def in_flight(plan: Plan, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations the stage holds at once, counted as if each took all of its layers.
-
-    GPipe holds all; 1F1B as many as stages follow (Narayanan et al. 2019); interleaving over v chunks adds (p - 1) / v
-    (Narayanan et al. 2021); zero-bubble schedules in V shape hold p everywhere (Qi et al. 2024).
-    """
-    p, v = plan.pp, chunks(plan)
-    if p == 1:
-        return 1.0
-    held = {
-        "GPipe": float(micro_batches),
-        "1F1B": float(p - stage),
-        "Interleaved1F1B": (2 * (p - stage - 1) + (v - 1) * p + 1) / v,
-    }
-    return min(float(micro_batches), held.get(plan.schedule, float(p)))
-
-
 def reshards(plan: Plan) -> bool:
     """Whether weights are let go between forward and backward."""
     return plan.reshard_after_forward == "always" or (plan.reshard_after_forward == "default" and plan.pp == 1)
@@ -80,14 +59,17 @@ def adds_up_whole(plan: Plan) -> bool:
     return plan.pp > 1 and plan.dp_shard * plan.cp > 1
 
 
-def memory(links: Sequence[Link], plan: Plan, workload: Workload, stage: int, passes: int) -> Memory:
-    """Of a process of ``stage``, which has ``links``, through ``passes`` micro-batches of a step."""
+def memory(
+    links: Sequence[Link], plan: Plan, workload: Workload, stage: int, passes: int, boundary: int
+) -> Memory:  # fmt: skip
+    """Of a process of the pipeline that has ``links``, through ``passes`` micro-batches of a step; what crosses cuts has ``boundary`` bytes."""
     own = sum(share.own for _, share, _ in links) * MASTER
-    before = [0, *accumulate(cost.held for cost, _, _ in links)]
-    others = round((in_flight(plan, stage, passes) - 1) * before[-1])
+    arrived = entrances(plan, stage) * boundary
+    before = list(accumulate((cost.held for cost, _, _ in links), initial=arrived))
+    others = round(max(0.0, held(plan, stage, passes) / chunks(plan) - 1) * before[-1])
     whole = sum(share.whole for _, share, _ in links) * MASTER if passes > 1 and adds_up_whole(plan) else 0
     done = [0, *accumulate(share.own * MASTER for _, share, _ in reversed(links))][::-1]
-    stays = 0 if reshards(plan) and links[0][1].parts > 1 else sum(share.gathered for _, share, _ in links)
+    stays = 0 if reshards(plan) and not plan.only_replicates else sum(share.gathered for _, share, _ in links)
     fixed = {"parameters": own, "optimizer": own * workload.moments}
     moments = [Memory(**fixed, gradients=own, gathered=whole)]
     fixed["in_flight"] = others

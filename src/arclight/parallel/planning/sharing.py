@@ -25,6 +25,8 @@ class Share:
     """Processes over which they are spread."""
     size: int
     """Bytes of a gathered element."""
+    apart: bool = True
+    """Whether what is computed with is a copy beside the share: FSDP's, even of one process, or one of another type."""
     summed: tuple[int, ...] = ()
     """Of each parameter whose gradient is summed over ``tp``."""
     expert_own: int = 0
@@ -35,7 +37,7 @@ class Share:
     @property
     def gathered(self) -> int:
         """Bytes of the weights that forward and backward use beside the share; 0 where the share is what they use."""
-        return 0 if self.parts == 1 and self.size == MASTER else self.whole * self.size
+        return self.whole * self.size if self.apart else 0
 
     @property
     def exchanged(self) -> int:
@@ -59,4 +61,5 @@ def _share(parameters: Parameters, plan: Plan, size: int) -> Share:
             raise PlanError(f"experts of {shape[1:]} do not divide by dp_shard * cp / ep = {left}: use a larger ep")
     experts = sum(prod(shape) // left for shape in parameters.experts)
     summed = tuple(map(prod, parameters.replicated)) if plan.tp > 1 else ()
-    return Share(parameters.elements, own + experts, parts, size, summed, experts, left)
+    apart = not plan.only_replicates or size != MASTER
+    return Share(parameters.elements, own + experts, parts, size, apart, summed, experts, left)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.devices import STREAMED, Hardware
-from arclight.parallel.planning.memory import Link, adds_up_whole, chunks, reshards
+from arclight.parallel.planning.memory import Link, adds_up_whole, reshards
 from arclight.parallel.planning.sharing import MASTER
+from arclight.parallel.planning.stages import chunks, schedule
 from arclight.parallel.planning.trace import Collective, Dimension, Message
 
 OVERLAP_COST = 0.25
@@ -146,7 +147,7 @@ def idle_share(plan: Plan, micro_batches: int, backward_over_forward: float = 2.
     if plan.pp == 1:
         return 0.0
     one = 1 + backward_over_forward
-    waits = {"InterleavedZeroBubble": 1.0, "ZBVZeroBubble": 1.0, "DualPipeV": 2.0}.get(plan.schedule, one)
+    waits = {"InterleavedZeroBubble": 1.0, "ZBVZeroBubble": 1.0, "DualPipeV": 2.0}.get(schedule(plan), one)
     idle = (plan.pp - 1) * waits / chunks(plan)
     return idle / (micro_batches * one + idle)
 

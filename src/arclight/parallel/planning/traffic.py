@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from arclight.parallel.plan import Plan
-from arclight.parallel.planning.memory import Link, adds_up_whole, chunks, reshards
+from arclight.parallel.planning.memory import Link, adds_up_whole, reshards
 from arclight.parallel.planning.sharing import MASTER
+from arclight.parallel.planning.stages import crossings
 from arclight.parallel.planning.trace import Message, summed
 
 
@@ -34,6 +35,5 @@ def _messages(links: Sequence[Link], plan: Plan, passes: int, stage: int, bounda
         for elements in share.summed:
             yield Message("all_reduce", "tp", passes * elements * share.size, passes)
     if plan.pp > 1:
-        # Activations to the next part of the model and gradients to the one before; only its two ends have one neighbour.
-        neighbours = 2 * chunks(plan) - (stage == 0) - (stage == plan.pp - 1)
-        yield Message("send", "pp", passes * neighbours * boundary, passes * neighbours)
+        sent = passes * crossings(plan, stage)
+        yield Message("send", "pp", sent * boundary, sent)
