@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import arclight
 from arclight.checkpoint import find_last
 from arclight.checkpoint import load as load_checkpoint
 from arclight.deploy import Program
@@ -124,3 +128,35 @@ def test_what_cannot_be_is_said_in_a_sentence(typed: Typed, recipe: str, flags: 
     assert status == 2
     assert said in err
     assert "Traceback" not in err
+
+
+def test_replicas_of_a_plan_train_apart(typed: Typed, recipe: str) -> None:
+    """In a process of their own: those of a plan start the command again."""
+    words = "--diloco.sync_every 4 --diloco.outer_lr 1 --diloco.outer_momentum 0"
+    status, _, err = typed(f"train {recipe} --plan.dp_shard 2 {words}")
+    assert status == 2
+    assert "set plan.dp_replicate to how many there shall be" in err
+    status, _, err = typed(f"train {recipe} --plan.dp_replicate 2 --plan.replicas apart")
+    assert status == 2
+    assert "add a table [diloco]" in err
+    command = [sys.executable, "-m", "arclight.cli", "train", recipe, "--plan.dp_replicate", "2", *words.split()]
+    source = str(Path(arclight.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--trainer.max_steps", "6"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = find_last(Path("runs/lm/1/checkpoints"))
+    assert last is not None
+    state = load_checkpoint(last)
+    own = state["callbacks"]["DiLoCo"]
+    assert own["replicas"] == 2
+    name, anchor = next(iter(own["anchor"].items()))
+    assert torch.equal(state["model"][name], anchor)
+    assert not torch.equal(own["local"][name][0], own["local"][name][1])
+    assert "plan" in (Path("runs/lm/1") / "recipe.toml").read_text()

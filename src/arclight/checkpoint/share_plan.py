@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +123,10 @@ class SharePlan:
         return {"$": "spread", "dtype": place.dtype, "shape": list(place.shape), "shares": where}
 
 
-def make_plan(everyones: list[dict[Path, Place]]) -> SharePlan:
-    """The plan for what each process has. Raises CheckpointError for a tensor that all parts together do not make up."""
+def make_plan(everyones: list[dict[Path, Place]], leading: Collection[int] = ()) -> SharePlan:
+    """The plan for what each process has. A box that one of ``leading`` holds is written by one of these: they have one replica of
+    a model, and others may differ from it. Raises CheckpointError for a tensor that all parts together do not make up.
+    """
     places: dict[Path, Place] = {}
     holders: dict[Path, dict[Box, list[int]]] = {}
     for rank, found in enumerate(everyones):
@@ -147,7 +149,8 @@ def make_plan(everyones: list[dict[Path, Place]]) -> SharePlan:
         if place.same_as is None:
             _check_cover(path, place, boxes)
             shares[path] = tuple(
-                _assign(path, place, box, ranks, load, taken, world_size) for box, ranks in boxes.items()
+                _assign(path, place, box, [rank for rank in ranks if rank in leading] or ranks, load, taken, world_size)
+                for box, ranks in boxes.items()
             )
     for path, place in places.items():
         if place.same_as is not None:

@@ -68,7 +68,10 @@ class ShareSaver:
         if problem is None and processes.is_global_zero:
             staging, problem = attempt(lambda: _staging(path))
         known = (taken.layout(), taken.structure()) if taken is not None else ("", "")
-        everyones: list[Any] = processes.all_gather_object((*known, problem, None if staging is None else str(staging)))
+        apart = processes.replica_mesh
+        leads = apart is not None and apart.get_local_rank(0) == 0
+        told_here = (*known, problem, None if staging is None else str(staging), leads)
+        everyones: list[Any] = processes.all_gather_object(told_here)
         if any(told[2] is not None for told in everyones) or taken is None:
             if staging is not None:
                 files.discard(staging)
@@ -77,7 +80,8 @@ class ShareSaver:
         layouts = [told[0] for told in everyones]
         if self._plan is None or layouts != self._layouts:
             try:
-                self._plan, self._layouts = make_plan(processes.all_gather_object(taken.places)), layouts
+                first = {rank for rank, told in enumerate(everyones) if told[4]}
+                self._plan, self._layouts = make_plan(processes.all_gather_object(taken.places), first), layouts
             except CheckpointError:  # the same on every process
                 if staging is not None:
                     files.discard(staging)

@@ -116,9 +116,16 @@ def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus:
         name: getattr(recipe.plan, name) for name in names if getattr(recipe.plan, name) != getattr(usual, name)
     }
     fixed |= dict(_fixed(word) for word in options.fix)
+    if recipe.diloco is not None:
+        if "dp_replicate" not in fixed:
+            raise UsageError(
+                "diloco leaves open how many replicas train apart: set plan.dp_replicate, or add --fix dp_replicate=2"
+            )
+        fixed["replicas"] = "apart"
     if not options.eager and device.kind != "cpu":
         fixed.setdefault("compile", "inductor")
-    alone = fixed | dict.fromkeys(fixed.keys() & {"pp", "ep", "micro_batches"}, 1)
+    open_to_choice = {"ep", "micro_batches"} if fixed.get("replicas") == "apart" else {"pp", "ep", "micro_batches"}
+    alone = fixed | dict.fromkeys(fixed.keys() & open_to_choice, 1)
     Plan(**alone)  # what contradicts itself is said at once
     return Limits(gpus, parse_bytes(options.memory) if options.memory else 0.95 * device.memory * 2**30, fixed)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from arclight.cli.schema import Recipe
     from arclight.parallel import Plan
     from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
-    from arclight.trainer.settings import TrainerSettings
+    from arclight.trainer.settings import Diloco, TrainerSettings
 
 
 def train(arguments: list[str]) -> None:
@@ -74,10 +75,23 @@ def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
 
     try:
         if recipe.plan is not None:
-            objects |= spread(recipe.plan, recipe.trainer)
+            objects |= spread(with_replicas(recipe.plan, recipe.diloco), recipe.trainer)
         return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
     except ValueError as error:
         raise UsageError(f"trainer: {error}") from error
+
+
+def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
+    """The plan as a recipe's ``diloco`` needs it. Raises UsageError where one asks for replicas and the other has none."""
+    if plan.apart and diloco is None:
+        raise UsageError(
+            'plan.replicas = "apart" leaves replicas apart for good: add a table [diloco], which brings them together'
+        )
+    if diloco is not None and plan.dp_replicate == 1 and not plan.apart:
+        raise UsageError(
+            "diloco needs replicas that train apart, and the plan has one: set plan.dp_replicate to how many there shall be"
+        )
+    return plan if diloco is None else replace(plan, replicas="apart")
 
 
 def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:

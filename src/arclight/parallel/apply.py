@@ -25,9 +25,9 @@ def parallelize(
     """Spread ``model`` over the processes of ``plan``, all of which call this, and give back what is to be called.
 
     The model is changed in place and comes back itself (or ``root``); where the plan only replicates, it comes back in a
-    DistributedDataParallel. On the meta device it takes memory only once it is spread, and its first values are a function of
+    DistributedDataParallel (not where replicas are apart). On the meta device it takes memory only once it is spread, and its first values are a function of
     ``seed`` (by default torch's) and names; otherwise its values must be equal on all processes. Losses are means over what a
-    process sees: gradients are averaged over ``dp_replicate * dp_shard * cp`` processes.
+    process sees: gradients are averaged over ``dp_replicate * dp_shard * cp`` processes, over ``dp_shard * cp`` where replicas are apart.
 
     device: this process's. types: see `Types`. root: a module around the model that is called in its place and may use its parts.
     sequence_length: that of its input, to be checked. Raises PlanError, before anything is changed, where the plan does not fit.
@@ -52,7 +52,7 @@ def parallelize(
         shard(model, mesh, types, outermost)
     materialize(model, torch.device("cpu") if plan.cpu_offload else device, seed)
     _move(model, device, parameters=False)
-    if plan.only_replicates and dist.get_world_size() > 1:
+    if plan.only_replicates and dist.get_world_size() > 1 and not plan.apart:
         return nn.parallel.DistributedDataParallel(outermost)
     return outermost
 

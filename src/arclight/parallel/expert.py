@@ -217,7 +217,7 @@ def fsdp_placement(model: nn.Module, mesh: Mesh) -> Callable[[nn.Parameter], Any
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
     assert mesh.sparse is not None
-    if mesh.plan.dp_replicate > 1:
+    if mesh.copies:
         left: FSDPMeshInfo = HSDPMeshInfo(mesh.sparse["dp_replicate", "efsdp"], shard_mesh_dim=1, replicate_mesh_dim=0)
     else:
         left = FSDPMeshInfo(mesh.sparse["efsdp"], shard_mesh_dim=0)

@@ -40,10 +40,15 @@ class Mesh:
                 (plan.pp, plan.dp_replicate, plan.dp_shard * plan.cp // plan.ep, plan.ep, plan.tp),
                 mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep", "tp"),
             )
+        self.replica: Any = None
+        """The group of the processes of this one's replica where replicas are apart, else None."""
         self._loss: Any = None
-        if 1 < plan.data_parallel * plan.cp < plan.world_size:
-            shape, names = (plan.pp, plan.data_parallel * plan.cp, plan.tp), ("pp", "loss", "tp")
-            self._loss = init_device_mesh(device_type, shape, mesh_dim_names=names).get_group("loss")
+        if plan.apart:
+            shape, names = (plan.dp_replicate, plan.world_size // plan.dp_replicate), ("dp_replicate", "replica")
+            self.replica = init_device_mesh(device_type, shape, mesh_dim_names=names).get_group("replica")
+        elif 1 < plan.data_parallel * plan.cp < plan.world_size:
+            sizes = (plan.pp, plan.data_parallel * plan.cp, plan.tp)
+            self._loss = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "loss", "tp")).get_group("loss")
 
     def rank(self, dimension: str) -> int:
         """The place of this process along a dimension of the plan."""
@@ -59,8 +64,19 @@ class Mesh:
 
     @cached_property
     def fsdp(self) -> DeviceMesh:
-        """Over which parameters are spread; with a first dimension of copies where there are any."""
-        return self.dense["dp_replicate", "fsdp"] if self.plan.dp_replicate > 1 else self.dense["fsdp"]
+        """Over which parameters are spread; with a first dimension of copies where there are any that are kept alike."""
+        return self.dense["dp_replicate", "fsdp"] if self.copies else self.dense["fsdp"]
+
+    @property
+    def copies(self) -> bool:
+        """Whether there are copies of the weights that every step keeps alike."""
+        return self.plan.dp_replicate > 1 and not self.plan.apart
+
+    def over_replicas(self, spread: DeviceMesh | None) -> DeviceMesh:
+        """``spread``, over which a tensor of one replica lies (None: it is whole), with all replicas as first dimension."""
+        names = (spread.mesh_dim_names or ()) if spread is not None else ()
+        root = self.dense if self.sparse is None or not {"efsdp", "ep"} & set(names) else self.sparse
+        return root[("dp_replicate", *names)]
 
     @property
     def data_rank(self) -> int:
@@ -69,7 +85,11 @@ class Mesh:
 
     @property
     def loss_group(self) -> Any:
-        """Processes that see other tokens than this one and the same layers: dp * cp. None where that is this one alone."""
+        """Processes that see other tokens than this one and the same layers: dp * cp, of one replica where those are apart.
+        None where that is this one alone.
+        """
+        if self.plan.apart:
+            return self.dense.get_group("fsdp") if self.plan.dp_shard * self.plan.cp > 1 else None
         if self._loss is None and self.plan.world_size == self.plan.data_parallel * self.plan.cp > 1:
             return dist.group.WORLD
         return self._loss

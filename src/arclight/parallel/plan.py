@@ -35,6 +35,8 @@ class Plan:
     ep: int = 1
     """Parts that the experts of a mixture are shared out to; divides dp_shard * cp."""
 
+    replicas: Literal["synchronous", "apart"] = "synchronous"
+    """Whether the dp_replicate groups agree in every step, or train alone until something else (DiLoCo) brings them together."""
     expert_capacity: int = 0
     """Rows (a token and one of its experts) that each process of ``ep`` sends to each other one at most, in exchanges of that fixed
     size, which no host waits for; what is more skips its experts. 0: as many as there are, nothing is lost."""
@@ -95,6 +97,10 @@ class Plan:
                 raise PlanError(f"activation_checkpointing = {keep} is no part: give a number from 0 to 1")
             if self.compile != "inductor":
                 raise PlanError('a part of activations to keep is chosen by the compiler: set compile = "inductor"')
+        if self.apart and self.pp > 1:
+            raise PlanError(
+                f'replicas = "apart" is not done for pipelines yet, and pp = {self.pp}: set pp = 1 and use dp_shard or tp'
+            )
         if type(self.micro_batches) is not int or self.micro_batches < 0:
             raise PlanError(f"micro_batches must be a positive integer, or 0, got {self.micro_batches!r}")
         if 0 < self.micro_batches < self.pp:
@@ -119,8 +125,13 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def apart(self) -> bool:
+        """Whether steps exchange nothing between the dp_replicate groups."""
+        return self.replicas == "apart"
+
+    @property
     def only_replicates(self) -> bool:
-        """Whether every process holds the whole model (DDP)."""
+        """Whether every process holds the whole model (DDP, or nothing where replicas are apart)."""
         return self.world_size == self.dp_replicate and not self.cpu_offload
 
     def check(
@@ -170,6 +181,7 @@ class Plan:
 
 
 _CHOICES = {
+    "replicas": ("synchronous", "apart"),
     "context": ("gather", "ulysses"),
     "reshard_after_forward": ("default", "always", "never"),
     "float8": ("none", "tensorwise", "rowwise", "mxfp8"),

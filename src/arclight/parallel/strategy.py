@@ -40,7 +40,8 @@ class PlanStrategy(ShardedStrategy):
     Whatever in a module declares ``sharding`` is cut by it; repeated blocks are found, and each step of the module is called as
     the outermost unit. A module made on the meta device (in ``configure_model``) gets memory for its shares only. Checkpoints
     hold original names and whole tensors, each process writes its shares, and they open on any plan. On processors as many
-    processes start as the plan needs. ``sequence_length`` is checked against the plan before anything starts.
+    processes start as the plan needs. Where its replicas are apart, what a step agrees on (weights of batches, norms of gradients,
+    gradients) is agreed on within each. ``sequence_length`` is checked against the plan before anything starts.
     """
 
     name = "plan"
@@ -86,6 +87,18 @@ class PlanStrategy(ShardedStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         return {"num_replicas": self.plan.data_parallel, "rank": self.mesh.data_rank}
+
+    @property
+    def replica_mesh(self) -> Any:
+        """The dp_replicate groups, where the plan has them apart."""
+        return self.mesh.dense["dp_replicate"] if self.plan.apart else None
+
+    def over_replicas(self, mesh: Any) -> Any:
+        return self.mesh.over_replicas(mesh)
+
+    @property
+    def step_group(self) -> Any:
+        return self.mesh.replica
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
@@ -202,8 +215,10 @@ class PlanStrategy(ShardedStrategy):
 
     @torch.no_grad()
     def total_norm(self, gradients: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-        """The norm over the gradients of all processes, whichever meshes they are spread over. Every process calls this."""
-        holders = self.plan.world_size // self.plan.pp
+        """The norm over the gradients of all processes (of a replica where those are apart), whichever meshes they are spread over.
+        Every process calls this.
+        """
+        holders = self.plan.world_size // self.plan.pp // (self.plan.dp_replicate if self.plan.apart else 1)
         copies: dict[int, list[torch.Tensor]] = {}
         for gradient in gradients:
             parts = 1
@@ -214,12 +229,12 @@ class PlanStrategy(ShardedStrategy):
         norms = {count: nn.utils.get_total_norm(parts, norm_type).to(self.device) for count, parts in copies.items()}
         if math.isinf(norm_type):
             total = torch.stack([torch.zeros((), device=self.device), *norms.values()]).max()
-            dist.all_reduce(total, dist.ReduceOp.MAX)
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=self.step_group)
             return total
         total = torch.zeros((), device=self.device)
         for count, norm in norms.items():
             total = total + norm**norm_type / count
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.step_group)
         return total ** (1 / norm_type)
 
 

@@ -173,7 +173,10 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True)
 class Diloco:
-    """Let replicas train alone and exchange what has become of them now and then (Douillard et al. 2023); strategy = "replicas"."""
+    """Let replicas train alone and exchange what has become of them now and then (Douillard et al. 2023).
+
+    They are the processes of strategy = "replicas", or the dp_replicate groups of a plan.
+    """
 
     sync_every: int = 100
     """Steps between two exchanges."""

@@ -68,7 +68,8 @@ class Windows:
             return True
         if self.exchanged:  # on the device: nothing here waits for it
             total = torch.as_tensor(samples, dtype=torch.float32, device=gradients[0].device)
-            total = self.trainer.strategy.all_reduce(total) if self.several else total
+            strategy = self.trainer.strategy
+            total = strategy.all_reduce(total, strategy.step_group) if self.several else total
             torch._foreach_mul_(own_parts(gradients), window.length / total.clamp(min=NOTHING))
         elif samples != window.first_size * window.length:  # shorter, or uneven batches
             torch._foreach_mul_(gradients, window.first_size * window.length / samples)
@@ -80,14 +81,14 @@ def weighted(
 ) -> tuple[Callable[[Any, int], Any], Callable[[torch.Tensor], Any]]:
     """Forward and backward for a run of several processes and one batch per update, where the module counts its batches.
 
-    The mean over processes of the gradients is that of the mean over all that their batches count.
+    The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
     """
     strategy, share = trainer.strategy, torch.tensor(1.0)
 
     def step(batch: Any, index: int) -> Any:
         nonlocal share
         weight = torch.as_tensor(module.batch_weight(batch), dtype=torch.float32, device=strategy.root_device)
-        share = weight / strategy.all_reduce(weight, reduce_op="mean").clamp(min=NOTHING)
+        share = weight / strategy.all_reduce(weight, strategy.step_group).clamp(min=NOTHING)
         return forward(batch, index)
 
     return step, lambda loss: backward(loss * share)

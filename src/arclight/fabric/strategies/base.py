@@ -149,6 +149,18 @@ class Strategy(Checkpointing):
         """A mesh whose first dimension counts copies of the model that steps do not keep alike; None where there are none."""
         return None
 
+    def over_replicas(self, mesh: Any) -> Any:
+        """The mesh of all replicas' parts of a tensor that one replica spreads over ``mesh`` (None: it holds it whole).
+
+        Its first dimension is that of :attr:`replica_mesh`; its last ones are ``mesh``'s.
+        """
+        return self.replica_mesh
+
+    @property
+    def step_group(self) -> Any:
+        """The processes whose batches make one update, this one among them, as a process group; None for all there are."""
+        return None
+
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Among how many samplers the data is shared, and which of them is this process's."""

@@ -25,7 +25,7 @@ class Memory:
     gradients: int = 0
     """The share of their gradients, float32."""
     optimizer: int = 0
-    """The optimizer's moments of that share."""
+    """The optimizer's moments of that share; where replicas are apart, also the weights they agreed on and the outer velocity."""
     activations: int = 0
     """What one micro-batch leaves for backward, and what the link at hand needs for the moment."""
     in_flight: int = 0
@@ -70,7 +70,7 @@ def memory(
     whole = sum(share.whole for _, share, _ in links) * MASTER if passes > 1 and adds_up_whole(plan) else 0
     done = [0, *accumulate(share.own * MASTER for _, share, _ in reversed(links))][::-1]
     stays = 0 if reshards(plan) and not plan.only_replicates else sum(share.gathered for _, share, _ in links)
-    fixed = {"parameters": own, "optimizer": own * workload.moments}
+    fixed = {"parameters": own, "optimizer": own * (workload.moments + 2 * plan.apart)}
     moments = [Memory(**fixed, gradients=own, gathered=whole)]
     fixed["in_flight"] = others
     for i in _turns(links):

@@ -86,7 +86,8 @@ def meshes(chain: Chain, limits: Limits, refused: list[tuple[Plan, str]]) -> Ite
     node = min(workload.device.node, gpus)
     tps = _choices(fixed, "tp", divisors(gpus, node))  # across nodes its exchanges would take most of the time
     cps = _choices(fixed, "cp", divisors(gpus, max(1, workload.sequence // TOKENS)))
-    pps = _choices(fixed, "pp", divisors(gpus, max(1, len(chain.kinds))))
+    stages = 1 if fixed.get("replicas") == "apart" else max(1, len(chain.kinds))
+    pps = _choices(fixed, "pp", divisors(gpus, stages))
     eps = _choices(fixed, "ep", divisors(chain.experts, gpus) if chain.experts else [1])
     for tp, cp in product(tps, cps):
         try:
@@ -103,7 +104,9 @@ def meshes(chain: Chain, limits: Limits, refused: list[tuple[Plan, str]]) -> Ite
             dp, rest = divmod(gpus, tp * cp * pp)
             if rest or workload.samples % dp:
                 continue
-            shards = _choices(fixed, "dp_shard", _useful_shards(dp, tp * cp, node))
+            copied = fixed.get("dp_replicate")
+            useful = _useful_shards(dp, tp * cp, node) if copied is None else [max(1, dp // copied)]
+            shards = _choices(fixed, "dp_shard", useful)
             for dp_shard, ep in product(shards, eps):
                 copies, rest = divmod(dp, dp_shard)
                 if rest or (dp_shard * cp) % ep or fixed.get("dp_replicate", copies) != copies:

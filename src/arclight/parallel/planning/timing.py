@@ -126,7 +126,8 @@ class _LinkTime:
         copies, apart = group(plan, "dp_replicate")
         gather = exchange_seconds(device, size, stride, "all_gather", share.exchanged * share.size)
         scatter = exchange_seconds(device, size, stride, "reduce_scatter", share.exchanged * MASTER)
-        scatter += exchange_seconds(device, copies, apart, "all_reduce", share.own * MASTER)
+        if not plan.apart:
+            scatter += exchange_seconds(device, copies, apart, "all_reduce", share.own * MASTER)
         scatter += messages_seconds(device, plan, (Message("all_reduce", "tp", n * share.size) for n in share.summed))
         forward = cost.forward.seconds + messages_seconds(device, plan, cost.forward.messages)
         backward = cost.backward.seconds + messages_seconds(device, plan, cost.backward.messages)

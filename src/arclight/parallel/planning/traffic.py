@@ -30,7 +30,7 @@ def _messages(links: Sequence[Link], plan: Plan, passes: int, stage: int, bounda
             gathers = 1 if once and not reshards(plan) else 2 * passes if reshards(plan) and not last else passes
             yield Message("all_gather", "dp_shard", gathers * share.exchanged * share.size, gathers)
             yield Message("reduce_scatter", "dp_shard", reductions * share.exchanged * MASTER, reductions)
-        if plan.dp_replicate > 1:
+        if plan.dp_replicate > 1 and not plan.apart:  # those exchange once in many steps, which is left out
             yield Message("all_reduce", "dp_replicate", reductions * share.own * MASTER, reductions)
         for elements in share.summed:
             yield Message("all_reduce", "tp", passes * elements * share.size, passes)

@@ -27,7 +27,8 @@ class DiLoCo(Callback):
     replica goes on from (Douillard et al. 2023). With ``fragments`` the blocks of the model take turns, so that each exchange is
     a part of it (Douillard et al. 2025). Optimizer states stay with their replica.
 
-    It needs a strategy whose steps exchange nothing between replicas: ``strategy="replicas"``, where each process is one, or a
+    It needs a strategy whose steps exchange nothing between replicas: ``strategy="replicas"``, where each process is one, a
+    ``Plan(dp_replicate=..., replicas="apart")``, where each group is one, spread over its processes, or a
     ``ModelParallelStrategy`` that shares nothing out over ``data_parallel``. A checkpoint has the anchor as the model's weights and
     all that the replicas differ in, so a run goes on with the same bits between exchanges too; with another number of
     replicas all begin at the anchor.
@@ -63,11 +64,12 @@ class DiLoCo(Callback):
         if self._mesh is None:
             raise MisconfigurationError(
                 f"DiLoCo needs replicas that train alone, but strategy={trainer.strategy.name!r} keeps them alike in every step: "
-                'use strategy="replicas"'
+                'use strategy="replicas", or replicas="apart" in a plan'
             )
         weights = _trainable(pl_module)
         for name, weight in weights.items():
-            if is_spread(weight) and weight.device_mesh.ndim >= self._mesh.ndim:  # type: ignore[attr-defined]
+            mesh = weight.device_mesh if is_spread(weight) else None  # type: ignore[attr-defined]
+            if mesh is not None and mesh.ndim >= trainer.strategy.over_replicas(mesh).ndim:
                 raise MisconfigurationError(
                     f"{name} is shared out over the replicas themselves, so they cannot train alone: leave {self._mesh.mesh_dim_names[0]} "
                     "out of fully_shard"
@@ -79,7 +81,9 @@ class DiLoCo(Callback):
         else:
             group = self._mesh.get_group(0)
             for weight in weights.values():
-                dist.broadcast(own_part(weight), dist.get_global_rank(group, 0), group=group)
+                value = own_part(weight).to(trainer.strategy.device)  # shares may lie in host memory
+                dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+                own_part(weight).copy_(value)
             self.anchor = {name: own_part(weight).clone() for name, weight in weights.items()}
             self.velocity = {}
 
@@ -97,7 +101,8 @@ class DiLoCo(Callback):
         local = {name: own_part(weights[name]) for name in names}
         exact = any(weight.dtype == torch.float64 for weight in local.values())
         dtype = torch.float64 if exact else torch.float32
-        gradient = _mean(pseudo_gradient(self.anchor, local, names), self._mesh.get_group(0), dtype)
+        device = self._trainer.strategy.device
+        gradient = _mean(pseudo_gradient(self.anchor, local, names), self._mesh.get_group(0), dtype, device)
         self.anchor, self.velocity = self.outer.step(self.anchor, gradient, self.velocity)
         for name, weight in local.items():
             weight.copy_(self.anchor[name])
@@ -124,21 +129,27 @@ class DiLoCo(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """The model of a checkpoint is the anchor: no replica's own is what others should open."""
         weights = _trainable(pl_module)
-        for name, part in self.anchor.items():
-            checkpoint["state_dict"][name] = _beside(part, weights[name])
+        names = {weight: name for name, weight in weights.items()}
+        for name, weight in pl_module.named_parameters(
+            remove_duplicate=False
+        ):  # tied weights are saved under each name
+            if weight in names and name in checkpoint["state_dict"]:
+                checkpoint["state_dict"][name] = _beside(self.anchor[names[weight]], weight)
 
     def _stacked(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` of this replica as its share of all replicas'."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        placements: list[Any] = [Replicate()] * (self._mesh.ndim - 1)
-        if is_spread(tensor):
-            placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in tensor.placements]  # type: ignore[attr-defined]
+        spread = is_spread(tensor)
+        mesh = self._trainer.strategy.over_replicas(tensor.device_mesh if spread else None)  # type: ignore[attr-defined]
+        placements: list[Any] = [Replicate()] * (mesh.ndim - 1)
+        if spread:
+            placements = [_one_further(placement) for placement in tensor.placements]  # type: ignore[attr-defined]
         shape = torch.Size((self._mesh.size(0), *tensor.shape))
         stride = torch.empty(shape, device="meta").stride()
         part = own_part(tensor).detach().contiguous().unsqueeze(0)
         stacked: torch.Tensor = DTensor.from_local(
-            part, self._mesh, [Shard(0), *placements], run_check=False, shape=shape, stride=stride
+            part.to(mesh.device_type), mesh, [Shard(0), *placements], run_check=False, shape=shape, stride=stride
         )
         return stacked
 
@@ -197,10 +208,23 @@ def _each(state: Mapping[Any, Any], change: Any) -> dict[Any, Any]:
     }
 
 
-def _mean(tensors: dict[str, torch.Tensor], group: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The mean of each tensor over a group, by one all-reduce of ``dtype``."""
-    flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors.values()])
+def _one_further(placement: Any) -> Any:
+    """A placement along a tensor's dimensions when another one stands before them."""
+    if placement.is_replicate():
+        return placement
+    # FSDP over tensor parallelism along one dimension is no kind of Shard to Python.
+    strided = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    return type(placement)(placement.dim + 1, **strided)
+
+
+def _mean(
+    tensors: dict[str, torch.Tensor], group: Any, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The mean of each tensor over a group, by one all-reduce of ``dtype`` on ``device``."""
+    flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors.values()]).to(device)
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
     parts: Iterable[torch.Tensor] = flat.split([tensor.numel() for tensor in tensors.values()])
-    return {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
+    return {
+        name: part.view(tensors[name].shape).to(tensors[name].device) for name, part in zip(tensors, parts, strict=True)
+    }
