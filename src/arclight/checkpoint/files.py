@@ -77,7 +77,7 @@ class HashedFile:
 def create(path: Path) -> Iterator[HashedFile]:
     """A new file that is on the disk when the block ends."""
     if isinstance(path, remote.RemotePath):
-        with path.open("wb") as file:
+        with remote.reaching(path), path.open("wb") as file:
             yield HashedFile(file)
         return
     with path.open("xb") as file:
@@ -88,7 +88,7 @@ def create(path: Path) -> Iterator[HashedFile]:
 
 @contextmanager
 def open_hashed(path: Path) -> Iterator[HashedFile]:
-    with path.open("rb") as file:
+    with remote.reaching(path), path.open("rb") as file:
         yield HashedFile(file)
 
 
@@ -116,7 +116,7 @@ class PlacedFile:
 
 
 def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
+    with remote.reaching(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -217,8 +217,9 @@ def sweep(folder: Path) -> list[Path]:
 def discard(path: Path) -> None:
     """Remove a temporary file or folder; what cannot be removed now is left to the next `sweep`."""
     if isinstance(path, remote.RemotePath):
-        if not _is_published(path):
-            path.remove_tree()
+        with suppress(OSError):
+            if not _is_published(path):
+                path.remove_tree()
     elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

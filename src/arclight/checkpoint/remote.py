@@ -3,12 +3,15 @@
 An object store cannot rename a folder. Files are put below the checkpoint's name in a folder of their own, ``data-<number>``, and
 the manifest, which names that folder, is put last in one piece: until then whatever was there before is whole, and after it
 the former files go. Options of a file system are fsspec's own (its configuration files, its environment variables).
+Whatever goes wrong there, whichever library it comes from, is raised as an OSError that says where and what to do.
 """
 
 from __future__ import annotations
 
+import errno
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +19,12 @@ from typing import Any, cast
 from arclight.checkpoint.errors import CheckpointError
 
 PREFIX = "data-"
+
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})
+"""These have no folders to make: asked for one, they would make a bucket of a name that was mistyped."""
+
+_OF_CONTENT = (CheckpointError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError)
+"""What is wrong with the bytes that were read, not with reading them."""
 
 
 def place(path: str | Path) -> Path:
@@ -76,46 +85,110 @@ class RemotePath:
         return False
 
     def exists(self) -> bool:
-        self._system.invalidate_cache()
-        return bool(self._system.exists(self._key))
+        return bool(self._ask("exists", self._key))
 
     def is_dir(self) -> bool:
-        self._system.invalidate_cache()
-        return bool(self._system.isdir(self._key))
+        return bool(self._ask("isdir", self._key))
 
     def is_file(self) -> bool:
-        return bool(self._system.isfile(self._key))
+        return bool(self._ask("isfile", self._key))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        self._system.invalidate_cache()
-        for entry in self._system.ls(self._key, detail=False):
+        for entry in self._ask("ls", self._key, detail=False):
             yield self / str(entry).rstrip("/").rpartition("/")[2]
 
     def stat(self) -> Any:
-        return SimpleNamespace(st_size=int(self._system.info(self._key)["size"]))
+        return SimpleNamespace(st_size=int(self._ask("info", self._key)["size"]))
 
     def open(self, mode: str = "rb", **_: Any) -> Any:
         if "r" not in mode:
-            self._system.makedirs(self._system._parent(self._key), exist_ok=True)
-        return self._system.open(self._key, mode)
+            self._make_parent()
+        return self._ask("open", self._key, mode)
 
     def read_bytes(self) -> bytes:
-        return bytes(self._system.cat_file(self._key))
+        return bytes(self._ask("cat_file", self._key))
 
     def read_range(self, start: int, stop: int) -> bytes:
-        return bytes(self._system.cat_file(self._key, start=start, end=stop))
+        return bytes(self._ask("cat_file", self._key, start=start, end=stop))
 
     def write_bytes(self, content: bytes) -> None:
-        self._system.makedirs(self._system._parent(self._key), exist_ok=True)
-        self._system.pipe_file(self._key, content)
+        self._make_parent()
+        self._ask("pipe_file", self._key, content)
 
     def unlink(self) -> None:
-        self._system.rm_file(self._key)
+        self._ask("rm_file", self._key)
 
     def remove_tree(self) -> None:
         """Remove everything below; nothing is fine too."""
         if self.exists():
-            self._system.rm(self._key, recursive=True)
+            self._ask("rm", self._key, recursive=True)
+
+    def copy_to(self, target: RemotePath) -> None:
+        """Copy a file within one file system, which need not send it here and back."""
+        target._make_parent()
+        self._ask("cp_file", self._key, target._key)
+
+    def _make_parent(self) -> None:
+        if self.address.partition("://")[0] not in _OBJECT_STORES:
+            self._ask("makedirs", self._system._parent(self._key), exist_ok=True)
+
+    def _ask(self, action: str, *arguments: Any, **options: Any) -> Any:
+        """Let the file system do something, on what is there now and not on what it remembers."""
+        with reaching(self, passing=()):
+            self._system.invalidate_cache()
+            return getattr(self._system, action)(*arguments, **options)
+
+
+@contextmanager
+def reaching(path: object, passing: tuple[type[Exception], ...] = _OF_CONTENT) -> Iterator[None]:
+    """Whatever keeps the block from reading or writing at an address is raised as an OSError that names it and says what to do.
+
+    passing: errors that are left as they are. So are all where `path` is local.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, passing) or is_told(error) or not is_remote(path):
+            raise
+        raise _told(str(path), error) from error
+
+
+def is_told(error: Exception) -> bool:
+    """Whether an error's text says already where it happened and what to do."""
+    return bool(getattr(error, "says_what_to_do", False))
+
+
+_CODES: dict[type[OSError], int] = {
+    FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, NotADirectoryError: errno.ENOTDIR,
+    IsADirectoryError: errno.EISDIR, FileExistsError: errno.EEXIST,
+}  # fmt: skip
+
+
+def _told(address: str, error: Exception) -> OSError:
+    code = (error.errno if isinstance(error, OSError) else None) or _CODES.get(type(error), errno.EIO)  # type: ignore[arg-type]
+    if isinstance(error, FileNotFoundError):
+        advice = "if the bucket or folder is to be there, make it, or correct the address"
+    elif isinstance(error, PermissionError):
+        advice = "the credentials in use must be allowed to list, read, write and delete there"
+    else:
+        advice = (
+            "check the address, the network, the credentials and the options of the file system (fsspec's configuration, "
+            "its environment variables)"
+        )
+    told = OSError(code, f"{address}: {type(error).__name__}: {error}; {advice}")
+    told.says_what_to_do = True  # type: ignore[attr-defined]
+    return told
+
+
+def check_writable(folder: str | Path) -> None:
+    """Raise OSError for an address where checkpoints could not be written, listed, read and removed."""
+    probe = cast(RemotePath, place(folder)) / f".probe-{uuid.uuid4().hex[:12]}"
+    probe.write_bytes(b"arclight")
+    try:
+        list(probe.parent.iterdir())
+        probe.read_bytes()
+    finally:
+        probe.unlink()
 
 
 def make_staging(path: RemotePath) -> RemotePath:

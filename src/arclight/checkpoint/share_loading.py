@@ -13,7 +13,7 @@ from arclight.checkpoint import files, tree
 from arclight.checkpoint.choosing import chosen
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import ADVICE, STATE, Manifest, read_manifest
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import is_remote, place
 from arclight.checkpoint.shares import attempt
 from arclight.checkpoint.store import read_file, verify
 from arclight.checkpoint.stored import Piece, StoredTensor
@@ -42,7 +42,7 @@ def load_shares(
     Raises CheckpointError on every process where any of them finds the checkpoint missing, damaged or unreadable.
     """
     path = place(path)
-    if processes.is_global_zero and not path.exists() and path.parent.is_dir():
+    if processes.is_global_zero and not is_remote(path) and not path.exists() and path.parent.is_dir():
         files.sweep(path.parent)
     processes.barrier("checkpoint found")
     problems = verify(path, processes) if check else []

@@ -18,7 +18,7 @@ import torch
 from arclight.checkpoint import files, tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe, is_checkpoint
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import is_told, place
 from arclight.checkpoint.share_plan import SharePlan, Taken, make_plan, united
 from arclight.checkpoint.tensorfile import write_tensors
 from arclight.fabric.regions import regions_of
@@ -180,7 +180,7 @@ def attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return function(), None
     except (OSError, CheckpointError) as error:
-        return None, str(error)
+        return None, str(getattr(error, "strerror", None) if is_told(error) else error)
     except Exception as error:
         return None, f"{type(error).__name__}: {error}"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.checkpoint import choosing, files, tree
+from arclight.checkpoint import choosing, files, remote, tree
 from arclight.checkpoint.choosing import chosen, nan_names
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import (
@@ -51,10 +51,10 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
 
 def write(path: Path, encoded: tree.Encoded) -> None:
     """Write a state that has been taken apart."""
-    if files.is_there(path) and not is_checkpoint(path) and not files.is_empty(path):
-        raise CheckpointError(f"{path} exists and is not a checkpoint: choose another name, it is left as it is")
     staging = None
     try:
+        if files.is_there(path) and not is_checkpoint(path) and not files.is_empty(path):
+            raise CheckpointError(f"{path} exists and is not a checkpoint: choose another name, it is left as it is")
         files.sweep(path.parent)
         staging = files.make_staging(path)
         records = {name: _write_file(staging / name, write_tensors, group) for name, group in encoded.files.items()}
@@ -90,7 +90,7 @@ def load(
     Raises CheckpointError that names the file and what to do where anything is missing, damaged or of another version.
     """
     path = place(path)
-    if not path.exists() and path.parent.is_dir():
+    if not remote.is_remote(path) and not path.exists() and path.parent.is_dir():
         files.sweep(path.parent)  # a process killed between two renames has left it beside
     manifest = read_manifest(path)
     entries = read_file(path, STATE, manifest, verify, lambda file, size: json.loads(file.read(size)))
@@ -184,6 +184,10 @@ def _damaged(file: Path, why: str) -> CheckpointError:
 
 
 def _not_written(path: Path, encoded: tree.Encoded, error: OSError) -> CheckpointError:
+    if remote.is_told(error):
+        return CheckpointError(
+            f"checkpoint {path} could not be written: {error.strerror or error}; what was there before is intact"
+        )
     size = sum(tensor.numel() * tensor.itemsize for group in encoded.files.values() for tensor in group.values())
     advice = {
         errno.ENOSPC: f"free at least {size / 1e6:,.0f} MB on that disk",

@@ -134,12 +134,18 @@ def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
 
 def resume_from(place: str | None, flag: str = "--resume") -> tuple[RunFolder | None, str | Path | None]:
     """The run folder to go on in (None for a new or the newest one) and the checkpoint to start from, as ``flag`` says."""
-    from arclight.checkpoint import find_last
+    from arclight.checkpoint import find_last, remote
+    from arclight.checkpoint.manifest import is_checkpoint
     from arclight.trainer import RunFolder
 
     if place is None or place == "last":
         return None, place
-    path = Path(place)
+    if remote.is_remote(address := remote.place(place)):
+        kept = address if is_checkpoint(address) else find_last(address)
+        if kept is None:
+            raise UsageError(f"{flag}: {place} has no checkpoint to go on from")
+        return None, str(kept)
+    path = address
     if (path / "checkpoints").is_dir():
         found = find_last(path / "checkpoints")
         if found is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight import checkpoint as checkpoints
+from arclight.checkpoint.remote import is_remote, place
 from arclight.checkpoint.tree import whole_of
 from arclight.fabric.batches import map_tensors
 from arclight.fabric.strategies import Strategy
@@ -73,7 +74,7 @@ class FolderCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if Path(path).is_file():
+        if place(path).is_file():
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
         return from_tree(checkpoints.load(path, map_location=map_location or "cpu"))
 
@@ -92,14 +93,18 @@ class TorchCheckpointIO(CheckpointIO):
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
                 "`TorchCheckpointIO`: implement your own `CheckpointIO` and pass it as Trainer(plugins=...)"
             )
-        save_file(checkpoint, Path(path))
+        save_file(checkpoint, place(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if Path(path).is_dir():
+        if place(path).is_dir():
             return FolderCheckpointIO().load_checkpoint(path, map_location, weights_only)
-        checkpoint: dict[str, Any] = checkpoints.read_pickled(Path(path), map_location or "cpu")
+        if is_remote(place(path)):
+            raise checkpoints.CheckpointError(
+                f"{path}: files of torch.save are read from local paths only; copy it here first"
+            )
+        checkpoint: dict[str, Any] = checkpoints.read_pickled(place(path), map_location or "cpu")
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from arclight.checkpoint.remote import place
 from arclight.data import ResumableLoader
 from arclight.fabric.batches import map_tensors
 from arclight.trainer import dataloading, state
@@ -58,7 +59,7 @@ def _checkpoint(trainer: Trainer) -> Path | None:
         getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
         for callback in trainer.checkpoint_callbacks
     )
-    return next((Path(path) for path in kept if path and Path(path).exists()), None)
+    return next((place(path) for path in kept if path and place(path).exists()), None)
 
 
 def _replay(trainer: Trainer, module: Module, last: int) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from arclight import checkpoint as checkpoints
+from arclight.checkpoint.remote import is_remote, place
 from arclight.fabric.strategies import Strategy
 
 _FILES = (".ckpt", ".pt", ".pth", ".bin")
@@ -27,8 +28,8 @@ class StateIO:
         """
         if storage_options is not None:
             raise TypeError("storage_options belong to a checkpoint IO of your own: pass one as Fabric(plugins=...)")
-        if Path(path).suffix in _FILES:
-            save_file(checkpoint, Path(path))
+        if PurePath(str(path)).suffix in _FILES:
+            save_file(checkpoint, place(path))
         else:
             checkpoints.save(path, checkpoint)
 
@@ -42,7 +43,7 @@ class StateIO:
 
     def load_checkpoint(self, path: str | Path, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """The state at ``path``. Raises CheckpointError for what is damaged or would need unpickling."""
-        path = Path(path)
+        path = place(path)
         if not path.is_file():
             return checkpoints.load(path, map_location=map_location or "cpu")
         if path.suffix == ".safetensors":
@@ -55,6 +56,11 @@ class StateIO:
 
 def save_file(state: dict[str, Any], path: Path) -> None:
     """One file of ``torch.save`` that needs no unpickling. Raises CheckpointError, and leaves what was there, where that cannot be."""
+    if is_remote(path):
+        raise checkpoints.CheckpointError(
+            f"{path}: one file of torch.save is written to local paths only; checkpoint folders, whose names have no ending such as "
+            f"{', '.join(_FILES)} for a Fabric, can lie at an address"
+        )
     if path.is_dir():
         raise checkpoints.CheckpointError(f"{path} is a folder, which one file cannot replace: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arclight.checkpoint.remote import is_remote, place
+from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.run import RunFolder
 
 if TYPE_CHECKING:
@@ -101,6 +103,16 @@ class RunPlaces:
             version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
             folder = os.path.join(logger.save_dir or folder, str(logger.name), version)
         return str(self.strategy.broadcast(os.path.join(folder, "checkpoints")))
+
+
+def local_root(folder: str | Path) -> str:
+    """``folder`` for logs, reports and records of runs. Raises MisconfigurationError for an address: only checkpoints can lie there."""
+    if is_remote(found := place(folder)):
+        raise MisconfigurationError(
+            f"Trainer(default_root_dir={str(folder)!r}): a run's log, metrics and report are written to local folders; keep "
+            f"checkpoints at the address with ModelCheckpoint(dirpath={str(folder)!r}), in a recipe [checkpoint] folder"
+        )
+    return os.path.expanduser(found)
 
 
 def _listed(choice: Any) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from arclight.checkpoint import find_last, verify
 from arclight.checkpoint.remote import place
 from arclight.fabric.environments import SLURMEnvironment
+from arclight.trainer.callbacks.checkpoint_files import written_at
 from arclight.trainer.run import RunFolder
 from arclight.trainer.signals import requeue_checkpoint
 
@@ -85,7 +86,7 @@ def _best(trainer: Trainer, entry_point: str) -> Path:
             f'`.{entry_point}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best model, or no '
             "fit has saved one yet"
         )
-    return Path(best)
+    return place(best)
 
 
 def _last(trainer: Trainer, entry_point: str) -> Path | None:
@@ -129,18 +130,18 @@ def _newest_of_callbacks(trainer: Trainer) -> Path | None:
     paths: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "last_checkpoints"):
-            paths |= {Path(path) for path in callback.last_checkpoints(trainer)}
+            paths |= {place(path) for path in callback.last_checkpoints(trainer)}
         elif path := getattr(callback, "last_model_path", ""):
-            paths.add(Path(path))
-    return max((p for p in paths if p.exists()), key=lambda p: p.stat().st_mtime_ns, default=None)
+            paths.add(place(path))
+    return max((p for p in paths if p.exists()), key=written_at, default=None)
 
 
 def _newest_of_run(trainer: Trainer) -> Path | None:
     folder = trainer._run_folder or RunFolder.newest(
         trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower()
     )
-    place = trainer.strategy.broadcast(None if folder is None else folder.checkpoints)
-    found = find_last(place, trainer.strategy) if place is not None else None
+    kept = trainer.strategy.broadcast(None if folder is None else folder.checkpoints)
+    found = find_last(kept, trainer.strategy) if kept is not None else None
     if found is not None and folder is not None:
         trainer.run_folder = folder
     return found

@@ -85,8 +85,10 @@ class TrainerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """Which checkpoints are kept."""
+    """Which checkpoints are kept, and where."""
 
+    folder: str | None = None
+    """Where they go: a folder, or an address such as s3://bucket/name; none: `checkpoints` in the run folder."""
     monitor: str | None = None
     """Logged value that says which checkpoints are best; none keeps the newest."""
     mode: Literal["min", "max"] = "min"
@@ -106,6 +108,7 @@ class Checkpointing:
         from arclight.trainer.callbacks import ModelCheckpoint
 
         return ModelCheckpoint(
+            dirpath=self.folder,
             monitor=self.monitor,
             mode=self.mode,
             save_top_k=self.save_top_k,

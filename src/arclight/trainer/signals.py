@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from arclight.checkpoint.remote import place
 from arclight.fabric.environments import SLURMEnvironment
 from arclight.fabric.errors import SIGTERMException
 
@@ -117,7 +118,7 @@ def checkpoint_folder(trainer: Trainer) -> Path | None:
     if not trainer.checkpoint_callbacks:
         return None
     given = next((c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)), None)
-    return Path(given) if given is not None else Path(trainer.checkpoint_folder)
+    return place(given if given is not None else trainer.checkpoint_folder)
 
 
 def _settable(handler: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -31,7 +30,7 @@ from arclight.trainer.managed_optimizer import ManagedOptimizer
 from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
 from arclight.trainer.optimizer_config import LRSchedulerConfig
-from arclight.trainer.places import RunPlaces
+from arclight.trainer.places import RunPlaces, local_root
 from arclight.trainer.prediction import Predictions
 from arclight.trainer.profilers.profiler import resolve_profiler
 from arclight.trainer.progress import Progress
@@ -104,9 +103,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.precision_plugin = self.strategy.precision
         own_files = TorchCheckpointIO if self.conventions.checkpoint_suffix else FolderCheckpointIO
         self.checkpoint_io: CheckpointIO = self.strategy.checkpoint_io or own_files()
-        self.default_root_dir = os.path.expanduser(
-            default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd())
-        )
+        self.default_root_dir = local_root(default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd()))
         self.run_name, self._run_folder = run_name, run_folder
         self._ckpt_path: str | Path | None = None
         self._ckpt_path_given = False

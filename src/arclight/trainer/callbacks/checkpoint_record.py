@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from arclight.checkpoint.remote import place
 from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callbacks.checkpoint_files import is_within
 from arclight.trainer.callbacks.monitored import check_mode
 
 
@@ -111,9 +112,9 @@ class Record:
         """The record of ``state``, whose checkpoints were in ``before`` and are in ``folder`` now; lost ones are left out."""
 
         def find(path: str) -> str:
-            inside = path and before and Path(path).is_relative_to(before)
+            inside = path and before and is_within(path, before)
             path = os.path.join(folder, os.path.relpath(path, before)) if inside else path
-            return path if path and os.path.exists(path) else ""
+            return path if path and place(path).exists() else ""
 
         scores = {path: float(score) for name, score in state["best_k_models"].items() if (path := find(name))}
         score = state.get("current_score")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.checkpoint import CheckpointError
+from arclight.checkpoint.remote import place
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
-from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, link_checkpoint, remove_checkpoint
+from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, is_within, link_checkpoint, remove_checkpoint
 from arclight.trainer.callbacks.checkpoint_record import Plan
 
 if TYPE_CHECKING:
@@ -85,8 +85,9 @@ class Writer:
 def finish(trainer: Trainer, plan: Plan, folder: str, link: bool) -> None:
     """Bring ``last`` up to date and drop what the complete checkpoint replaces. For rank 0."""
     if plan.path and plan.last:
-        (link_checkpoint if link else copy_checkpoint)(Path(plan.path), Path(plan.last))
+        (link_checkpoint if link else copy_checkpoint)(place(plan.path), place(plan.last))
     resumed = trainer.ckpt_path
-    for path in map(Path, plan.drop):  # never reach into another run's folder, nor take away what this one began from
-        if path.is_relative_to(folder) and (resumed is None or os.path.abspath(resumed) != str(path)):
-            remove_checkpoint(path)
+    begun_from = "" if resumed is None else str(resumed) if "://" in str(resumed) else os.path.abspath(resumed)
+    for path in plan.drop:  # never reach into another run's folder, nor take away what this one began from
+        if is_within(path, folder) and path != begun_from:
+            remove_checkpoint(place(path))

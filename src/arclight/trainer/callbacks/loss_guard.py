@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from arclight import checkpoint as checkpoints
+from arclight.checkpoint.remote import place
 from arclight.fabric.errors import MisconfigurationError
 from arclight.optim import MixedOptimizer
 from arclight.trainer import state
@@ -289,7 +290,7 @@ class LossGuard(Callback):
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else []:
             paths = {getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")}
             for path in paths | set(getattr(callback, "best_k_models", {})):
-                made = checkpoints.inspect(path).step if path and Path(path).is_dir() else None
+                made = checkpoints.inspect(path).step if path and place(path).is_dir() else None
                 if made is not None and made <= step:
                     found[str(path)] = made
         newest: str | None = trainer.strategy.broadcast(max(found, key=found.__getitem__, default=None))

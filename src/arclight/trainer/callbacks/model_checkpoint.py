@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from arclight.checkpoint import CheckpointError
+from arclight.checkpoint.remote import place
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Checkpoint
 from arclight.trainer.callbacks import checkpoint_files
@@ -50,7 +51,7 @@ class ModelCheckpoint(Checkpoint):
       where validation runs once per epoch.
     * ``asynchronous``: write from a copy in host memory while training goes on; by default where several processes write
       their shares. Errors are raised at the next save, validation or epoch's end; training ends when all is written.
-    * ``dirpath`` defaults to ``checkpoints/`` in the run folder.
+    * ``dirpath`` defaults to ``checkpoints/`` in the run folder; it may be an address such as ``s3://bucket/name``.
 
     ``best_model_path`` and its siblings change only when the checkpoint they name is complete, and a checkpoint is
     pruned only after its successor is complete, never the one that the run was resumed from. When a resumed run finds
@@ -159,13 +160,9 @@ class ModelCheckpoint(Checkpoint):
         rhythm = self._rhythm
         counted = {} if rhythm.count is None else {"every": str(rhythm.count)}
         return self._generate_state_key(
-            monitor=self.monitor,
-            mode=self.mode,
-            every_n_train_steps=rhythm.steps,
-            every_n_epochs=rhythm.epochs,
-            train_time_interval=rhythm.interval,
-            **counted,
-        )
+            monitor=self.monitor, mode=self.mode, every_n_train_steps=rhythm.steps, every_n_epochs=rhythm.epochs,
+            train_time_interval=rhythm.interval, **counted,
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         state = (self._pending or self._record).state_dict(self._ranking)
@@ -179,7 +176,7 @@ class ModelCheckpoint(Checkpoint):
             self._adopt_folder(self._trainer)
         folder = self.dirpath or before
         record = Record.load(state_dict, self._ranking, before, folder)
-        if folder != before and not any(Path(path).is_relative_to(folder) for path in record.paths()):
+        if folder != before and not any(checkpoint_files.is_within(path, folder) for path in record.paths()):
             if chosen and state_dict["best_model_path"] + state_dict["last_model_path"]:
                 rank_zero_warn(
                     f"The dirpath has changed from {before!r} to {folder!r}, where none of the checkpoints of before are: "
@@ -188,7 +185,7 @@ class ModelCheckpoint(Checkpoint):
             record = Record(best=state_dict["best_model_path"])
         self._publish(record)
         here = record.newest and os.path.dirname(record.newest) == folder
-        self._resumed_from = os.path.getmtime(record.newest) if here else float("inf")
+        self._resumed_from = checkpoint_files.written_at(record.newest) if here else float("inf")
 
     # -- when --------------------------------------------------------------------------------------------------
 
@@ -356,13 +353,15 @@ class ModelCheckpoint(Checkpoint):
     def _free_path(self, values: Mapping[str, Any], template: str | None = None, replaces: str = "") -> str:
         """A path that is not taken; that of the checkpoint which this one ``replaces`` is free."""
         path, version = self.format_checkpoint_name(values, template), self.STARTING_VERSION
-        while self.enable_version_counter and path != replaces and os.path.lexists(path) and not self._is_stale(path):
+        while self.enable_version_counter and path != replaces and self._is_in_use(path):
             path, version = self.format_checkpoint_name(values, template, ver=version), version + 1
         return path
 
-    def _is_stale(self, path: str) -> bool:
-        """Whether a killed run left this behind after the point from which it was resumed."""
-        return path not in self._record.paths() and os.lstat(path).st_mtime >= self._resumed_from
+    def _is_in_use(self, path: str) -> bool:
+        """Whether something is there that no killed run left behind after the point from which this one was resumed."""
+        if not checkpoint_files.is_taken(path):
+            return False
+        return path in self._record.paths() or checkpoint_files.written_at(path, follow=False) < self._resumed_from
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
         """Whether a checkpoint with the value ``current`` would be kept."""
@@ -387,7 +386,7 @@ class ModelCheckpoint(Checkpoint):
 
     def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
         """Whether rank 0 sees ``filepath``; the same answer on every rank."""
-        return bool(trainer.strategy.broadcast(os.path.exists(filepath)))
+        return bool(trainer.strategy.broadcast(place(filepath).exists()))
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """What is kept as ``last`` in the folder, whichever run it is from."""
@@ -396,5 +395,5 @@ class ModelCheckpoint(Checkpoint):
 
     def to_yaml(self, filepath: str | Path | None = None) -> None:
         """Write the kept checkpoints and their scores (default: ``best_k_models.yaml`` beside them)."""
-        target = Path(filepath) if filepath is not None else Path(self.dirpath or "") / "best_k_models.yaml"
-        target.write_text(yaml_text(self._record.scores), encoding="utf-8")
+        target = place(filepath) if filepath is not None else place(self.dirpath or "") / "best_k_models.yaml"
+        target.write_bytes(yaml_text(self._record.scores).encode())

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arclight.checkpoint.remote import place
 from arclight.trainer.callback import Checkpoint
-from arclight.trainer.callbacks.checkpoint_files import remove_checkpoint
+from arclight.trainer.callbacks.checkpoint_files import full_path, remove_checkpoint
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -27,7 +28,7 @@ class OnExceptionCheckpoint(Checkpoint):
     def __init__(self, dirpath: str | Path | None = None, filename: str = "on_exception") -> None:
         if not filename:
             raise ValueError("OnExceptionCheckpoint(filename=''): The filename cannot be empty, give the file a name")
-        self.dirpath = os.path.realpath(dirpath) if dirpath else None
+        self.dirpath = full_path(dirpath) if dirpath else None
         self.filename = filename
         self._fitting = False
 
@@ -37,7 +38,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def last_checkpoints(self, trainer: Trainer) -> set[str]:
         """The checkpoint of the run that failed, where there is one."""
-        return {self.ckpt_path} if self.dirpath is not None and os.path.exists(self.ckpt_path) else set()
+        return {self.ckpt_path} if self.dirpath is not None and place(self.ckpt_path).exists() else set()
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._fitting = not trainer.fast_dev_run
@@ -50,5 +51,5 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         if stage == "fit" and self._fitting and self.dirpath is not None and trainer.is_global_zero:
-            remove_checkpoint(Path(self.ckpt_path))
+            remove_checkpoint(place(self.ckpt_path))
         self._fitting = False

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from arclight.fabric.rank_zero import rank_zero_warn
+
 _SETTINGS = {
     **{name: name for name in ("monitor", "mode", "save_last", "save_top_k", "save_weights_only")},
     "_every_n_train_steps": "every_n_train_steps",
@@ -52,6 +54,8 @@ def scan_checkpoints(callback: Any, logged_model_time: dict[Any, float]) -> list
         checkpoints[callback.best_model_path] = (callback.best_model_score, "best")
     for path, score in getattr(callback, "best_k_models", {}).items():
         checkpoints[path] = (score, "best_k")
+    if any("://" in str(path) for path in checkpoints):
+        rank_zero_warn("checkpoints at an address stay there: loggers send only those in local folders")
     found = [
         (Path(path).stat().st_mtime, path, score, tag)
         for path, (score, tag) in checkpoints.items()
