@@ -27,6 +27,7 @@ from arclight.fabric.naming import for_optimizer, names_of
 from arclight.fabric.seeding import rng_state
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
+from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.hooks import logging_as, overridden
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 from arclight.trainer.lightning_files import is_lightnings, progress_of
@@ -94,7 +95,9 @@ def _save(trainer: Trainer, path: str | Path, weights_only: bool, storage_option
     reporting.check_finite(trainer)
     checkpoint = dump(trainer, weights_only)
     trainer.strategy.write_checkpoint(trainer.checkpoint_io, checkpoint, path, storage_options)
-    if getattr(trainer.checkpoint_io, "in_flight", None) is None:
+    if not isinstance(
+        trainer.checkpoint_io, AsyncCheckpointIO
+    ):  # which all ranks have, though rank 0 alone may be writing
         trainer.strategy.barrier("checkpoint saved")
 
 
