@@ -188,6 +188,39 @@ def test_a_module_that_cannot_be_run_is_refused(
     assert message in str(caught.value)
 
 
+class Normed(al.Module):
+    """Its buffers are other numbers on each process while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.model = torch.nn.Sequential(torch.nn.Linear(17, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch[0].float()).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", self.model(batch[0].float()).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def test_copies_of_a_model_may_evaluate_unequal_numbers_of_batches(tmp_path: Path) -> None:
+    """All of them with the buffers of the model that is saved; also where nothing of it trains."""
+    trainer = al.Trainer(
+        accelerator="cpu", strategy=Plan(dp_replicate=2).strategy(start_method="fork"), max_steps=3, logger=False,
+        default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    module = Normed()
+    trainer.fit(module, loader(4, 24, True), loader(1, 3, False))
+    with torch.no_grad():
+        wanted = float(torch.stack([module.model.eval()(x[0].float()) for x in loader(1, 3, False)]).mean())
+    assert float(trainer.callback_metrics["value"]) == pytest.approx(wanted, rel=1e-5)
+    (found,) = trainer.validate(module.requires_grad_(False), loader(1, 3, False))
+    assert found["value"] == pytest.approx(wanted, rel=1e-5)
+
+
 class AtStart(al.Callback):
     """Saves what was loaded, before anything is trained."""
 

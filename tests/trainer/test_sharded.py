@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from arclight.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 
 class Model(al.Module):
@@ -63,7 +63,8 @@ def fit(
     )
     share = getattr(strategy, "data_parallel_size", devices)
     trainer.fit(model, loader(8 // share), loader(8 // share, 8, False), ckpt_path=ckpt)
-    return trainer, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    state = model.state_dict().items()
+    return trainer, {name: value.detach().clone() for name, value in state if isinstance(value, torch.Tensor)}
 
 
 def fsdp(**options: Any) -> FSDPStrategy:
@@ -117,6 +118,17 @@ def test_a_window_of_batches_is_taken_up_again(tmp_path: Path) -> None:
     _, wanted = fit(tmp_path / "1", Model(), fsdp(), 2, callbacks=Saving(tmp_path / "state"), **options)
     assert checkpoint.load(tmp_path / "state")["window"][1]["count"] == 1
     assert_same(fit(tmp_path / "2", Model(), fsdp(), 2, ckpt=tmp_path / "state", **options)[1], wanted, 0.0)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_window_is_begun_again_where_as_many_processes_share_the_work_out_in_another_way(
+    tmp_path: Path, turned: bool
+) -> None:
+    """Its gradients are parts of other parameters."""
+    options = {"accumulate_grad_batches": 2}
+    first, second = (fsdp(), DDPStrategy(start_method="fork"))[:: -1 if turned else 1]
+    _, wanted = fit(tmp_path / "1", Model(), first, 2, callbacks=Saving(tmp_path / "state"), **options)
+    assert_same(fit(tmp_path / "2", Model(), second, 2, ckpt=tmp_path / "state", **options)[1], wanted)
 
 
 class ByHand(Model):
@@ -178,6 +190,58 @@ def test_a_users_own_mesh(tmp_path: Path) -> None:
     for number, (strategy, devices) in enumerate((("auto", 1), (ModelParallelStrategy(**sizes), 4))):
         resumed = fit(tmp_path / f"3{number}", OnAMesh(), strategy, devices, ckpt=saving.path)
         assert_same(resumed[1], wanted)
+
+
+class Tables(nn.Module):
+    """A buffer that no state has, and a parameter whose memory is in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.zeros(3, 4, device="meta").t())
+        self.register_buffer("table", torch.empty(6, device="meta"), persistent=False)
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.turned.fill_(1.0)
+            self.table.copy_(torch.arange(6.0))
+
+
+class Peculiar(Model):
+    """Has state that is no tensor, and tables that are nowhere in the process that starts the others."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "tables"):
+            self.tables = Tables()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.tables.turned.mean()
+
+    def get_extra_state(self) -> Any:
+        return {"words": ["a", "b"]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.words = state["words"]
+
+
+def test_all_of_a_model_comes_back(tmp_path: Path) -> None:
+    _, wanted = fit(tmp_path / "1", one := Peculiar())
+    _, found = fit(tmp_path / "2", two := Peculiar(), DDPStrategy(start_method="fork"), 2)
+    assert_same(found, wanted)
+    assert two.words == ["a", "b"]
+    assert torch.equal(two.tables.table, one.tables.table)
+
+
+def test_processes_that_would_wait_for_each_other_in_vain_say_so(tmp_path: Path) -> None:
+    """With batches of one sample three samples are two batches here and one there."""
+    trainer = al.Trainer(
+        accelerator="cpu", devices=2, strategy=fsdp(), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(
+        Exception, match="`validate` would run 2 batches on rank 0 and 1 on rank 1, but with strategy='fsdp'"
+    ):
+        trainer.validate(Model(), loader(1, 3, False))
+    assert trainer.validate(Model(), loader(2, 5, False))
 
 
 class Nowhere(Model):

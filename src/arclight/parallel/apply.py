@@ -52,7 +52,8 @@ def parallelize(
         shard(model, mesh, types, outermost)
     materialize(model, torch.device("cpu") if plan.cpu_offload else device, seed)
     _move(model, device, parameters=False)
-    if plan.only_replicates and dist.get_world_size() > 1 and not plan.apart:
+    trains = any(parameter.requires_grad for parameter in outermost.parameters())
+    if plan.only_replicates and dist.get_world_size() > 1 and not plan.apart and trains:
         return nn.parallel.DistributedDataParallel(outermost)
     return outermost
 

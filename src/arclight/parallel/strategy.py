@@ -101,6 +101,10 @@ class PlanStrategy(ShardedStrategy):
         return self.mesh.replica
 
     @property
+    def evaluates_together(self) -> bool:  # type: ignore[override]
+        return not self.plan.only_replicates
+
+    @property
     def counts(self) -> bool:  # type: ignore[override]
         """Processes of one ``tp`` or ``cp`` group, and those of one pipeline, log the same values."""
         return all(self.mesh.rank(dimension) == 0 for dimension in ("pp", "cp", "tp"))
@@ -173,7 +177,9 @@ class PlanStrategy(ShardedStrategy):
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         return partial(self._roots[module], _step=step)
 
-    wrap_evaluation_step = wrap_step
+    def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Where each process has the whole model, nothing is exchanged: their numbers of batches may differ."""
+        return step if self.plan.only_replicates else self.wrap_step(module, step)
 
     def root_of(self, module: nn.Module) -> nn.Module:
         return self._roots.get(module, module)
@@ -183,6 +189,13 @@ class PlanStrategy(ShardedStrategy):
         if isinstance(root, DistributedDataParallel):
             return root.no_sync() if enabled else nullcontext()
         return super().no_backward_sync(module, enabled)
+
+    def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From the first of the processes that have the same layers; shares stay."""
+        if (group := self.mesh.loss_group) is not None:
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
+                    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
 
     def average_gradients(self, module: nn.Module) -> None:
         """Backward has done so."""

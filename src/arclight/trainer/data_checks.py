@@ -31,6 +31,8 @@ def check_stage(trainer: Trainer, data: StageData) -> None:
             )
         _check_workers(trainer, loader, name)
         _check_length(trainer, loader)
+    if trainer.strategy.evaluates_together:
+        _check_even(trainer, data)
     if data.stage == "train":
         _check_training(trainer, data)
 
@@ -90,6 +92,18 @@ def _check_length(trainer: Trainer, loader: Any) -> None:
             "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when num_workers "
             "> 1), `__len__` could be inaccurate if each worker is not configured independently to avoid having duplicate data."
         )
+
+
+def _check_even(trainer: Trainer, data: StageData) -> None:
+    """Raise, on every rank, where one would run more batches than others, which would have left by then."""
+    for counts in zip(*trainer.strategy.all_gather_object(data.counts), strict=True):
+        fewest, most = min(counts), max(counts)
+        if fewest != most:
+            raise MisconfigurationError(
+                f"`{data.stage}` would run {most} batches on rank {counts.index(most)} and {fewest} on rank {counts.index(fewest)}, but "
+                f"with strategy={trainer.strategy.name!r} all processes take part in each: use a number of samples that as many "
+                "processes as read data divide, batches of more than one sample (whose rest is shared out), or a limit on batches"
+            )
 
 
 def _check_training(trainer: Trainer, data: StageData) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load as load_bytes
-from safetensors.torch import save as save_bytes
 
 from arclight.fabric.seeding import MAX_SEED, deterministic_kernels, isolate_rng
 from arclight.trainer import limits, reporting, signals, state
+from arclight.trainer.bringing_back import take_over, taken_along
 from arclight.trainer.callback import Callback
 from arclight.trainer.checking import as_module, check_module, check_validation, require_model
 from arclight.trainer.dataloading import StageData, attach, load, restore_position, told_apart
@@ -29,7 +28,6 @@ from arclight.trainer.module import Module
 from arclight.trainer.optimizer_config import configured
 from arclight.trainer.profilers import watching
 from arclight.trainer.resuming import checkpoint_path
-from arclight.trainer.run import RunFolder
 from arclight.trainer.states import RunEnded, TrainerFn, TrainerStatus
 from arclight.trainer.window import Window
 
@@ -44,42 +42,11 @@ def launch(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> A
         return launcher.launch(_guarded, trainer, function, *arguments)
     module = next((a for a in arguments if isinstance(a, Module)), trainer._module)
     outcome = launcher.launch(_in_new_process, trainer, function, *arguments)
-    return _take_over(trainer, module, outcome)
+    return take_over(trainer, module, outcome)
 
 
 def _in_new_process(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> dict[str, Any] | None:
-    result = _guarded(trainer, function, *arguments)
-    weights = trainer.strategy.portable(trainer.lightning_module.state_dict())
-    if not trainer.is_global_zero:
-        return None
-    weights = {name: tensor.cpu().clone() for name, tensor in weights.items()}
-    return {
-        "result": result,
-        "weights": save_bytes(weights),
-        "progress": trainer.progress,
-        "metrics": trainer.metrics.state(),
-        "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
-        "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
-    }
-
-
-def _take_over(trainer: Trainer, module: Module | None, outcome: dict[str, Any]) -> Any:
-    """What rank 0 of other processes ended with becomes this trainer's own state."""
-    if module is not None:
-        if overridden(module, "configure_model", Module):
-            module.configure_model()  # the new processes made layers that this one has not
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            module.to_empty(device="cpu")  # all of them are about to be loaded
-        module.load_state_dict(load_bytes(outcome["weights"]))
-        trainer._module = module
-    trainer.progress = outcome["progress"]
-    trainer.metrics.load_state(outcome["metrics"])
-    for callback in trainer.callbacks:
-        if callback.state_key in outcome["callbacks"]:
-            callback.load_state_dict(outcome["callbacks"][callback.state_key])
-    if outcome["folder"] is not None:
-        trainer.run_folder = RunFolder.open(outcome["folder"])
-    return outcome["result"]
+    return taken_along(trainer, _guarded(trainer, function, *arguments))
 
 
 def _guarded(trainer: Trainer, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -12,11 +12,12 @@ Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_c
                         metrics: the newest epoch values, which plateau schedulers and callbacks go by
                         precision: its name and its state
                         rng, window: every rank's generators and accumulation window
-                        data: the seed of the sample order and the loaders' own state
+                        data: the seed of the sample order, the loaders' own state, and how the work was shared out
 """
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from arclight.checkpoint.choosing import nan_names, refuse_nan
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.naming import for_optimizer, names_of
 from arclight.fabric.seeding import rng_state
+from arclight.fabric.spread import own_part
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
 from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
@@ -74,16 +76,36 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
 
 
 def _loops(trainer: Trainer) -> dict[str, Any]:
-    own = (trainer.rng_before_validation or rng_state(), trainer.window.state_dict(trainer.optimizers))
+    own = (
+        trainer.rng_before_validation or rng_state(),
+        trainer.window.state_dict(trainer.optimizers),
+        _share_of_work(trainer),
+    )
     everyones = trainer.strategy.all_gather_object(own)
     return {
         "logged": reporting.logged_state(trainer),
         "metrics": dict(trainer.callback_metrics),
         "precision": {"name": trainer.precision, "state": trainer.precision_plugin.state_dict()},
-        "rng": [rng for rng, _ in everyones],
-        "window": [window for _, window in everyones],
-        "data": {"seed": trainer.data_seed, "loader": dataloading.position(trainer)},
+        "rng": [rng for rng, _, _ in everyones],
+        "window": [window for _, window, _ in everyones],
+        "data": {
+            "seed": trainer.data_seed,
+            "loader": dataloading.position(trainer),
+            "shares": [share for _, _, share in everyones],
+        },
     }
+
+
+def _share_of_work(trainer: Trainer) -> str:
+    """A digest of what this process does of the work: which samples it reads, and which parts of which parameters it updates."""
+    samples, names = trainer.strategy.distributed_sampler_kwargs, names_of([trainer.lightning_module])
+    parts = [
+        (names.get(p), tuple(own_part(p).shape), str(getattr(p, "placements", "")))
+        for optimizer in trainer.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+    return hashlib.sha256(repr((samples["num_replicas"], samples["rank"], parts)).encode()).hexdigest()
 
 
 def save(trainer: Trainer, path: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
@@ -195,7 +217,11 @@ def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
         reporting.load_logged_state(trainer, loops["logged"])
     trainer.data_seed, trainer.loader_state = loops["data"]["seed"], loops["data"]["loader"]
     ranks = loops["rng"]
-    if len(ranks) == trainer.world_size:
+    same = len(ranks) == trainer.world_size
+    if same and "shares" in loops["data"]:
+        mine = loops["data"]["shares"][trainer.global_rank] == _share_of_work(trainer)
+        same = trainer.strategy.reduce_boolean_decision(mine)
+    if same:
         trainer.pending_rng = ranks[trainer.global_rank]
         trainer.window.load_state_dict(loops["window"][trainer.global_rank], trainer.optimizers)
     else:
@@ -203,9 +229,10 @@ def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
 
 
 def _another_world(trainer: Trainer, processes: int, waiting: int) -> None:
-    """Go on from a checkpoint of another number of processes: a window under way is begun again, its gradients have no place."""
+    """Go on from a checkpoint of other processes, in number or in what each does: a window under way is begun again, its gradients have no place."""
+    this = "shares the work out in another way" if processes == trainer.world_size else f"has {trainer.world_size}"
     trainer.notice(
-        f"the checkpoint was made by {processes} processes, this run has {trainer.world_size}: random draws will differ from an uninterrupted run"
+        f"the checkpoint was made by {processes} processes, this run {this}: random draws will differ from an uninterrupted run"
     )
     if not waiting:
         return
@@ -213,7 +240,7 @@ def _another_world(trainer: Trainer, processes: int, waiting: int) -> None:
     if place.get("window") is None:
         raise checkpoints.CheckpointError(
             f"the checkpoint lies within an accumulation window, after {waiting} of its batches, whose gradients belong to {processes} "
-            f"processes: resume with as many, or from a checkpoint between two windows"
+            f"processes and their shares of the work: resume with the same, or from a checkpoint between two windows"
         )
     trainer.loader_state = trainer.loader_state | {"place": place | {"done": place["window"]}}
     trainer.progress.batch -= waiting

@@ -31,6 +31,8 @@ class Strategy(Checkpointing):
     name = "single"
     evaluates_in_inference_mode = True
     """False where a forward makes tensors that later training steps use again."""
+    evaluates_together = False
+    """Whether a forward of one process needs all others to do as many: they exchange weights or activations in it."""
     counts = True
     """Whether values logged here add to those of all processes; not so where another process sees the same."""
 

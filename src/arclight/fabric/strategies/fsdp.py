@@ -51,6 +51,7 @@ class FSDPStrategy(ShardedStrategy):
     """
 
     name = "fsdp"
+    evaluates_together = True
 
     def __init__(
         self, accelerator: Any = None, parallel_devices: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None,

@@ -75,6 +75,15 @@ class ModelParallelStrategy(ShardedStrategy):
         self._device_mesh = init_device_mesh(self.device.type, (data, tensor), mesh_dim_names=names)
 
     @property
+    def evaluates_together(self) -> bool:  # type: ignore[override]
+        """Where the user shared weights out over ``data_parallel``."""
+        from torch.distributed.fsdp import FSDPModule
+
+        return self.lightning_module is not None and any(
+            isinstance(part, FSDPModule) for part in self.lightning_module.modules()
+        )
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
