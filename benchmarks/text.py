@@ -27,6 +27,7 @@ from arclight.text import LanguageModel, TextDataModule, build_model
 from arclight.text.data_settings import Bytes, Text
 from arclight.text.loss import cross_entropy
 from arclight.text.settings import Language
+from benchmarks.planning import plan_65536
 from benchmarks.results import parser, publish, versions
 
 MODEL, LENGTH, BATCH = "llama3-debug", 256, 4
@@ -328,6 +329,15 @@ def main() -> None:
         (
             f"plan suite, {plans} plans: largest difference of a gradient to one process",
             f"{figures['plan_suite_max_gradient_error']:.1e}",
+            "",
+        )
+    )
+    planned = plan_65536()
+    figures |= planned
+    rows.append(
+        (
+            "fastest plan of llama3-405b for 65,536 GPUs, in a process of its own",
+            f"{planned['plan_65536_seconds']:.1f} s, {planned['plan_65536_gib']:.2f} GiB",
             "",
         )
     )

@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 
 from arclight.cli.plan import parse_bytes
+from arclight.cli.plan_verify import Share, line, verify
 from arclight.cli.schema import Recipe
+from arclight.parallel import Plan
+from arclight.parallel.planning import estimate
+from arclight.parallel.planning.chain import Chain
+from arclight.parallel.planning.devices import hardware
+from arclight.parallel.planning.reasons import told_apart
 from arclight.recipe import read
+from arclight.text.settings import Language
+from arclight.text.workload import workload
 
 Typed = Callable[[str], tuple[int, str, str]]
 
@@ -40,6 +48,7 @@ def test_a_plan_is_shown_written_and_read_again(recipe: str, typed: Typed) -> No
         assert part in out
     found = json.loads(Path("plan.json").read_text())
     best = found["plans"][0]
+    assert ("in flight" in out.split("Exchanges")[0]) == (best["plan"]["pp"] > 1)  # rows of nothing are left out
     assert best["memory"][0]["total"] <= 1e9
     made = read(Recipe, "planned.toml")
     assert made.plan is not None
@@ -53,6 +62,33 @@ def test_a_plan_is_shown_written_and_read_again(recipe: str, typed: Typed) -> No
     status, _, err = typed(f"plan {recipe} --gpus 4 --gpu cpu --write planned.toml")
     assert status == 2
     assert "is there already" in err
+
+
+@pytest.mark.slow
+def test_a_plan_is_verified_at_its_real_size(recipe: str, typed: Typed) -> None:
+    fixed = "--fix dp_shard=128 --fix tp=2 --fix pp=4"
+    status, out, err = typed(f"plan {recipe} --gpus 1024 --samples 2048 {fixed} --verify")
+    assert (status, err) == (0, "")
+    (said,) = [line for line in out.splitlines() if "verified" in line]
+    assert said.startswith("verified: of 1,024 processes, ranks 0, 512, 1,023 have ")
+
+
+def test_another_share_than_predicted_is_said() -> None:
+    chain = Chain(workload(Language(model="llama3-debug"), samples=8, device=hardware("cpu"), vocab_size=256))
+    made = estimate(chain, Plan(dp_shard=2))
+    shares = [Share(0, 4 * 2**20, 5 * 2**20, 1.0), Share(1, 2**20, 2**20, 1.0)]
+    assert line(made, shares) == (
+        "not verified: of 2 processes, ranks 0, 1 have 4.0, 1.0 MiB of weights (as much of gradients and each moment); "
+        "predicted were 5.0 MiB of rank 0"
+    )
+    with pytest.raises(RuntimeError, match=r"rank 0 of Plan\(dp_shard=2\) could not be built:"):
+        verify(made, "llama3-debug", {"layers": "many"})
+
+
+def test_times_are_told_apart() -> None:
+    assert told_apart(0.03004, 0.02996) == ("30.04 ms", "29.96 ms")
+    assert told_apart(2.0, 1.0) == ("2.00 s", "1.00 s")
+    assert told_apart(0.5, 0.5) == ("500.0 ms", "500.0 ms")
 
 
 def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:

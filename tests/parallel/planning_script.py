@@ -93,6 +93,7 @@ CASES = [
     Case(Plan(pp=2, micro_batches=4, schedule="LoopedBFS"), passes=4),
     Case(Plan(pp=2, micro_batches=4, dp_shard=2), passes=4),
     Case(Plan(pp=2, micro_batches=4, tp=2), passes=4),
+    Case(Plan(pp=2, micro_batches=4, dp_replicate=2), passes=4),
 ]
 
 

@@ -46,11 +46,22 @@ def plan(arguments: list[str]) -> int:
     from arclight.cli.plan_report import show
 
     show(chain, device, limits, found)
+    verified = not options.verify or _verified(recipe.task, found.best[0])
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(chain, device, found), indent=2) + "\n", encoding="utf-8")
     if options.write is not None:
         write(recipe, found.best[0], options)
-    return 0
+    return 0 if verified else 1
+
+
+def _verified(task: Language, best: Estimate) -> bool:
+    """Build the best plan's processes at its real size, say in a line what came out, and whether it is what was predicted."""
+    from arclight.cli.plan_verify import line, verify
+    from arclight.text.workload import fields
+
+    shares = verify(best, task.model, fields(task, _vocabulary(task)))
+    print("\n" + line(best, shares))
+    return all(share.bytes == share.predicted for share in shares)
 
 
 def _parser() -> Parser:
@@ -77,6 +88,11 @@ def _parser() -> Parser:
     )
     parser.add_argument("--eager", action="store_true", help="blocks are not compiled")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to show (default 5)")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="build the best plan's first, middle and last process, and compare weights",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here too")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the best plan here")
     return parser
@@ -85,7 +101,6 @@ def _parser() -> Parser:
 def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus: int) -> Any:
     import torch
 
-    from arclight.text.data_module import TextDataModule
     from arclight.text.workload import workload
 
     assert isinstance(recipe.task, Language)
@@ -95,16 +110,22 @@ def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpu
         samples = (data.global_batch_size or data.batch_size * gpus) * recipe.trainer.accumulate_grad_batches
     if gpus < 1 or samples < 1:
         raise UsageError("--gpus and --samples must be 1 or more")
-    size = None if "vocab_size" in recipe.task.overrides else TextDataModule(data).vocab_size
     precision = recipe.trainer.precision
     whole = precision == "32-true" or (precision == "auto" and device.kind == "cpu")
     if precision == "64-true":
         raise UsageError("trainer.precision = 64-true is not planned for: choose 32-true or bf16-mixed")
     compiled = not options.eager and device.kind != "cpu"
     return workload(
-        recipe.task, samples=samples, device=device, vocab_size=size, compiled=compiled,
+        recipe.task, samples=samples, device=device, vocab_size=_vocabulary(recipe.task), compiled=compiled,
         compute=torch.float32 if whole else torch.bfloat16,
     )  # fmt: skip
+
+
+def _vocabulary(task: Language) -> int | None:
+    """Ids of the tokenizer, where the recipe does not give the model's."""
+    from arclight.text.data_module import TextDataModule
+
+    return None if "vocab_size" in task.overrides else TextDataModule(task.data).vocab_size
 
 
 def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus: int) -> Limits:

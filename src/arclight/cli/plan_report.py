@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arclight.parallel.planning.memory import Memory
-from arclight.parallel.planning.reasons import describe, words
+from arclight.parallel.planning.reasons import describe, duration, words
 
 if TYPE_CHECKING:
     from arclight.parallel.planning.chain import Chain
@@ -25,9 +25,10 @@ COLOURS = {
     "gathered": "bright_black",
 }  # fmt: skip
 BAR = 40
-WIDTH = 120
-"""Columns of what is written to a file or pipe."""
 WIDTH = 140
+"""Columns of what is written to a file or pipe."""
+LEAST = 1e-3
+"""Share of the whole below which a row of zeros is left out."""
 REASONS = 12
 """Of why not otherwise; all are in the JSON."""
 
@@ -65,7 +66,7 @@ def _plans(best: list[Estimate]) -> Table:
     for number, one in enumerate(best):
         table.add_row(
             describe(one.plan), f"{one.samples} x {one.passes}", str(one.plan.activation_checkpointing),
-            f"{one.worst.total / GIB:.1f} GiB", _seconds(one.seconds), _short(one.tokens_per_second),
+            f"{one.worst.total / GIB:.1f} GiB", duration(one.seconds), _short(one.tokens_per_second),
             f"{one.tokens_per_second_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.idle:.0%}", style="bold green" if number == 0 else "",
         )  # fmt: skip
     return table
@@ -80,6 +81,8 @@ def _memory(best: Estimate, limits: Limits) -> Table:
     table.columns[-1].justify = "left"
     for field in dataclasses.fields(Memory):
         sizes = [getattr(best.memory[stage], field.name) for stage in stages]
+        if max(sizes) < min(0.005 * GIB, LEAST * best.memory[fullest].total):  # 0.00, and not for want of digits
+            continue
         bar = "█" * round(BAR * getattr(best.memory[fullest], field.name) / limits.memory)
         table.add_row(words(field.name), *(f"{size / GIB:.2f}" for size in sizes), Text(bar, COLOURS[field.name]))
     share = best.memory[fullest].total / limits.memory
@@ -116,7 +119,9 @@ def _time(best: Estimate) -> Table:
     table = _table("\nWhere a step's time goes", "", "", "")
     for name, seconds in best.parts.items():
         share = seconds / best.seconds
-        table.add_row(name, _seconds(seconds), Text("█" * round(BAR * share) or "", "green"))
+        if share < LEAST and duration(seconds) == "0.0 ms":
+            continue
+        table.add_row(name, duration(seconds), Text("█" * round(BAR * share) or "", "green"))
     table.columns[2].justify = "left"
     return table
 
@@ -127,10 +132,6 @@ def _rejected(found: Found) -> Table:
     for one in found.rejected[:REASONS]:
         table.add_row(one.change, one.reason)
     return table
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.995 else f"{seconds * 1e3:.1f} ms"
 
 
 def _short(number: float) -> str:

@@ -127,8 +127,10 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None)
     """What of ``model`` is on the meta device gets memory on ``device`` and first values.
 
     They are a function of ``seed`` (by default torch's, which must be the same on all processes) and of names: as declared,
-    without communication, and elsewhere by modules' own ``reset_parameters``.
+    without communication, and elsewhere by modules' own ``reset_parameters``. Where ``device`` is meta too, nothing is done.
     """
+    if device.type == "meta":
+        return
     seed = torch.initial_seed() if seed is None else seed
     distributions = _declared(model)
     made: dict[torch.Tensor, torch.Tensor] = {}

@@ -25,9 +25,7 @@ def workload(
 
     vocab_size: ids of the tokenizer, where the settings do not give the model's. Raises ValueError for an unknown model.
     """
-    overrides = dict(settings.overrides)
-    if vocab_size is not None:
-        overrides.setdefault("vocab_size", -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+    overrides = fields(settings, vocab_size)
 
     def loss(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
         (weight,) = model.output.parameters(recurse=False)  # type: ignore[union-attr]
@@ -38,6 +36,14 @@ def workload(
         lambda: build_model(settings.model, **overrides), _batch, loss, samples, settings.data.sequence_length, compute, compiled,
         moments=_moments(settings.optimizer), device=device,
     )  # fmt: skip
+
+
+def fields(settings: Language, vocab_size: int | None = None) -> dict[str, Any]:
+    """Fields of the model's configuration that are not its usual ones; ``vocab_size`` as for :func:`workload`."""
+    overrides = dict(settings.overrides)
+    if vocab_size is not None:
+        overrides.setdefault("vocab_size", -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE)
+    return overrides
 
 
 def _batch(samples: int, sequence: int) -> dict[str, Tensor]:

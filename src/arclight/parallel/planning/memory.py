@@ -54,9 +54,14 @@ def reshards(plan: Plan) -> bool:
     return plan.reshard_after_forward == "always" or (plan.reshard_after_forward == "default" and plan.pp == 1)
 
 
+def reduces_once(plan: Plan) -> bool:
+    """Whether gradients of several micro-batches add up before processes exchange them, which a pipeline's schedule sees to."""
+    return plan.pp > 1
+
+
 def adds_up_whole(plan: Plan) -> bool:
-    """Whether gradients of several micro-batches add up before they are shared out, which saves exchanges and takes memory."""
-    return plan.pp > 1 and plan.dp_shard * plan.cp > 1
+    """Whether they do so as whole tensors beside the shares, which takes memory."""
+    return reduces_once(plan) and plan.dp_shard * plan.cp > 1
 
 
 def memory(

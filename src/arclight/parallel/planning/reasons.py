@@ -96,4 +96,16 @@ def why(best: Estimate, other: Estimate, memory: float) -> str:
         return f"as fast, with {worst.total / GIB:.1f} GiB where the choice above takes {best.worst.total / GIB:.1f}"
     more = {name: seconds - best.parts[name] for name, seconds in other.parts.items()}
     cause = max(more, key=lambda name: more[name])
-    return f"{ratio - 1:.1%} slower: {cause} takes {other.parts[cause]:.2f} s of a step where it took {best.parts[cause]:.2f}"
+    now, before = told_apart(other.parts[cause], best.parts[cause])
+    return f"{ratio - 1:.1%} slower: {cause} takes {now} of a step where it took {before}"
+
+
+def duration(seconds: float, digits: int = 1) -> str:
+    """In seconds, or below one in milliseconds; ``digits`` after the point of the latter, and of the former one more."""
+    return f"{seconds:.{digits + 1}f} s" if seconds >= 0.995 else f"{seconds * 1e3:.{digits}f} ms"
+
+
+def told_apart(one: float, other: float) -> tuple[str, str]:
+    """Two times with as many digits as it takes to show that they differ, where they do."""
+    pairs = [(duration(one, digits), duration(other, digits)) for digits in range(1, 7)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.devices import STREAMED, Hardware
-from arclight.parallel.planning.memory import Link, adds_up_whole, reshards
+from arclight.parallel.planning.memory import Link, reduces_once, reshards
 from arclight.parallel.planning.sharing import MASTER
 from arclight.parallel.planning.stages import chunks, schedule
 from arclight.parallel.planning.trace import Collective, Dimension, Message
@@ -100,7 +100,7 @@ def stage_time(links: Sequence[Link], plan: Plan, device: Hardware) -> StageTime
     nothing = _LinkTime(0, 0, 0, 0, 0)
     rows = Counter(zip([nothing, *times[:-1]], times, [*times[1:], nothing], strict=True))
     forward = sum(n * _hidden(now.forward, after.gather) for (_, now, after), n in rows.items()) + times[0].gather
-    if not reshards(plan) and adds_up_whole(plan):  # gathered and scattered once for the whole step
+    if not reshards(plan) and reduces_once(plan):  # gathered and scattered once for the whole step
         once = forward - sum(t.forward for t in times) + sum(t.scatter for t in times)
         return StageTime(sum(t.forward for t in times), sum(t.backward for t in times), computing, exposed, once)
     # While a link goes backward, the weights of the one before come and the gradients of the one after go.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from arclight.parallel.plan import Plan
-from arclight.parallel.planning.memory import Link, adds_up_whole, reshards
+from arclight.parallel.planning.memory import Link, reduces_once, reshards
 from arclight.parallel.planning.sharing import MASTER
 from arclight.parallel.planning.stages import crossings
 from arclight.parallel.planning.trace import Message, summed
@@ -20,7 +20,7 @@ def traffic(links: Sequence[Link], plan: Plan, passes: int, stage: int, boundary
 
 
 def _messages(links: Sequence[Link], plan: Plan, passes: int, stage: int, boundary: int) -> Iterator[Message]:
-    once = adds_up_whole(plan)
+    once = reduces_once(plan)
     reductions = 1 if once else passes
     for cost, share, last in links:
         for message in (*cost.forward.messages, *cost.backward.messages):
@@ -33,7 +33,7 @@ def _messages(links: Sequence[Link], plan: Plan, passes: int, stage: int, bounda
         if plan.dp_replicate > 1 and not plan.apart:  # those exchange once in many steps, which is left out
             yield Message("all_reduce", "dp_replicate", reductions * share.own * MASTER, reductions)
         for elements in share.summed:
-            yield Message("all_reduce", "tp", passes * elements * share.size, passes)
+            yield Message("all_reduce", "tp", reductions * elements * share.size, reductions)
     if plan.pp > 1:
         sent = passes * crossings(plan, stage)
         yield Message("send", "pp", sent * boundary, sent)
