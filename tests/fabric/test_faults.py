@@ -23,11 +23,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
     )
     processes = [int(found) for found in re.findall(r"process (\d+)", done.stdout)]
     assert len(processes) == 2
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{process}").exists() for process in processes):
         assert time.monotonic() < deadline, f"a process is left running: {done.stderr}"
         time.sleep(0.05)
@@ -60,5 +60,5 @@ def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time() -> No
     assert done.stderr.count("holds the others up") == 1
     assert "rank 1 (" in done.stderr
     assert "in oversleep" in done.stderr
-    assert "time.sleep(60)" in done.stderr
+    assert "time.sleep(600)" in done.stderr
     assert "finished" not in done.stdout

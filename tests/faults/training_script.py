@@ -45,7 +45,7 @@ class Model(al.Module):
 
     def oversleep(self) -> None:
         if FAULT in ("sleep", "stop") and self.trainer.global_step == FAULT_STEP and self.trainer.global_rank == 1:
-            time.sleep(200) if FAULT == "sleep" else os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(600) if FAULT == "sleep" else os.kill(os.getpid(), signal.SIGSTOP)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return (self.blocks(batch[0]) - 1).square().mean()
@@ -68,7 +68,7 @@ def main() -> None:
     print(f"process {os.getpid()}", flush=True)
     torch.set_num_threads(1)
     al.seed_everything(5)
-    seconds = 24 if FAULT in ("sleep", "stop") else 120
+    seconds = 40 if FAULT in ("sleep", "stop") else 300  # within these they meet too, on a busy machine
     strategy = FSDPStrategy(auto_wrap_policy={nn.Linear}, timeout=datetime.timedelta(seconds=seconds))
     trainer = al.Trainer(
         accelerator="cpu", devices=DEVICES, strategy=strategy, max_steps=STEPS, logger=False, enable_progress_bar=False,

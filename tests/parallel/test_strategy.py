@@ -22,6 +22,8 @@ from arclight.fabric.naming import by_name
 from arclight.parallel import Plan, PlanError, initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
+from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
+from arclight.trainer.callbacks import ModelCheckpoint
 
 STEPS, GLOBAL_BATCH = 20, 12
 
@@ -100,7 +102,7 @@ def loader(batch_size: int, count: int, shuffle: bool) -> DataLoader[Any]:
 def fit(
     folder: Path,
     plan: Plan | None = None,
-    ckpt: Path | None = None,
+    ckpt: Path | str | None = None,
     curve: Curve | None = None,
     more: Any = (),
     **options: Any,
@@ -109,10 +111,10 @@ def fit(
     torch.manual_seed(11)
     curve = curve or Curve()
     strategy: Any = "auto" if plan is None else plan.strategy(start_method="fork", sequence_length=16)
-    options = {"max_steps": STEPS} | options
+    options = {"max_steps": STEPS, "enable_checkpointing": False} | options
     trainer = al.Trainer(
         accelerator="cpu", strategy=strategy, default_root_dir=folder, gradient_clip_val=0.5, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, callbacks=[curve, *more], limit_val_batches=2, **options,
+        enable_progress_bar=False, callbacks=[curve, *more], limit_val_batches=2, **options,
     )  # fmt: skip
     share = plan.data_parallel if plan is not None else 1
     module = Language()
@@ -266,6 +268,33 @@ def test_a_run_goes_on_on_other_plans(tmp_path: Path, four: Plan, two: Plan | No
         assert len(before) > 40
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+class Scores(al.Callback):
+    """Logs a score for each step; nothing is to be written but in the background."""
+
+    def on_train_batch_end(self, trainer: al.Trainer, pl_module: al.Module, *_: Any) -> None:
+        assert isinstance(trainer.checkpoint_io, AsyncCheckpointIO)
+        pl_module.log("score", (5.0, 3.0, 4.0, 1.0, 2.0, 0.5)[trainer.global_step - 1])
+
+
+@pytest.mark.parametrize("plan", [Plan(dp_shard=2, tp=2), Plan(dp_shard=2, pp=2)], ids=str)
+def test_shares_are_saved_in_the_background_and_the_best_are_kept(tmp_path: Path, plan: Plan) -> None:
+    def run(number: int, steps: int, ckpt: str | None = None) -> tuple[list[float], list[str]]:
+        saver = ModelCheckpoint(tmp_path / "c", "{step}", "score", save_top_k=2, save_last=True, every_n_train_steps=1)
+        more = [Scores(), saver]
+        _, losses, _ = fit(tmp_path / str(number), plan, ckpt, more=more, max_steps=steps, enable_checkpointing=True)
+        kept = sorted((tmp_path / "c").iterdir())
+        assert [checkpoint.verify(path) for path in kept] == [[]] * len(kept)
+        assert {checkpoint.inspect(path).ranks for path in kept} == {4}
+        return losses, [path.name for path in kept]
+
+    _, wanted, _ = fit(tmp_path / "0", plan, max_steps=6)
+    assert run(1, 4)[1] == ["last.ckpt", "step=2.ckpt", "step=4.ckpt"]
+    losses, kept = run(2, 6, "last")
+    assert kept == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    assert checkpoint.inspect(tmp_path / "c/last.ckpt").step == 6
+    assert losses == wanted
 
 
 def test_windows_and_half_precision(tmp_path: Path) -> None:
