@@ -20,7 +20,7 @@ import torch
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.tensorfile import NAMES, as_bytes
-from arclight.fabric.regions import regions_of
+from arclight.fabric.regions import Region, regions_of
 from arclight.fabric.spread import is_spread, own_part
 
 Path = tuple[str, ...]
@@ -55,7 +55,9 @@ class Taken(tree.Encoder):
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__()
         self.places: dict[Path, Place] = {}
-        self.held: dict[Path, torch.Tensor] = {}
+        self.held: dict[Path, tuple[torch.Tensor, list[Region]]] = {}
+        """The memory of this process's part, and the boxes in it."""
+        self._known: dict[tuple[Any, ...], list[Region]] = {}
         self.meshes: list[dict[str, int]] = []
         self._first: dict[tuple[Any, ...], Path] = {}
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
@@ -74,7 +76,8 @@ class Taken(tree.Encoder):
         if is_spread(tensor) and (mesh := _mesh_of(tensor)) not in self.meshes:
             self.meshes.append(mesh)
         try:
-            boxes = tuple((region.offset, region.shape) for region in regions_of(tensor))
+            regions = self._regions(tensor, part)
+            boxes = tuple((region.offset, region.shape) for region in regions)
         except ValueError as error:
             raise CheckpointError(f"{'.'.join(path)}: {error}") from error
         if path in self.places:
@@ -82,9 +85,18 @@ class Taken(tree.Encoder):
         shape = tuple(tensor.shape)
         key = (path[0], tree.view_of(part), shape, boxes)
         first = self._first.setdefault(key, path) if boxes else path
-        self.held[path] = tensor
+        self.held[path] = part, regions
         self.places[path] = Place(_name(tensor), shape, boxes, first if first != path else None)
         return {"$": "spread", "path": list(path)}
+
+    def _regions(self, tensor: Any, part: torch.Tensor) -> list[Region]:
+        """As `regions_of`; tensors that are cut alike, as weights and their moments are, are worked out once."""
+        if not is_spread(tensor):
+            return regions_of(tensor)
+        key = id(tensor.device_mesh), tuple(tensor.placements), tuple(tensor.shape), tuple(part.shape)
+        if key not in self._known:
+            self._known[key] = regions_of(tensor)
+        return self._known[key]
 
     def structure(self) -> str:
         """A digest of which entries this process has, whatever their values."""

@@ -21,8 +21,6 @@ from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe, is_c
 from arclight.checkpoint.remote import is_told, place
 from arclight.checkpoint.share_plan import SharePlan, Taken, make_plan, united
 from arclight.checkpoint.tensorfile import write_tensors
-from arclight.fabric.regions import regions_of
-from arclight.fabric.spread import own_part
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
@@ -55,6 +53,7 @@ class ShareSaver:
         self._plan: SharePlan | None = None
         self._layouts: list[str] = []
 
+    @torch.no_grad()  # a part is had at a tenth of the cost where no gradient may be asked of it
     def begin(self, path: str | Path, state: Mapping[str, Any], problem: str | None = None) -> ShareJob:
         """Agree on who writes what; a collective. No tensor is copied yet.
 
@@ -89,10 +88,10 @@ class ShareSaver:
         entries, meshes = self._unite(taken, [told[1] for told in everyones])
         own: dict[str, dict[str, torch.Tensor]] = {}
         for where, shares in self._plan.own(processes.global_rank).items():
-            part = own_part(taken.held[where]).detach()
-            boxes = {(region.offset, region.shape): region for region in regions_of(taken.held[where])}
+            part, regions = taken.held[where]
+            boxes = {(region.offset, region.shape): region for region in regions}
             for share in shares:
-                own.setdefault(share.file, {})[share.name] = boxes[share.box].of_part(part)
+                own.setdefault(share.file, {})[share.name] = boxes[share.box].of_part(part.detach())
         encoded = None
         if processes.is_global_zero:
             encoded = tree.Encoded(
