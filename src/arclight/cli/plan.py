@@ -46,7 +46,7 @@ def plan(arguments: list[str]) -> int:
     from arclight.cli.plan_report import show
 
     show(chain, device, limits, found)
-    verified = not options.verify or _verified(recipe.task, found.best[0])
+    verified = not options.verify or _verified(task, found.best[0])
     if options.json is not None:
         options.json.write_text(json.dumps(as_json(chain, device, found), indent=2) + "\n", encoding="utf-8")
     if options.write is not None:
