@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import arclight as al
-from arclight.parallel import Plan, PlanError, PlanStrategy, initialize
+from arclight.parallel import Plan, PlanError, PlanStrategy, initialize, parallelize
 from arclight.parallel.apply import check
 from arclight.parallel.checkpointing import checkpoint_blocks
 from arclight.parallel.compiling import compile_blocks
@@ -169,3 +169,27 @@ def test_activations_are_computed_again_as_asked() -> None:
     assert counted["selective"] - counted["none"] == 6
     for how in ("selective", "full"):
         assert all(torch.equal(a, b) for a, b in zip(gradients["none"], gradients[how], strict=True))
+
+
+class Shared(nn.Module):
+    """Two blocks with one matrix; or one block twice."""
+
+    def __init__(self, block_twice: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        if block_twice:
+            self.layers[1] = self.layers[0]
+        else:
+            self.layers[1].weight = self.layers[0].weight
+
+
+def test_a_parameter_of_two_blocks_is_refused_where_blocks_are_gathered_one_by_one() -> None:
+    check(Shared(block_twice=True), Plan(dp_shard=2))
+    check(Shared(block_twice=False), Plan(dp_replicate=2))
+    with pytest.raises(PlanError, match=r"layers.0.weight and layers.1.weight are one parameter in two parts"):
+        check(Shared(block_twice=False), Plan(dp_shard=2))
+
+
+def test_a_plan_needs_processes_that_have_found_each_other() -> None:
+    with pytest.raises(PlanError, match="let a Trainer or Fabric do so"):
+        parallelize(nn.Linear(2, 2), Plan())

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.fabric.naming import by_name
+from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
@@ -221,6 +222,34 @@ def test_copies_of_a_model_may_evaluate_unequal_numbers_of_batches(tmp_path: Pat
     assert float(trainer.callback_metrics["value"]) == pytest.approx(wanted, rel=1e-5)
     (found,) = trainer.validate(module.requires_grad_(False), loader(1, 3, False))
     assert found["value"] == pytest.approx(wanted, rel=1e-5)
+
+
+class Thaw(al.Callback):
+    """Lets the first layer train from the second epoch on, and looks whether all processes agree on it."""
+
+    def setup(self, trainer: al.Trainer, module: al.Module, stage: str) -> None:
+        module.model[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: al.Trainer, module: al.Module) -> None:
+        module.model[0].requires_grad_(trainer.current_epoch > 0)
+
+    def on_train_end(self, trainer: al.Trainer, module: al.Module) -> None:
+        copies = trainer.strategy.all_gather_object(module.model[0].weight.detach().tolist())
+        assert all(copy == copies[0] for copy in copies)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Plan(dp_replicate=2).strategy(start_method="fork"), DDPStrategy(start_method="fork")]
+)
+def test_gradients_of_what_begins_to_train_later_are_averaged(tmp_path: Path, strategy: Any) -> None:
+    trainer = al.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, callbacks=[Thaw()],
+        default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
+    )  # fmt: skip
+    module = Normed()
+    before = module.model[0].weight.detach().clone()
+    trainer.fit(module, loader(4, 24, True))
+    assert not torch.equal(module.model[0].weight, before)
 
 
 class AtStart(al.Callback):

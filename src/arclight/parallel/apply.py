@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from arclight.parallel.checkpointing import checkpoint_blocks
@@ -14,7 +13,7 @@ from arclight.parallel.expert import check_experts, place_experts
 from arclight.parallel.initial import materialize
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.plan import Plan
-from arclight.parallel.shard import Types, shard
+from arclight.parallel.shard import Types, check_tied, shard
 from arclight.parallel.tensor import check_tables, spread
 
 
@@ -52,10 +51,15 @@ def parallelize(
         shard(model, mesh, types, outermost)
     materialize(model, torch.device("cpu") if plan.cpu_offload else device, seed)
     _move(model, device, parameters=False)
-    trains = any(parameter.requires_grad for parameter in outermost.parameters())
-    if plan.only_replicates and dist.get_world_size() > 1 and not plan.apart and trains:
-        return nn.parallel.DistributedDataParallel(outermost)
-    return outermost
+    return replicate(outermost, plan)
+
+
+def replicate(root: nn.Module, plan: Plan) -> nn.Module:
+    """``root`` in a DistributedDataParallel that averages what of it trains now, where that is all the plan does; else itself."""
+    trains = any(parameter.requires_grad for parameter in root.parameters())
+    if plan.only_replicates and plan.world_size > 1 and not plan.apart and trains:
+        return nn.parallel.DistributedDataParallel(root)
+    return root
 
 
 def _move(model: nn.Module, device: torch.device, parameters: bool = True) -> None:
@@ -81,6 +85,8 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
             if plan.cp > 1 and plan.context == "ulysses" and "heads" in known:
                 kv_repeats(known["heads"] // plan.tp, known.get("kv_heads", known["heads"]) // plan.tp, plan.cp)
     check_tables(model, plan)
+    if not plan.only_replicates:
+        check_tied(model)
     check_experts(model, plan)
 
 

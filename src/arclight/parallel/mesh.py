@@ -8,16 +8,21 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from arclight.parallel.plan import Plan
+from arclight.parallel.plan import Plan, PlanError
 
 
 class Mesh:
     """The processes of ``plan``, which must all make this at the same time. Dimensions of size 1 are there too.
 
-    Raises PlanError where the number of processes is another.
+    Raises PlanError where the number of processes is another, or they have not found each other.
     """
 
     def __init__(self, plan: Plan, device_type: str = "cpu") -> None:
+        if not dist.is_initialized():
+            raise PlanError(
+                "the processes of the plan have not found each other: call torch.distributed.init_process_group first, or let a "
+                "Trainer or Fabric do so with plan.strategy()"
+            )
         plan.check(world_size=dist.get_world_size())
         self.plan, self.device_type = plan, device_type
         self.grid = init_device_mesh(

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from arclight.parallel.expert import fsdp_placement
 from arclight.parallel.mesh import Mesh
+from arclight.parallel.plan import PlanError
 from arclight.parallel.units import blocks, embeddings
 
 
@@ -46,6 +47,20 @@ def shard(model: nn.Module, mesh: Mesh, types: Types | None = None, root: nn.Mod
         for part in root.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)
+
+
+def check_tied(model: nn.Module) -> None:
+    """Raise PlanError for a parameter that is in two units: each of them would gather it and let it go."""
+    unit_of = {part: name for name, block in blocks(model) for part in block.modules()}
+    first: dict[nn.Parameter, tuple[str, str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        unit = unit_of.get(model.get_submodule(name.rpartition(".")[0]), "")
+        other, known = first.setdefault(parameter, (unit, name))
+        if other != unit:
+            raise PlanError(
+                f"{known} and {name} are one parameter in two parts of the model that are gathered one by one: hold it in one module "
+                "that both call, outside of the repeated blocks, or use dp_replicate alone"
+            )
 
 
 def unit_options(mesh: Mesh, types: Types) -> dict[str, Any]:

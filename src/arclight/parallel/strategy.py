@@ -25,7 +25,7 @@ from arclight.fabric.spread import own_part
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.root import StepRoot, let_go_without_backward
 from arclight.fabric.strategies.sharded import ShardedStrategy
-from arclight.parallel.apply import check, parallelize
+from arclight.parallel.apply import check, parallelize, replicate
 from arclight.parallel.context import install_context
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.pipeline.install import check as check_pipeline
@@ -175,6 +175,10 @@ class PlanStrategy(ShardedStrategy):
         return Types(None, torch.float32 if self.precision.dtype in half else None)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        if self.plan.only_replicates:  # other parameters may train than when the module was spread
+            root = self._roots[module]
+            bare = root.module if isinstance(root, DistributedDataParallel) else root
+            self._roots[module] = replicate(bare, self.plan)
         return partial(self._roots[module], _step=step)
 
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ class FitPlan:
     """All that one fit calls, resolved once (and again where an epoch's beginning changed what it is made of)."""
 
     made_of: tuple[Any, ...]
+    trained: tuple[bool, ...]
     forward: Step
     step: Step
     move: Callable[[Any], Any] | None
@@ -56,6 +57,7 @@ class FitPlan:
         trainer.close_window = None
         return cls(
             made_of=_ingredients(trainer, module),
+            trained=_trained(module),
             forward=forward,
             step=watch(trainer, "run_training_batch", build_step(trainer, module, forward)),
             move=watch_transfer(trainer, batch_transfer(trainer, module)),
@@ -69,9 +71,15 @@ class FitPlan:
         )
 
     def current(self, trainer: Trainer, module: Module) -> FitPlan:
-        """The same plan, or a new one if callbacks or hooks changed the settings it was made of."""
+        """The same plan, or a new one if callbacks or hooks changed the settings it was made of, or what is trained."""
+        if self.trained != _trained(module):  # who exchanges gradients in backward has to know of which
+            return FitPlan.build(trainer, module)
         same = self.made_of == _ingredients(trainer, module)
         return self if same else FitPlan.build(trainer, module, self.forward)
+
+
+def _trained(module: Module) -> tuple[bool, ...]:
+    return tuple(parameter.requires_grad for parameter in module.parameters())
 
 
 def _ingredients(trainer: Trainer, module: Module) -> tuple[Any, ...]:
