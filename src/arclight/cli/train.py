@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ def report_places(trainer: Trainer) -> None:
     if trainer.is_global_zero:
         print(f"\nThe run is in {trainer.run_folder.path}")
         if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
-            print(f"The best checkpoint is {best}")
+            print(f"The best checkpoint is {os.path.relpath(best) if os.path.exists(best) else best}")
         print(f"The report is {trainer.run_folder.report}")
 
 

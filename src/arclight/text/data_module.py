@@ -211,6 +211,8 @@ class TextDataModule(DataModule):
         """The held-out samples in order, filled up to whole batches on all ranks; nothing where none are held out."""
         return [] if self.val is None else self._loader(self.val, EpochOrder(len(self.val), shuffle=False))
 
+    test_dataloader = val_dataloader  # text that nobody trained on
+
     @property
     def batch_size(self) -> int:
         """Samples per step on each device. Raises MisconfigurationError where the global batch does not divide among them."""
