@@ -205,6 +205,10 @@ class Held(TorchDispatchMode):
         return out
 
 
+GROUPS: dict[str, str] = {}
+"""Dimensions by names of groups, of earlier cases too: DTensor remembers what it did on a mesh that was equal, by its groups."""
+
+
 def measure(case: Case) -> dict[str, Any]:
     """Bytes exchanged in a step, and the most bytes held in it."""
     mesh = Mesh(case.plan)
@@ -231,9 +235,10 @@ def measure(case: Case) -> dict[str, Any]:
         groups[mesh.loss_group.group_name] = ""  # numbers that a pipeline agrees on
     if mesh.sparse is not None and case.plan.ep < case.plan.dp_shard:
         groups[mesh.sparse["ep"].get_group().group_name] = "ep"
+    GROUPS.update(groups)
     for _ in range(2):  # in the first step the optimizer makes its state
         state = [_own(x) for entries in optimizer.state.values() for x in entries.values()]
-        exchanges, held = Exchanges(groups), Held([_own(p) for p in model.parameters()] + state)
+        exchanges, held = Exchanges(GROUPS), Held([_own(p) for p in model.parameters()] + state)
         with held:
             optimizer.zero_grad()
             for _ in range(1 if case.plan.pp > 1 else case.passes):  # a pipeline takes all of them at once

@@ -126,7 +126,13 @@ def _passes(chain: Chain, plan: Plan, samples: int) -> int:
     return passes
 
 
-_NOT_PREDICTED = (("float8", "none"), ("cpu_offload", False), ("async_tp", False), ("expert_capacity", 0))
+_NOT_PREDICTED = (
+    ("float8", "none"),
+    ("cpu_offload", False),
+    ("async_tp", False),
+    ("expert_capacity", 0),
+    ("replicas", "synchronous"),
+)
 """Fields of a plan, and the only values for which anything is predicted."""
 
 
