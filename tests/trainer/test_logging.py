@@ -622,9 +622,7 @@ def test_a_sum_over_an_epoch_goes_on_with_another_number_of_processes(tmp_path: 
             self.log("samples", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
             return self.net(batch).square().mean()
 
-    fit_two(Sums(), count=4, callbacks=SaveAt(tmp_path / "saved", 1))
+    fit_two(Sums(), count=6, callbacks=SaveAt(tmp_path / "saved", 1))
     runner = trainer()
-    runner.fit(Sums(), rows(4), ckpt_path=tmp_path / "saved")
-    assert float(runner.callback_metrics["samples"]) == 4 + 2, (
-        "two batches of each of two, then the third and fourth of one"
-    )
+    runner.fit(Sums(), rows(6), ckpt_path=tmp_path / "saved")
+    assert float(runner.callback_metrics["samples"]) == 4 + 2, "two samples of each of two, then the last two of six"
