@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 MODEL, GPUS, SAMPLES, SEQUENCE = "llama3-405b", 65536, 8192, 8192
 
@@ -24,6 +25,15 @@ def plan_65536() -> dict[str, float]:
     }
 
 
+def peak() -> int:
+    """Most memory that this process took, in bytes. Linux's getrusage would count what the parent had when it forked."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
 def main() -> None:
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.devices import hardware
@@ -38,12 +48,10 @@ def main() -> None:
         Chain(workload(settings, samples=SAMPLES, device=device)), Limits(GPUS, 0.95 * device.memory * 2**30)
     )
     best = found.best[0]
-    # Linux counts in KiB, macOS in bytes.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     print(
         json.dumps(
             {
-                "gib": peak / 2**30,
+                "gib": peak() / 2**30,
                 "cpu_seconds": time.process_time(),
                 "processes": best.plan.world_size,
                 "considered": found.considered,

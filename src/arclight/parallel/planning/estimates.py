@@ -131,7 +131,6 @@ _NOT_PREDICTED = (
     ("cpu_offload", False),
     ("async_tp", False),
     ("expert_capacity", 0),
-    ("replicas", "synchronous"),
 )
 """Fields of a plan, and the only values for which anything is predicted."""
 
