@@ -259,5 +259,7 @@ def test_a_process_writes_and_reads_its_own_part_and_keeps_little_beside_it(tmp_
         assert cost["open read"] < 0.01
         assert cost["load read"] == pytest.approx(0.25, abs=0.01)
         assert cost["load memory"] < 0.25 + 0.04  # its own part
-        assert cost["columns memory"] < 0.084 + 0.12  # its own part of one tensor, and a buffer of 4 MiB
+        assert (
+            cost["columns memory"] < 0.30
+        )  # its own part of one tensor and buffers of 4 MiB, not the whole tensor (0.33)
         assert cost["checked read"] < 0.5  # all processes together read every file once

@@ -57,7 +57,7 @@ def test_a_killed_rank_is_named_and_ends_the_run() -> None:
 def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time() -> None:
     done = run("hang")
     assert done.returncode != 0
-    assert done.stderr.count("holds the others up") == 1
+    assert 1 <= done.stderr.count("holds the others up") <= 2  # when it is found out, and by the rank that gave up
     assert "rank 1 (" in done.stderr
     assert "in oversleep" in done.stderr
     assert "time.sleep(600)" in done.stderr
