@@ -13,7 +13,7 @@ import torch
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 
-SECONDS = {"crash": 300, "kill": 300, "hang": 40}
+SECONDS = {"crash": 300, "kill": 300, "hang": 75}
 """Within these ranks meet too, on a busy machine; one that hangs is waited for so long."""
 
 
