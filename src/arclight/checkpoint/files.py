@@ -1,35 +1,21 @@
 """Every call to the file system that a checkpoint needs: durable writes, hashed reads, replacing a folder in one step.
 
-A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; where the
-file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether
-the process that made it still lives, so what a killed process left behind can be told from work in progress.
+How a local folder is replaced stands in `arclight.fabric.replacing`; at an address the manifest is what is replaced.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
-import itertools
 import os
-import re
-import secrets
-import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from arclight.checkpoint import remote
+from arclight.fabric import replacing
 
 MANIFEST = "manifest.json"
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
-_PROCESS = secrets.token_hex(4)  # tells this process from an earlier one with the same id, as restarted containers have
-_numbers = itertools.count()
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced)-(?P<host>\w+)-(?P<pid>\d+)-(?P<process>\w+)-\d+")
 
 
 class HashedFile:
@@ -124,10 +110,7 @@ def make_staging(path: Path) -> Path:
     """A new empty folder beside `path`, whose parents are made where they are missing."""
     if isinstance(path, remote.RemotePath):
         return cast(Path, remote.make_staging(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = _temporary(path, "saving")
-    staging.mkdir()
-    return staging
+    return replacing.make_staging(path)
 
 
 def data_folder(staging: Path) -> str:
@@ -151,67 +134,32 @@ def publish(staging: Path, path: Path) -> None:
     """Put the folder `staging` at `path`; what was there stays complete until the new one is there."""
     if isinstance(staging, remote.RemotePath) and isinstance(path, remote.RemotePath):
         remote.publish(staging, path, MANIFEST)
-        return
-    _sync_folder(staging)
-    if not os.path.lexists(path):
-        staging.rename(path)
-        _sync_folder(path.parent)
-    elif _exchange(staging, path):
-        _sync_folder(path.parent)
-        discard(staging)  # holds the former checkpoint now
     else:
-        former = _temporary(path, "replaced")
-        path.rename(former)
-        staging.rename(path)
-        _sync_folder(path.parent)
-        discard(former)
+        replacing.publish(staging, path)
 
 
 def retire(path: Path) -> None:
     """Remove a folder so that no half of it is ever seen under its name."""
     if isinstance(path, remote.RemotePath):
         remote.retire(path, MANIFEST)
-        return
-    doomed = _temporary(path, "saving")
-    path.rename(doomed)
-    _sync_folder(path.parent)
-    discard(doomed)
+    else:
+        replacing.retire(path)
 
 
 def replace_file(path: Path, content: Path) -> None:
     """Put the finished file `content` at `path` in one step."""
     content.replace(path)
-    _sync_folder(path.parent)
+    replacing.sync_folder(path.parent)
 
 
 def temporary_file(path: Path) -> Path:
     """Name for a file under construction that is to replace `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return _temporary(path, "saving")
+    return replacing.temporary(path)
 
 
 def sweep(folder: Path) -> list[Path]:
-    """Remove what killed processes left in `folder`, and put back a checkpoint that was about to be replaced.
-
-    Returns what was removed or put back. Leaves alone what a living process may still be writing.
-    """
-    handled: list[Path] = []
-    if remote.is_remote(folder):
-        return handled  # processes elsewhere may be at work there: the next save under a name cleans it up
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _TEMPORARY.fullmatch(entry.name)
-        if match is None or _alive(match):
-            continue
-        destination = folder / match["name"]
-        if match["kind"] == "replaced" and not os.path.lexists(destination):
-            with suppress(FileNotFoundError):  # another process has just put it back
-                entry.rename(destination)
-                _sync_folder(folder)
-        else:
-            discard(entry)
-        if not os.path.lexists(entry):
-            handled.append(entry)
-    return handled
+    """As `replacing.sweep`. At an address processes elsewhere may be at work: the next save under a name cleans it up."""
+    return [] if remote.is_remote(folder) else replacing.sweep(folder)
 
 
 def discard(path: Path) -> None:
@@ -220,56 +168,11 @@ def discard(path: Path) -> None:
         with suppress(OSError):
             if not _is_published(path):
                 path.remove_tree()
-    elif path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
     else:
-        with suppress(OSError):
-            path.unlink()
+        replacing.discard(path)
 
 
 def _is_published(staging: remote.RemotePath) -> bool:
     """Whether the manifest that counts names this folder."""
     manifest = staging.parent / MANIFEST
     return manifest.exists() and staging.name.encode() in manifest.read_bytes()
-
-
-def _temporary(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_PROCESS}-{next(_numbers)}")
-
-
-def _alive(match: re.Match[str]) -> bool:
-    """Whether the process that made a temporary folder may still be at work on it."""
-    if match["host"] != _HOST:
-        return True  # another machine's processes cannot be seen from here
-    pid = int(match["pid"])
-    if pid == os.getpid():
-        return match["process"] == _PROCESS
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make names and renames in `folder` survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step; False where the system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(b))
