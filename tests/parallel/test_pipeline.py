@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.cut import cut_evenly
 from arclight.parallel.pipeline.install import check, install
-from arclight.parallel.pipeline.partition import balance, stages_of
+from arclight.parallel.pipeline.partition import stages_of
 from arclight.parallel.pipeline.runner import micro_batches
 from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
@@ -26,30 +24,6 @@ from arclight.text import build_model
 from arclight.text.models.balance import routers
 
 # -- the cut -------------------------------------------------------------------------------------------------------
-
-
-def slowest(costs: list[float], ranges: list[range], first: float, last: float) -> float:
-    sums = [sum(costs[i] for i in members) for members in ranges]
-    sums[0] += first
-    sums[-1] += last
-    return max(sums)
-
-
-def test_the_cut_is_the_best_of_all() -> None:
-    generator = random.Random(3)
-    for _ in range(60):
-        count = generator.randint(2, 9)
-        costs = [generator.choice([0.0, 1.0, generator.uniform(0, 5)]) for _ in range(count)]
-        stages, first, last = generator.randint(1, count), generator.uniform(0, 4), generator.uniform(0, 8)
-        found = balance(costs, stages, first, last)
-        assert [i for members in found for i in members] == list(range(count))
-        assert all(found)
-        cuts = [(0, *between, count) for between in itertools.combinations(range(1, count), stages - 1)]
-        all_ranges = [[range(a, b) for a, b in itertools.pairwise(ends)] for ends in cuts]
-        best = min(slowest(costs, ranges, first, last) for ranges in all_ranges)
-        assert slowest(costs, found, first, last) == pytest.approx(best)
-    with pytest.raises(PlanError, match=r"3 layers are too few for 4 stages"):
-        balance([1, 1, 1], 4)
 
 
 def small(**fields: Any) -> nn.Module:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from arclight.parallel.pipeline.partition import balance
+from arclight.parallel.pipeline.costs import UnitCost
+from arclight.parallel.pipeline.partition import partition
 from arclight.parallel.plan import PlanError
 
 LAYERS, LAST = "layers", ("norm", "output")
@@ -47,11 +48,15 @@ def cut_evenly(model: nn.Module, stages: int) -> list[Cut]:
     before = tuple(name for name in others if name not in LAST)
     after = tuple(name for name in others if name in LAST)
     names = list(layers)
-    ranges = balance([_cost(layers[name]) for name in names], stages, last=sum(_cost(getattr(model, n)) for n in after))
+    if len(names) < stages:
+        raise PlanError(f"{len(names)} layers are too few for {stages} stages: use a plan with {len(names)} or less")
+    costs = [_cost(layers[name]) for name in names]
+    costs[-1] += sum(_cost(getattr(model, name)) for name in after)  # so that the last stage has a layer too
+    begins = partition([UnitCost(cost, cost, cost) for cost in costs], stages, 2 * stages).cuts
     cuts = []
-    for number, members in enumerate(ranges):
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(names)], strict=True)):
         own = (before if number == 0 else ()) + (after if number == stages - 1 else ())
-        cuts.append(Cut(tuple(names[i] for i in members), own))
+        cuts.append(Cut(tuple(names[begin:end]), own))
     return cuts
 
 
