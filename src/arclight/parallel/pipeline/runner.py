@@ -94,10 +94,7 @@ class PipelineRunner:
         self._trains = {n: any(p.requires_grad for p in part.parameters()) for n, part in parts.items()}
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
-        split = with_positions(module.split_batch(batch))
-        if self.cp is not None:
-            split = shard_arguments(split, self.cp)
-        pieces = micro_batches(split, self.micro_batches)
+        pieces = self._pieces(module, batch)
         if not torch.is_grad_enabled():
             return self._shared(*self._run(pieces, backward=False))
         share = self._share(module, batch)
@@ -112,6 +109,16 @@ class PipelineRunner:
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.line.device, requires_grad=True)
         return _Computed.apply(start, total, gradients, factor, self.data), count
+
+    def _pieces(self, module: Any, batch: Any) -> list[Split]:
+        """The micro-batches: as the module cuts them, where it does so itself (``micro_batches(batch, number)``)."""
+        if hasattr(module, "micro_batches"):
+            own: list[Split] = module.micro_batches(batch, self.micro_batches)
+            return own
+        split = with_positions(module.split_batch(batch))
+        if self.cp is not None:
+            split = shard_arguments(split, self.cp)
+        return micro_batches(split, self.micro_batches)
 
     def _share(self, module: Any, batch: Any) -> Tensor:
         """1 / the mean over processes of what their batches count, if the module says that: gradients then have their final size from the
@@ -199,9 +206,10 @@ class PipelineRunner:
     def _cross(self, piece: Split) -> dict[int, Boundary]:
         """By the number of the stage before it: what crosses each cut that this process has to do with.
 
-        One micro-batch runs through the real stages, one after another; what they count and draw on the way is put back.
+        One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
+        back.
         """
-        args, kwargs, targets = piece
+        args, kwargs, _ = piece
         line, crossing = self.line, dict[int, Boundary]()
         devices = [line.device] if line.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices, device_type=line.device.type if devices else None):
@@ -211,13 +219,12 @@ class PipelineRunner:
                     crossing[number - 1], arrived = self._receive(number - 1)
                 elif number > 0:
                     arrived = self._kept
-                before = {name: buffer.clone() for name, buffer in part.named_buffers()}
-                extra = {"targets": targets} if number == line.stages - 1 else {}
-                output = part(*(args if number == 0 else arrived), **kwargs, **extra)
-                for name, buffer in part.named_buffers():
-                    buffer.copy_(before[name])
                 if number == line.stages - 1:
                     continue
+                before = {name: buffer.clone() for name, buffer in part.named_buffers()}
+                output = part(*(args if number == 0 else arrived), **kwargs)
+                for name, buffer in part.named_buffers():
+                    buffer.copy_(before[name])
                 self._kept = output if isinstance(output, tuple) else (output,)
                 trains = self._trains[number] or any(shape.requires_grad for shape in crossing.get(number - 1, ()))
                 crossing[number] = tuple(TensorShape.of(x, trains) for x in self._kept)
