@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
+from arclight.parallel.pipeline.actions import Action, Kind
+from arclight.parallel.pipeline.recording import Recorder, recorded_step
 from arclight.parallel.plan import PlanError
 
 
@@ -111,6 +114,26 @@ Boundary = tuple[TensorShape, ...]
 """What crosses the cut between two stages for one micro-batch."""
 
 
+def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method of a stage that does ``kind`` for the micro-batch it is given, seen by the stage's recorder if there is one."""
+
+    def around(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def run(self: Stage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            if self.recorder is None or (kind != "F" and not self.has_backward):
+                return method(self, micro_batch, *args, **kwargs)
+            action = Action(self.stage_index, "I" if kwargs.get("full_backward") is False else kind, micro_batch)
+            with self.recorder.during(action):
+                start = self.recorder.mark()
+                result = method(self, micro_batch, *args, **kwargs)
+            self.recorder.took(action, start, self.fwd_cache.get(micro_batch, ()))
+            return result
+
+        return run
+
+    return around
+
+
 class Stage(_PipelineStageBase):
     """One stage of this process: its part of the model, and for each micro-batch what comes in and goes out."""
 
@@ -121,6 +144,7 @@ class Stage(_PipelineStageBase):
         """before, after: for each micro-batch what the stages before and after exchange with this one."""
         super().__init__(part, number, stages, device, group)
         self.before, self.after = before, after
+        self.recorder: Recorder | None = None
         self._sending = 0
 
     # -- who exchanges what ----------------------------------------------------------------------------------------
@@ -202,8 +226,13 @@ class Stage(_PipelineStageBase):
                 info.buffer = torch.zeros(shape.shape, dtype=shape.dtype, device=self.device)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    # -- backward --------------------------------------------------------------------------------------------------
+    # -- forward and backward --------------------------------------------------------------------------------------
 
+    @_recorded("F")
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    @_recorded("B")
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:  # fmt: skip
@@ -219,6 +248,7 @@ class Stage(_PipelineStageBase):
                 return
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
+    @_recorded("W")
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         state = self.backward_state.get(bwd_chunk_id)
         if state is None or state[1] is not _LATE:
@@ -253,7 +283,7 @@ class Schedule:
     def __init__(self, kind: ScheduleKind, stages: list[Stage], micro_batches: int, backward: bool) -> None:
         """The last stage gives the loss of a micro-batch. backward: whether gradients are computed, or losses only."""
         single = kind.stages_per_process == 1
-        self._stages = stages
+        self._stages, self._kind = stages, kind
         self._schedule = kind.build(
             stages[0] if single else stages, micro_batches, loss_fn=lambda loss, _: loss * 1, scale_grads=False
         )
@@ -264,6 +294,9 @@ class Schedule:
         for stage in self._stages:
             stage.has_backward = self._schedule._has_backward
             stage.clear_runtime_states()
-        self._schedule._step_microbatches(arguments, keywords, [None] * len(arguments), return_outputs=False)
+        name = next(name for name, kind in SCHEDULES.items() if kind is self._kind)
+        first = self._stages[0]
+        with recorded_step(self._stages, name, len(arguments), first.group, first.device):
+            self._schedule._step_microbatches(arguments, keywords, [None] * len(arguments), return_outputs=False)
         for stage in self._stages:
             stage.clear_runtime_states()
