@@ -13,8 +13,8 @@ import pytest
 from tests.parallel.pipeline.chains import GPT2, QWEN2_5, Sizes, bound, by_layers, by_parameters, by_torchtitan, slowest
 
 from arclight.parallel import PlanError
-from arclight.parallel.pipeline.costs import Link, UnitCost
-from arclight.parallel.pipeline.partition import Partition, Room, Tie, partition, refine
+from arclight.parallel.pipeline.costs import Link, Tie, UnitCost
+from arclight.parallel.pipeline.partition import Partition, Room, partition, refine
 
 
 def cuts_of(count: int, stages: int) -> Iterator[tuple[int, ...]]:

@@ -1,9 +1,13 @@
-"""What parts of a model cost: seconds of their forward and of the two halves of their backward, and bytes."""
+"""What parts of a model cost: seconds of their forward and of the two halves of their backward, and bytes.
+
+`measuring` finds them out, on a device or in theory; `partition`, `simulate` and `planner` work with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,13 @@ class UnitCost:
             known[-1].output if known else 0,
         )
 
+    def line_to(self, other: UnitCost, at: float) -> UnitCost:
+        """What lies on the line through this (0) and ``other`` (1), at ``at``; nothing below zero."""
+        ends = ((name, value, getattr(other, name)) for name, value in asdict(self).items())
+        found = {name: max(0.0, a + at * (b - a)) for name, a, b in ends}
+        seconds = {name: found[name] for name in ("forward", "inputs", "weights")}
+        return UnitCost(**seconds, **{name: round(found[name]) for name in ("parameters", "held", "output")})
+
 
 @dataclass(frozen=True)
 class Link:
@@ -59,3 +70,83 @@ class Link:
     def seconds(self, nbytes: float) -> float:
         """From a send of ``nbytes`` to their arrival."""
         return self.latency + nbytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several units use. Each of them counts it among its parameters; a stage that has several holds it once."""
+
+    units: tuple[int, ...]
+    """Their numbers, ascending."""
+    parameters: int
+    """Its bytes."""
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What the units of a model cost, for micro-batches of ``samples``."""
+
+    units: tuple[UnitCost, ...]
+    crossing: tuple[int, ...] = ()
+    """Bytes that cross a cut before each unit; none where it is the output of the unit before."""
+    ties: tuple[Tie, ...] = ()
+    samples: int = 1
+    source: str = ""
+    """Where the numbers come from, for a person."""
+
+    def before(self, unit: int) -> int:
+        """Bytes that cross a cut before ``unit``; none before the first one and after the last."""
+        if unit in (0, len(self.units)):
+            return 0
+        return self.crossing[unit] if self.crossing else self.units[unit - 1].output
+
+    def stages(self, cuts: Sequence[int]) -> list[UnitCost]:
+        """Costs of the stages that begin with the units ``cuts``: what came in is held too, what is used twice counts once."""
+        found = []
+        for begin, end in zip(cuts, [*cuts[1:], len(self.units)], strict=True):
+            whole = UnitCost.total(self.units[begin:end])
+            again = sum(
+                tie.parameters * max(0, sum(begin <= unit < end for unit in tie.units) - 1) for tie in self.ties
+            )
+            sizes = {"held": whole.held + self.before(begin), "output": self.before(end)}
+            found.append(replace(whole, parameters=whole.parameters - again, **sizes))
+        return found
+
+    def line_to(self, other: ModelCosts, samples: float) -> ModelCosts:
+        """Costs of micro-batches of ``samples``, on the line through these and ``other``, which are for another size."""
+        at = (samples - self.samples) / (other.samples - self.samples)
+        units = tuple(a.line_to(b, at) for a, b in zip(self.units, other.units, strict=True))
+        crossing = tuple(max(0, round(a + at * (b - a))) for a, b in zip(self.crossing, other.crossing, strict=True))
+        return replace(self, units=units, crossing=crossing, samples=round(samples))
+
+    def scaled(self, samples: float) -> ModelCosts:
+        """Costs of micro-batches of ``samples``, were all in proportion to them."""
+        nothing = tuple(UnitCost(0.0, 0.0, 0.0, unit.parameters) for unit in self.units)
+        empty = replace(self, units=nothing, crossing=(0,) * len(self.crossing), samples=0)
+        return empty.line_to(self, samples)
+
+    def recomputed(self) -> ModelCosts:
+        """Costs where each unit keeps its output alone, and computes its forward again before its backward.
+
+        What one unit holds for the moment is not in them: see :meth:`moment`.
+        """
+        units = tuple(
+            replace(unit, inputs=unit.inputs + unit.forward, held=min(unit.held, unit.output)) for unit in self.units
+        )
+        return replace(self, units=units)
+
+    @property
+    def moment(self) -> int:
+        """The most bytes that one unit holds: what a stage needs besides where its units are computed again."""
+        return max(unit.held for unit in self.units)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for a file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> ModelCosts:
+        """What :meth:`as_json` gave. Raises TypeError or KeyError for anything else."""
+        units = tuple(UnitCost(**unit) for unit in said["units"])
+        ties = tuple(Tie(tuple(tie["units"]), tie["parameters"]) for tie in said["ties"])
+        return cls(units, tuple(said["crossing"]), ties, said["samples"], said["source"])

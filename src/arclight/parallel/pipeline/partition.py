@@ -21,22 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arclight.parallel.pipeline.costs import Link, UnitCost
+from arclight.parallel.pipeline.costs import Link, Tie, UnitCost
 from arclight.parallel.plan import PlanError
 
 Array = npt.NDArray[Any]
 EQUAL = 1e-12
 """Relative difference of two times (sums of the same numbers in another order) that is none."""
-
-
-@dataclass(frozen=True)
-class Tie:
-    """A parameter that several units use. Each of them counts it among its parameters; a stage that has several holds it once."""
-
-    units: tuple[int, ...]
-    """Their numbers, ascending."""
-    parameters: int
-    """Its bytes."""
 
 
 @dataclass(frozen=True)

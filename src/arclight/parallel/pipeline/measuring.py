@@ -1,0 +1,236 @@
+"""What the calls of a model cost: timed on the device it is on, or worked out with fake tensors where there is none.
+
+Both run the same passes. The model runs forward as it is; where a call of its :class:`UnitGraph` is over, what came since the
+last one (the call, and the glue before it) is timed, then differentiated up to the boundary values it reads: by those values alone (I), and
+by those and its parameters (I + W). Then its outputs go on as new leaves, so that no more than one call's graph is alive.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
+from arclight.parallel.pipeline.graph import UnitGraph
+from arclight.parallel.pipeline.passes import Arguments, Clock, Pass, Roofline
+from arclight.parallel.plan import PlanError
+from arclight.parallel.planning.devices import Hardware, hardware
+from arclight.parallel.planning.trace import Attending, Recorder, size_of
+
+WARM = 2
+"""Passes that are not counted: they fill caches and choose kernels."""
+
+
+def measure(
+    model: nn.Module, graph: UnitGraph, example: Any, *, repetitions: int = 5, timer: Literal["wall", "process"] = "wall",
+    folder: str | Path | None = None,
+) -> ModelCosts:  # fmt: skip
+    """Costs of the calls of ``graph`` for ``example`` (a tuple of arguments, a dict of keywords, or both), on the model's device.
+
+    Medians of ``repetitions`` warm passes. timer: "process" counts the processor's time of this process alone, which others on a
+    CPU do not disturb. folder: where to keep what was measured, and to look for it: one JSON file for each graph, shapes, dtypes,
+    device and version of torch; None: nowhere. The model's mode stays; its buffers and the random state are put back.
+    Raises PlanError where the model is on the meta device, or does not call what the graph says.
+    """
+    device = _device(model)
+    if device.type == "meta":
+        raise PlanError("a model on the meta device cannot be timed: use predict, or bring it into memory")
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{device.type}, {torch.get_num_threads()} threads"
+    )
+    said = ("measured", kind, repetitions, timer)
+    return _kept(
+        folder, model, graph, example, said, lambda: _measured(model, graph, example, repetitions, timer, kind)
+    )
+
+
+def _measured(
+    model: nn.Module, graph: UnitGraph, example: Any, repetitions: int, timer: str, kind: str
+) -> ModelCosts:  # fmt: skip
+    device = _device(model)
+    clock = Clock(device, time.process_time if timer == "process" else time.perf_counter)
+    arguments = arguments_of(example)
+    with _undisturbed(model, device):
+        held = Pass(model, graph, Clock(device, lambda: 0.0), saving=True).run(arguments).held
+        passes = [Pass(model, graph, clock).run(arguments).phases for _ in range(WARM + repetitions)][WARM:]
+    phases = [tuple(median(one) for one in zip(*calls, strict=True)) for calls in zip(*passes, strict=True)]
+    return _costs(model, graph, example, phases, held, f"measured on {kind}")
+
+
+def predict(
+    model: nn.Module, graph: UnitGraph, example: Any, *, device: Hardware | str | None = None, folder: str | Path | None = None
+) -> ModelCosts:  # fmt: skip
+    """Costs of the calls of ``graph`` for ``example``, from their operations alone: nothing is computed, no memory is taken.
+
+    Times are those of a roofline (`arclight.parallel.planning.devices`): what is computed or moved, whichever takes longer.
+    device: its figures, or their name; None: those of a CPU for a model on one, else of an H100. The model may be on the meta device.
+    Raises PlanError where it does not call what the graph says, or a call's control flow depends on numbers.
+    """
+    if device is None:
+        device = "cpu" if _device(model).type == "cpu" else "h100"
+    figures = hardware(device) if isinstance(device, str) else device
+    said = ("predicted", repr(figures))
+    return _kept(folder, model, graph, example, said, lambda: _predicted(model, graph, example, figures))
+
+
+def _predicted(model: nn.Module, graph: UnitGraph, example: Any, figures: Hardware) -> ModelCosts:
+    recorder, fake = Recorder(figures.seconds), FakeTensorMode(allow_non_fake_inputs=True)
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        with fake:
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(stand_in(parameter), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = stand_in(buffer)
+    double = copy.deepcopy(model, memo)
+    # Numbers of the arguments are real where they are known: glue may look at them.
+    arguments = tree_map_only(Tensor, lambda x: stand_in(x) if x.is_meta else x.detach().cpu(), arguments_of(example))
+    with ExitStack() as modes:
+        if any(x.is_meta for x in tree_leaves(example) if isinstance(x, Tensor)):
+            modes.enter_context(fake)
+        modes.enter_context(Attending(recorder, figures.kind == "cpu"))
+        modes.enter_context(recorder)
+        done = Pass(double, graph, Roofline(recorder), saving=True).run(arguments)
+    return _costs(model, graph, example, done.phases, done.held, f"predicted for {figures.name}")
+
+
+def arguments_of(example: Any) -> Arguments:
+    """Positional and keyword arguments: of a tuple, of a dict of keywords, or of a pair of both."""
+    if isinstance(example, dict):
+        return (), dict(example)
+    if not isinstance(example, (tuple, list)):
+        return (example,), {}
+    if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
+        return tuple(example[0]), dict(example[1])
+    return tuple(example), {}
+
+
+def measure_link(
+    group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", *, megabytes: float = 4.0
+) -> Link:
+    """Latency and bandwidth between the first two processes of ``group``, by a ping-pong of small and of large tensors.
+
+    All processes of the group call it and are given the same answer. Raises PlanError for a group of one.
+    """
+    if dist.get_world_size(group) < 2:
+        raise PlanError("a link joins two processes, and the group has one")
+    rank, sizes = dist.get_rank(group), (64, int(megabytes * 2**20))
+    found = torch.zeros(2, dtype=torch.float64, device=device)
+    if rank < 2:
+        peer = dist.get_global_rank(group, 1 - rank) if group is not None else 1 - rank
+        for index, size in enumerate(sizes):
+            found[index] = _one_way(torch.zeros(size, dtype=torch.uint8, device=device), peer, rank == 0, group)
+    dist.broadcast(found, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    small, large = found.tolist()
+    return Link(small, (sizes[1] - sizes[0]) / max(large - small, 1e-9))
+
+
+def _one_way(tensor: Tensor, peer: int, first: bool, group: dist.ProcessGroup | None, times: int = 11) -> float:
+    """Median seconds of a message, half of its way there and back."""
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        for turn in (first, not first):
+            if turn:
+                dist.send(tensor, peer, group=group)
+            else:
+                dist.recv(tensor, peer, group=group)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        found.append((time.perf_counter() - begin) / 2)
+    return median(found[1:])
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Random state and buffers are afterwards what they were."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda, device_type=device.type if cuda else None):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(before[name])
+
+
+def _device(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    if first is None:
+        raise PlanError(f"{type(model).__name__} has no parameters, so nothing of it takes a stage")
+    return first.device
+
+
+def _costs(
+    model: nn.Module, graph: UnitGraph, example: Any, phases: list[Any], held: list[int], source: str
+) -> ModelCosts:  # fmt: skip
+    sizes = {name: size_of(parameter) for name, parameter in model.named_parameters()}
+    users: dict[str, list[int]] = {}
+    for number, call in enumerate(graph.calls):
+        for name in dict.fromkeys(call.parameters):
+            users.setdefault(name, []).append(number)
+    for name in graph.result_parameters:
+        if len(graph.calls) - 1 not in users.setdefault(name, []):
+            users[name].append(len(graph.calls) - 1)
+    shared: dict[tuple[int, ...], int] = {}
+    own = [0] * len(graph.calls)
+    for name, numbers in users.items():
+        for number in numbers:
+            own[number] += sizes[name]
+        if len(numbers) > 1:
+            shared[tuple(numbers)] = shared.get(tuple(numbers), 0) + sizes[name]
+    units = tuple(
+        UnitCost(forward, inputs, weights, own[number], held[number], sum(graph.calls[number].outputs))
+        for number, (forward, inputs, weights) in enumerate(phases)
+    )
+    crossing = tuple(graph.crossing(at) for at in range(len(graph.calls)))
+    ties = tuple(Tie(numbers, size) for numbers, size in shared.items())
+    return ModelCosts(units, crossing, ties, samples_of(example), source)
+
+
+def samples_of(example: Any) -> int:
+    """How many samples the example has: the first dimension of its first tensor."""
+    return next((x.shape[0] for x in tree_leaves(example) if isinstance(x, Tensor) and x.ndim), 1)
+
+
+def _kept(
+    folder: str | Path | None, model: nn.Module, graph: UnitGraph, example: Any, said: tuple[Any, ...], find: Callable[[], ModelCosts]
+) -> ModelCosts:  # fmt: skip
+    """What ``find`` gives, or gave when it was last asked the same with this folder."""
+    if folder is None:
+        return find()
+    shapes = [(tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in tree_leaves(example)]
+    weights = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    mode = [module.training for module in model.modules()]
+    calls = [(call.name, call.parameters, sorted(call.reads), call.outputs) for call in graph.calls]
+    key = repr((calls, sorted(graph.result), graph.result_parameters, shapes, weights, mode, said, torch.__version__))
+    path = Path(folder) / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    if path.exists():
+        known = json.loads(path.read_text(encoding="utf-8"))
+        if known.get("key") == key:
+            return ModelCosts.from_json(known["costs"])
+    found = find()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{time.time_ns()}.draft")
+    draft.write_text(json.dumps({"key": key, "costs": found.as_json()}, indent=1), encoding="utf-8")
+    draft.replace(path)
+    return found

@@ -1,0 +1,223 @@
+"""What parts of a model cost, measured where the answer is known: parts that sleep, products counted by hand, tensors that are kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim.processes import run
+from torch import Tensor, nn
+
+from arclight.parallel import PlanError
+from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
+from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
+from arclight.parallel.pipeline.measuring import measure, measure_link, predict
+from arclight.parallel.planning.devices import hardware
+
+EXACT = replace(hardware("cpu"), fp32=1.0, bf16=1.0, achieved=1.0, attention=1.0, bandwidth=1e9, launch=1e-9)
+"""A device that makes a TFLOP/s of products, and for which all else takes no time."""
+
+
+def chain(model: nn.Module, outputs: list[int], **fields: Any) -> UnitGraph:
+    """The graph of children that follow one another."""
+    calls = []
+    for number, (name, child) in enumerate(model.named_children()):
+        parameters = tuple(f"{name}.{own}" for own, _ in child.named_parameters())
+        reads = frozenset({Value(number - 1)}) if number else frozenset[Value]()
+        calls.append(Call(name, parameters, reads, (outputs[number],)))
+    return UnitGraph(tuple(calls), frozenset({Value(len(calls) - 1)}), **fields)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: int, back: int) -> Tensor:
+        ctx.back = back
+        time.sleep(there / 1e3)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.back / 1e3)
+        return gradient, None, None
+
+
+class Sleeping(nn.Module):
+    """Sleeps so many milliseconds in forward, for the gradient of its input, and for that of its weight."""
+
+    def __init__(self, forward: int, inputs: int, weights: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.milliseconds = forward, inputs, weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward, inputs, weights = self.milliseconds
+        out: Tensor = _Sleep.apply(x, forward, inputs) * _Sleep.apply(self.weight, 0, weights)
+        return out
+
+
+def test_forward_and_both_halves_of_backward_are_told_apart() -> None:
+    slept = [(20, 60, 40), (40, 80, 20), (60, 20, 100)]
+    model = nn.Sequential(*(Sleeping(*one) for one in slept))
+    found = measure(model, chain(model, [16] * 3), (torch.ones(4),), repetitions=3)
+    slept[0] = (20, 0, 40)  # before the first one there is nothing to go back to
+    for unit, milliseconds in zip(found.units, slept, strict=True):
+        measured = (1e3 * unit.forward, 1e3 * unit.inputs, 1e3 * unit.weights)
+        assert measured == pytest.approx(milliseconds, rel=0.1, abs=12)
+    assert [unit.parameters for unit in found.units] == [4, 4, 4]
+    assert found.source.startswith("measured on cpu")
+
+
+def test_frozen_parts_have_no_half_of_the_weights() -> None:
+    model = nn.Sequential(*(Sleeping(5, 60, 60) for _ in range(3)))
+    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
+    found = measure(model, chain(model, [16] * 3), (torch.ones(4),), repetitions=1).units
+    assert found[0].inputs == found[0].weights == found[1].inputs == found[2].weights == 0
+    assert 1e3 * found[1].weights == pytest.approx(60, abs=25)
+    assert 1e3 * found[2].inputs == pytest.approx(60, abs=25)
+
+
+def test_products_are_counted_by_hand() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(64, 128, bias=False), nn.Linear(128, 32, bias=False), nn.Linear(32, 512, bias=False)
+        )
+    found = predict(model, chain(model, [0] * 3), (torch.empty(16, 64, device="meta"),), device=EXACT).units
+    flops = [2 * 16 * a * b for a, b in ((64, 128), (128, 32), (32, 512))]
+    for number, (unit, count) in enumerate(zip(found, flops, strict=True)):
+        assert unit.forward * 1e12 == pytest.approx(count, rel=1e-3)
+        assert unit.inputs * 1e12 == pytest.approx(count if number else 0, rel=1e-3, abs=1)
+        assert unit.weights * 1e12 == pytest.approx(count, rel=1e-3)
+
+
+@pytest.mark.parametrize("how", [measure, predict])
+def test_what_is_kept_for_backward_is_counted_by_hand(how: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.5))
+    n = 4 * 32
+    outputs = [n * 16] * 5
+    found = how(model, chain(model, outputs), (torch.ones(32, 8),))
+    # What a call gives is held once, by it. A dropout keeps a mask besides: of bytes, where it is drawn on a CPU as numbers.
+    assert [unit.held for unit in found.units[:4]] == outputs[:4]
+    assert outputs[4] < found.units[4].held <= 2 * outputs[4]
+    assert [found.before(at) for at in (0, 1, 3, 5)] == [0, n * 16, n * 16, 0]
+    stages = found.stages((0, 2))
+    assert [stage.held for stage in stages] == [2 * n * 16, sum(u.held for u in found.units[2:]) + n * 16]
+
+
+class Glued(nn.Module):
+    """Glue before, between and after, a parameter that is used in glue, one module that is called twice, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(8))
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        mask = x > 0
+        if not mask.any():  # looks at numbers that every process has
+            raise ValueError("no positive number")
+        a = self.first((x + self.position) * mask)
+        b = self.second(a.relu_() * scale)
+        c = self.second(a + b)
+        return {"loss": (c * mask).square().mean(), "out": c}
+
+
+GLUED = UnitGraph(
+    (
+        Call("first", ("position", "first.weight", "first.bias"), frozenset(), (128,)),
+        Call("second", ("second.weight", "second.bias"), frozenset({Value(0)}), (128,)),
+        Call("second", ("second.weight", "second.bias"), frozenset({Value(0), Value(1)}), (128,)),
+    ),
+    frozenset({Value(2)}),
+)
+
+
+@pytest.mark.parametrize("how", [measure, predict])
+def test_glue_belongs_to_the_call_after_it(how: Any) -> None:
+    model = Glued()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = how(model, GLUED, ((torch.randn(4, 8),), {"scale": 2.0}))
+    assert all(unit.forward > 0 and unit.weights > 0 for unit in found.units)
+    assert [unit.inputs > 0 for unit in found.units] == [False, True, True]
+    assert found.ties == (Tie((1, 2), 4 * 72),)
+    assert found.stages((0, 1))[1].parameters == 4 * 72  # held once by the stage that calls it twice
+    assert found.crossing == (0, 128, 256)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_numbers_that_batches_draw_and_statistics_stay() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    found = measure(model, chain(model, [64] * 3), (torch.ones(4, 4),), repetitions=1)
+    assert torch.equal(torch.rand(3), expected)
+    assert model[1].num_batches_tracked == 0
+    assert torch.equal(model[1].running_mean, torch.zeros(4))
+    assert len(found.units) == 3
+
+
+def test_a_graph_of_another_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    graph = chain(model, [64] * 2)
+    other = UnitGraph((graph.calls[1], graph.calls[0]), graph.result)
+    with pytest.raises(PlanError, match="the forward calls 0 where the graph has 1: observe the model anew"):
+        measure(model, other, (torch.ones(4, 4),))
+    more = UnitGraph((*graph.calls, graph.calls[1]), graph.result)
+    with pytest.raises(PlanError, match="the forward made 2 of the 3 calls"):
+        predict(model, more, (torch.ones(4, 4),))
+    with pytest.raises(PlanError, match="a model on the meta device cannot be timed: use predict"):
+        measure(model.to("meta"), graph, (torch.ones(4, 4),))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_costs_are_kept_where_a_folder_is_given(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    graph, folder = chain(model, [64] * 2), tmp_path / "costs"
+    first = measure(model, graph, (torch.ones(4, 4),), folder=folder)
+    assert measure(model, graph, (torch.ones(4, 4),), folder=folder) == first  # times would differ in some digit
+    assert ModelCosts.from_json(json.loads(json.dumps(first.as_json()))) == first
+    assert len(list(folder.iterdir())) == 1
+    measure(model, graph, (torch.ones(8, 4),), folder=folder)
+    model[0].requires_grad_(False)
+    measure(model, graph, (torch.ones(4, 4),), folder=folder)
+    predict(model, graph, (torch.ones(4, 4),), folder=folder)
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_costs_of_other_sizes_lie_on_a_line() -> None:
+    one = ModelCosts((UnitCost(1.0, 2.0, 3.0, 10, 100, 20),), (0,), (), 1)
+    four = ModelCosts((UnitCost(2.5, 5.0, 3.0, 10, 400, 80),), (0,), (), 4)
+    two = one.line_to(four, 2)
+    assert two.samples == 2
+    assert two.units[0] == UnitCost(1.5, 3.0, 3.0, 10, 200, 40)
+    assert four.scaled(2).units[0] == UnitCost(1.25, 2.5, 1.5, 10, 200, 40)
+    again = one.recomputed()
+    assert again.units[0] == UnitCost(1.0, 3.0, 3.0, 10, 20, 20)
+    assert one.moment == 100
+    assert Link(0.5, 100.0).seconds(200) == 2.5
+
+
+def _links_agree(rank: int, folder: Path) -> None:
+    link = measure_link()
+    (folder / f"link-{rank}").write_text(f"{link.latency!r} {link.bandwidth!r}")
+    alone = dist.new_group([0])
+    if rank == 0:
+        with pytest.raises(PlanError, match="a link joins two processes"):
+            measure_link(alone)
+
+
+def test_a_link_is_measured_once_for_all(tmp_path: Path) -> None:
+    run(3, tmp_path, _links_agree, tmp_path)
+    (said,) = {path.read_text() for path in tmp_path.glob("link-*")}
+    latency, bandwidth = map(float, said.split())
+    assert 0 < latency < 1
+    assert 1e6 < bandwidth < 1e12
