@@ -248,6 +248,12 @@ def _cuts(choices: list[Array]) -> list[int]:
     return [0, *cuts]
 
 
+def balance(costs: Sequence[float], stages: int) -> list[range]:
+    """Contiguous ranges of ``costs``, one for each stage, whose largest sum is least. Raises PlanError for fewer costs than stages."""
+    cuts = partition([UnitCost(cost, 0.0, 0.0) for cost in costs], stages, 2).cuts
+    return [range(begin, end) for begin, end in zip(cuts, [*cuts[1:], len(costs)], strict=True)]
+
+
 Judge = Callable[[tuple[int, ...]], tuple[float, ...]]
 """How bad a cut is: compared from the left, less is better."""
 
