@@ -26,4 +26,28 @@ The schedule owns forward and backward of a step, so a module's steps are writte
 `arclight.parallel.running` has this protocol with its exact terms. All processes of a pipeline (and of its ``tp`` and ``cp``
 groups) must be given the same batch. ``model`` stays one module with the original names, of which each process keeps what
 its stages need.
+
+Any other model is cut by `split`, which looks at one forward of it; code between its parts runs in every stage:
+
+    pipe = pipeline.split(model, {"input_ids": tokens}, stages=4)
+    pipe.stages[1]                                       # a module: its parameters, under their names in the model
+    pipe(input_ids=tokens)                               # all stages in this process: what the model returns
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.parallel.pipeline.splitting import Pipe, StageModule, split
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    {
+        "Pipe": "arclight.parallel.pipeline.splitting",
+        "StageModule": "arclight.parallel.pipeline.splitting",
+        "split": "arclight.parallel.pipeline.splitting",
+    },
+)

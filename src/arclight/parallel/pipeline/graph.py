@@ -28,6 +28,10 @@ class Call:
     """What of earlier calls it depends on through glue alone."""
     outputs: tuple[int, ...] = ()
     """Bytes of each leaf that it returned for the example (0 for what is no tensor)."""
+    draws: frozenset[int] = frozenset()
+    """Which random numbers, drawn by glue, it depends on."""
+    modifies: frozenset[Value] = frozenset()
+    """What of earlier calls it changes in place."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class UnitGraph:
     """What the result of the forward depends on."""
     result_parameters: tuple[str, ...] = ()
     """Parameters that are used after the last call."""
+    result_draws: frozenset[int] = frozenset()
+    """Which random numbers, drawn by glue, the result depends on."""
+    rewritten: frozenset[Value] = frozenset()
+    """What glue changes in place, from the value that a call gave to what later calls read."""
     aliases: dict[str, str] = field(default_factory=dict)
     """For each further name of a parameter its first one (tied weights)."""
 

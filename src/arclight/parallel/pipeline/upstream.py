@@ -300,3 +300,16 @@ class Schedule:
             self._schedule._step_microbatches(arguments, keywords, [None] * len(arguments), return_outputs=False)
         for stage in self._stages:
             stage.clear_runtime_states()
+
+
+# -- tensors without data (for `holes`) --------------------------------------------------------------------------------
+
+plain_torch_function: Any = torch._C._disabled_torch_function_impl
+"""For a subclass whose operations are seen where they are dispatched, and not before."""
+
+
+def wrapper(cls: type[Tensor], like: Tensor, device: torch.device) -> Any:
+    """A tensor of class ``cls`` without memory, with the sizes and type of ``like``, that says it lies on ``device``."""
+    return Tensor._make_wrapper_subclass(
+        cls, like.size(), strides=like.stride(), storage_offset=like.storage_offset(), dtype=like.dtype, device=device
+    )

@@ -1,0 +1,256 @@
+"""One forward of a model without data: which of its parts are called, in which order, and what each needs of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
+from arclight.parallel.pipeline.holes import (
+    Draw,
+    Hole,
+    HoleError,
+    Memory,
+    Origin,
+    Source,
+    draws,
+    hole,
+    hole_like,
+    holes_of,
+    through,
+)
+from arclight.parallel.pipeline.templates import Templates
+from arclight.parallel.pipeline.turns import Turn, bound, copy_tree, parameter_names, turn
+from arclight.parallel.plan import PlanError
+
+_DEEP = 3
+"""How far into the attributes of other objects tensors are looked for."""
+_LARGE = 1 / 8
+"""A repeated block that holds more of the model than this, and has repeated blocks itself, is taken apart."""
+
+
+def observe(
+    root: nn.Module, function: str | Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], at: Sequence[str] = ()
+) -> UnitGraph:  # fmt: skip
+    """What ``function`` (None: the forward) of ``root`` does for these arguments, as calls of its parts. Nothing is computed.
+
+    The model may be on the meta device, in memory, or mixed; it is not changed, its parameters are not copied, and it runs as in training.
+    Example tensors have their data, so code between parts may depend on it; what parts return are holes.
+    at: names of modules of which each begins a part. Parts are otherwise repeated blocks, and the largest modules without
+    repeated blocks; a module that cannot be looked into, since its code needs data, is a part as a whole.
+
+    Raises PlanError where code between the parts needs data, or two values share memory that is written.
+    """
+    for name, parameter in root.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise PlanError(f"{name} has no shape yet: call the model once before it is cut")
+    closed: set[str] = set()
+    while True:
+        units = choose(root, at, closed)
+        seen = _Observer(root, units)
+        try:
+            return seen.run(function, args, kwargs)
+        except HoleError as error:
+            path = seen.innermost(error)
+            if not path or any(name.startswith(path + ".") for name in at):
+                raise
+            closed.add(path)
+
+
+def choose(root: nn.Module, at: Collection[str] = (), closed: Collection[str] = ()) -> set[str]:
+    """Paths of the modules that are the parts of ``root``. closed: not looked into. Raises PlanError for a name that is none."""
+    total = sum(parameter.numel() for parameter in root.parameters()) or 1
+    units: set[str] = set()
+
+    def visit(path: str, module: nn.Module, member: bool) -> None:
+        wanted = any(name.startswith(path + ".") if path else True for name in at)
+        weights = sum(parameter.numel() for parameter in module.parameters())
+        if path and not wanted:
+            looked_into = path not in closed and not path.startswith(tuple(c + "." for c in closed)) and _opens(module)
+            if looked_into and member:
+                looked_into = weights > total * _LARGE and _repeats(module, deep=True)
+            if (weights and not looked_into) or path in at or _drops(module):
+                units.add(path)
+                return
+        alike = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and _alike(module)
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(f"{path}.{name}" if path else name, child, alike)
+
+    visit("", root, False)
+    return units
+
+
+def _opens(module: nn.Module) -> bool:
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return isinstance(module, containers) or _repeats(module)
+
+
+def _repeats(module: nn.Module, deep: bool = False) -> bool:
+    """Whether a list of modules that are alike is in it. deep: only such whose members consist of modules."""
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return any(isinstance(part, kinds) and _alike(part, deep) for part in module.modules())
+
+
+def _alike(container: nn.Module, deep: bool = False) -> bool:
+    kinds: list[type[nn.Module]] = []
+    for child in container.children():
+        if next(child.parameters(), None) is not None and (not deep or next(child.children(), None) is not None):
+            kinds.append(type(child))
+    return len(kinds) > len(set(kinds))
+
+
+def _drops(module: nn.Module) -> bool:
+    return next(module.children(), None) is None and "drop" in type(module).__name__.lower()
+
+
+class _Watching(TorchDispatchMode):
+    """Sees operations on tensors that have data, too: of those that draw random numbers the result is a hole."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if next(holes_of((args, kwargs)), None) is None and not draws(func, args, kwargs):
+            return func(*args, **kwargs)
+        return through(func, args, kwargs)
+
+
+class _Observer:
+    """Takes the calls of parts in the run that is observed."""
+
+    def __init__(self, root: nn.Module, units: set[str]) -> None:
+        self.root, self.units = root, units
+        self.names = parameter_names(root)[0]
+        self.calls: list[Call] = []
+        self.rewritten: set[Value] = set()
+        self.memories: dict[int, tuple[Memory, int]] = {}
+        self.paths: dict[nn.Module, str] = {}
+        self.templates = Templates(root, units)
+        self.home: torch.device | None = None
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitGraph:
+        real = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and not x.is_meta]
+        self.home = real[0].device if real else None
+        self.templates.home = self.home
+        tree = copy_tree(self.root, self._visit, self._without_data)
+        for module in tree.modules():
+            if not isinstance(module, Turn):
+                module.training = True
+        args, kwargs = tree_map_only(Tensor, self._example, (args, kwargs))
+        with torch.no_grad(), _Watching():
+            result = bound(function, self.root)(tree)(*args, **kwargs)
+        self._note_writes()
+        return self._graph(result)
+
+    def _graph(self, result: Any) -> UnitGraph:
+        found = list(holes_of(tree_flatten(result)[0]))
+        for leaf in tree_flatten(result)[0]:
+            inner = next(holes_of(leaf, _DEEP), None) if not isinstance(leaf, Tensor) else None
+            if inner is not None:
+                raise PlanError(
+                    f"the result holds a {type(leaf).__name__} with what several stages compute (of {inner.of}): switch it off "
+                    "(use_cache=False), or return its tensors"
+                )
+        values, parameters, numbers = _sorted_out(found)
+        aliases = {name: first for name, first in self.names.items() if name != first}
+        return UnitGraph(
+            tuple(self.calls), values, parameters, result_draws=numbers, rewritten=frozenset(self.rewritten), aliases=aliases
+        )  # fmt: skip
+
+    def innermost(self, error: BaseException) -> str | None:
+        """The path of the module whose code was running when ``error`` was raised."""
+        path, trace = None, error.__traceback__
+        while trace is not None:
+            owner = trace.tb_frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and owner in self.paths:
+                path = self.paths[owner]
+            trace = trace.tb_next
+        return path
+
+    # -- the copy that runs ----------------------------------------------------------------------------------------
+
+    def _example(self, tensor: Tensor) -> Tensor:
+        return hole_like(tensor, "an argument", home=self.home) if tensor.is_meta else tensor.detach().clone()
+
+    def _visit(self, path: str, module: nn.Module) -> nn.Module | None:
+        if path not in self.units:
+            return None
+        part = copy_tree(module, lambda *_: None, lambda inner, new: self._without_data(_join(path, inner), new))
+        for inner in part.modules():
+            inner.training = True
+        return turn(path, part, self)
+
+    def _without_data(self, path: str, module: nn.Module) -> None:
+        self.paths[module] = path
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                first = self.names[_join(path, name)]
+                made = hole_like(parameter, first, Origin(frozenset({first})), self.home)
+                made._is_param = True
+                module._parameters[name] = made  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                whole = _join(path, name)
+                module._buffers[name] = hole_like(buffer, whole, home=self.home) if buffer.is_meta else buffer.clone()
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._note_writes()
+        path, number = turn.turn_path, len(self.calls)
+        leaves_in = tree_flatten((args, kwargs))[0]
+        given = [leaf for leaf in leaves_in if isinstance(leaf, Hole)]
+        reads, parameters, numbers = _sorted_out([*given, *holes_of(leaves_in, _DEEP)])
+        inside = [self.names[_join(path, n)] for n, _ in turn.named_parameters(remove_duplicate=False)]
+        template = self.templates.find(path, True, args, kwargs)
+        modifies: set[Value] = set()
+        for argument in template.changed:
+            changed = given[argument].origin.memory
+            if len(changed.values) > 1:
+                raise _shared_memory(path)
+            modifies.update(changed.values)
+        leaves: list[Any] = []
+        memories: dict[int, Memory] = {}
+        for index, leaf in enumerate(template.leaves):
+            if isinstance(leaf, Hole):
+                value, place = Value(number, index), template.memories[index]
+                memory = given[place].origin.memory if place >= 0 else memories.setdefault(place, Memory())
+                memory.values.append(value)
+                self.memories.setdefault(id(memory), (memory, memory.writes))
+                leaf = hole(leaf.payload, leaf.device, path, Origin(frozenset({value}), memory))
+            leaves.append(leaf)
+        sizes = tuple(x.numel() * x.element_size() if isinstance(x, Tensor) else 0 for x in leaves)
+        weights = tuple(dict.fromkeys([*inside, *parameters]))
+        self.calls.append(Call(path, weights, reads, sizes, numbers, frozenset(modifies)))
+        return tree_unflatten(leaves, template.structure)
+
+    def _note_writes(self) -> None:
+        """What code between parts has changed in place since the last call."""
+        for key, (memory, before) in self.memories.items():
+            if memory.writes != before:
+                if len(memory.values) > 1:
+                    raise _shared_memory(self.calls[memory.values[0].call].name)
+                self.rewritten.update(memory.values)
+                self.memories[key] = (memory, memory.writes)
+
+
+def _shared_memory(path: str) -> PlanError:
+    return PlanError(
+        f"{path} and what comes after it return views of one memory, which is changed in place: stages would change copies of it. "
+        "Compute a new tensor in its place"
+    )
+
+
+def _sorted_out(given: Sequence[Hole]) -> tuple[frozenset[Value], tuple[str, ...], frozenset[int]]:
+    sources: list[Source] = [source for one in given for source in sorted(one.origin.sources, key=str)]
+    values = frozenset(source for source in sources if isinstance(source, Value))
+    parameters = tuple(dict.fromkeys(source for source in sources if isinstance(source, str)))
+    return values, parameters, frozenset(source.number for source in sources if isinstance(source, Draw))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name

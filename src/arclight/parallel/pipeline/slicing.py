@@ -1,0 +1,351 @@
+"""A stage runs the real code of the whole model, of whose parts it computes its own.
+
+The tree of modules that a stage calls is a copy without memory of its own (`turns`). Where a part stands in it, a call is counted:
+before the stage's range it gives what was received, or holes; within, the part is called; the first call after it ends the forward.
+Code between parts is computed by every stage that needs it, from the arguments, which every process has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from arclight.parallel.pipeline.cuts import SENT, Cuts
+from arclight.parallel.pipeline.graph import Value
+from arclight.parallel.pipeline.holes import hole_like, holes_of
+from arclight.parallel.pipeline.templates import Templates
+from arclight.parallel.pipeline.turns import Turn, bound, copy_tree, parameter_names, shell, turn, walk
+from arclight.parallel.plan import PlanError
+
+
+class _Ended(BaseException):
+    """The stage has all that it computes. No Exception: code of models must not catch it."""
+
+
+@dataclass
+class _Run:
+    """One forward of one stage."""
+
+    begin: int
+    end: int
+    received: dict[Value, Tensor]
+    wanted: frozenset[Value]
+    kept: dict[Value, Any] = field(default_factory=dict)
+    next: int = 0
+
+
+class _Stage:
+    """Takes the calls in the tree of one stage."""
+
+    def __init__(self, cuts: Cuts, number: int, templates: Templates) -> None:
+        self.cuts, self.number, self.templates = cuts, number, templates
+        self.begin, self.end = cuts.range(number)
+        graph = cuts.graph
+        self.changed = graph.rewritten.union(*(call.modifies for call in graph.calls))
+        self.receives, self.sends = cuts.crossing(number), cuts.crossing(number + 1)
+        self.training = True
+        self.run: _Run | None = None
+        self.own: dict[str, Callable[[], nn.Module]] = {}
+        """Looks up the module at a path, which may have been wrapped or replaced since."""
+
+    def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run, path = self.run, turn.turn_path
+        if run is None:
+            raise PlanError(f"{path} is called outside of a forward of stage {self.number}")
+        number, calls = run.next, self.cuts.graph.calls
+        if number >= len(calls) or calls[number].name != path:
+            expected = calls[number].name if number < len(calls) else "none"
+            raise PlanError(
+                f"call {number} of the model is of {path}, but was of {expected} for the example arguments: a model that is cut must "
+                "take the same way for all arguments, and in training as in evaluation"
+            )
+        if number == run.end:
+            raise _Ended
+        run.next += 1
+        if number < run.begin:
+            return self._foreign(run, number, path, args, kwargs)
+        lacking = next(holes_of((args, kwargs)), None)
+        if lacking is not None:
+            raise PlanError(
+                f"{path} on stage {self.number} needs what {lacking.of} returned, and the example arguments did not show that: a model "
+                "that is cut must take the same way for all arguments"
+            )
+        result = self.own[path]()(*args, **kwargs)
+        return self._keep(run, number, result)
+
+    def _foreign(self, run: _Run, number: int, path: str, args: Any, kwargs: Any) -> Any:
+        template = self.templates.find(path, self.training, args, kwargs)
+        leaves = list(template.leaves)
+        for index in range(len(leaves)):
+            value = Value(number, index)
+            given = run.received.get(value)
+            if given is not None:
+                leaves[index] = given.clone() if value in self.changed else given
+        return tree_unflatten(leaves, template.structure)
+
+    def _keep(self, run: _Run, number: int, result: Any) -> Any:
+        values = [value for value in run.wanted if value.call == number]
+        if not values:
+            return result
+        leaves, structure = tree_flatten(result)
+        for value in values:
+            leaf = run.kept[value] = leaves[value.leaf]
+            if value in self.changed:
+                leaves[value.leaf] = leaf.clone()
+        return tree_unflatten(leaves, structure)
+
+
+class Sliced:
+    """A model of which this process computes some stages.
+
+    ``holder`` is left with the modules, parameters and buffers of these stages, under their names in the model: a bare module,
+    or ``root`` itself, which then stays the user's own object. What is called of them are the modules in `parts`; modules above them
+    are copies that are never called themselves. ``root`` is otherwise not changed, and not kept unless it is the holder.
+    """
+
+    def __init__(
+        self, root: nn.Module, function: str | Callable[..., Any] | None, cuts: Cuts, own: Sequence[int], holder: nn.Module,
+        templates: Templates | None = None,
+    ) -> None:  # fmt: skip
+        """function: as for `observe`. own: numbers of this process's stages."""
+        self.cuts, self.own = cuts, tuple(own)
+        self.holder, self.in_place = holder, holder is root
+        self.units = {call.name for call in cuts.graph.calls}
+        self.names, _ = parameter_names(root)
+        self.templates = templates if templates is not None else Templates(root, self.units)
+        self._function = bound(function, root)
+        view = self._view(root)
+        self._trees = {number: self._tree(root, view, number) for number in self.own}
+        self.templates.let_go()
+        self._host = root if self.in_place else shell(root)
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            holder.__dict__[name] = view.__dict__[name]
+            if not self.in_place:
+                self._host.__dict__[name] = view.__dict__[name]
+
+    # -- building --------------------------------------------------------------------------------------------------
+
+    def _called(self, number: int) -> set[str]:
+        begin, end = self.cuts.range(number)
+        return {call.name for call in self.cuts.graph.calls[begin:end]}
+
+    def _view(self, root: nn.Module) -> nn.Module:
+        """What this process has of the model: whole parts that it calls, and of others what it uses."""
+        needed = set().union(*(self.cuts.parameters(number) for number in self.own))
+        called = set().union(*(self._called(number) for number in self.own))
+        whole = {module for path, module in walk(root) if path in called}
+
+        def visit(path: str, module: nn.Module, within: bool) -> nn.Module | None:
+            foreign = within or (path in self.units and module not in whole)
+            names = [self.names[_join(path, n)] for n, _ in module.named_parameters(remove_duplicate=False)]
+            if module in whole and needed.issuperset(names):
+                return module
+            plain = not names and next(module.buffers(), None) is None
+            if path and plain and not foreign and not any(p == path or p.startswith(path + ".") for p in self.units):
+                return module
+            new = shell(module)
+            new._modules = {}
+            for name, child in module._modules.items():
+                below = None if child is None else visit(_join(path, name), child, foreign)
+                if child is None or below is not None:
+                    new._modules[name] = below
+            for name in list(new._parameters):
+                if new._parameters[name] is not None and self.names[_join(path, name)] not in needed:
+                    del new._parameters[name]
+            if foreign:
+                new._buffers.clear()
+            elif 0 not in self.own and module not in whole and not _inside(path, called):
+                new._non_persistent_buffers_set.update(new._buffers)
+            empty = not new._parameters and not new._modules
+            return None if foreign and empty else new
+
+        found = visit("", root, False)
+        assert found is not None
+        return shell(found) if found is root else found
+
+    def _tree(self, root: nn.Module, view: nn.Module, number: int) -> _Tree:
+        stage = _Stage(self.cuts, number, self.templates)
+        tree = _Tree(stage)
+        mine, sent = self.cuts.parameters(number), self.cuts.received_parameters(number)
+        called = self._called(number)
+
+        def visible(path: str) -> nn.Module | None:
+            found: nn.Module | None = view
+            for name in path.split(".") if path else []:
+                found = None if found is None else found._modules.get(name)
+            return found
+
+        def link(path: str, module: nn.Module) -> None:
+            """A copied module has what the view has, as it is when a run begins, and holes for the rest."""
+            own = visible(path)
+            if own is not None:
+                module._buffers = own._buffers
+                tree.modes.append((module, path))
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                first = self.names[_join(path, name)]
+                if first in sent:
+                    tree.bound.append((module, name, sent[first]))
+                elif first in mine and own is not None and name in own._parameters:
+                    tree.live.append((module, name, path))
+                    continue
+                made = hole_like(parameter, first, home=self.templates.home)
+                made._is_param = True
+                module._parameters[name] = made  # type: ignore[assignment]
+
+        def visit(path: str, module: nn.Module) -> nn.Module | None:
+            if path not in self.units:
+                own = visible(path)
+                beneath = any(unit.startswith(path + ".") for unit in self.units)
+                return own if path and own is module and not beneath else None
+            if path in called:
+                stage.own[path] = _looked_up(tree, path)
+                for inner, part in walk(module):
+                    for name in part._parameters:
+                        first = self.names.get(_join(_join(path, inner), name), "")
+                        if first in sent:
+                            tree.lent.append((_join(path, inner), name, sent[first]))
+            uses = {self.names[_join(path, n)] for n, _ in module.named_parameters(remove_duplicate=False)}
+            if path in called and not uses & set(sent):
+                shown = module
+            elif uses & (mine | set(sent)):
+                shown = copy_tree(module, lambda *_: None, lambda inner, new: link(_join(path, inner), new))
+            else:
+                shown = self.templates.part(path)
+            return turn(path, shown, stage)
+
+        tree.root = copy_tree(root, visit, link)
+        return tree
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules of this process that are called, by path, as they are now."""
+        found = {}
+        for number in self.own:
+            for path in self._called(number):
+                found[path] = self.holder.get_submodule(path)
+        return found
+
+    def receives(self, stage: int) -> tuple[Value, ...]:
+        """What the run of ``stage`` must be given."""
+        return self.cuts.crossing(stage)
+
+    def sends(self, stage: int) -> tuple[Value, ...]:
+        """What the run of ``stage`` gives, but for that of the last, which gives what the function returns."""
+        return self.cuts.crossing(stage + 1)
+
+    def run(self, stage: int, received: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute ``stage`` for arguments of the whole function: a tuple of what it sends, or on the last stage the result.
+
+        Raises PlanError where the code takes another way than for the example, or needs what no stage sends.
+        """
+        tree = self._trees[stage]
+        conductor = tree.stage
+        if len(received) != len(conductor.receives):
+            raise PlanError(f"stage {stage} is given {len(received)} tensors, and receives {len(conductor.receives)}")
+        values = dict(zip(conductor.receives, received, strict=True))
+        run = _Run(conductor.begin, conductor.end, values, frozenset(conductor.sends))
+        conductor.training = self.holder.training
+        members = {name: self.holder.__dict__[name] for name in ("_modules", "_parameters")}
+        tree.sync(self.holder, values)
+        with tree.lending(self.holder, values):
+            conductor.run = run
+            self._host.__dict__.update(_modules=tree.root._modules, _parameters=tree.root._parameters)
+            self._host.__dict__["training"] = self.holder.training
+            try:
+                result = self._function(self._host)(*args, **kwargs)
+            except _Ended:
+                return tuple(self._sent(tree, value, run) for value in conductor.sends)
+            finally:
+                conductor.run = None
+                self._host.__dict__.update(members)
+        if conductor.sends or run.end < len(self.cuts.graph.calls):
+            raise PlanError(
+                f"the model made {run.next} calls of its parts, and {len(self.cuts.graph.calls)} for the example arguments"
+            )
+        lacking = next(holes_of(tree_flatten(result)[0], 3), None)
+        if lacking is not None:
+            raise PlanError(f"the result needs what {lacking.of} returned, and the example arguments did not show that")
+        return result
+
+    def _sent(self, tree: _Tree, value: Value, run: _Run) -> Any:
+        if value.call == SENT and value not in run.received:
+            name = self.cuts.sent[value.leaf]
+            tensor: Any = self.holder.get_parameter(name)
+        else:
+            tensor = run.kept[value] if value.call >= run.begin else run.received[value]
+        if not isinstance(tensor, Tensor):
+            raise PlanError(
+                f"{self.cuts.graph.calls[value.call].name} returned {tensor!r} where it gave a tensor for the example"
+            )
+        return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+
+class _Tree:
+    """The tree that one stage calls, and what must be brought into it for each run."""
+
+    root: nn.Module
+
+    def __init__(self, stage: _Stage) -> None:
+        self.stage = stage
+        self.holder: nn.Module | None = None
+        self.modes: list[tuple[nn.Module, str]] = []
+        self.live: list[tuple[nn.Module, str, str]] = []
+        self.bound: list[tuple[nn.Module, str, Value]] = []
+        self.lent: list[tuple[str, str, Value]] = []
+
+    def sync(self, holder: nn.Module, values: Mapping[Value, Tensor]) -> None:
+        """Modes and parameters are those of ``holder`` now, whoever has wrapped, moved or gathered them."""
+        self.holder = holder
+        for module, path in self.modes:
+            module.__dict__["training"] = holder.get_submodule(path).training if path else holder.training
+        for module, name, path in self.live:
+            module._parameters[name] = holder.get_submodule(path)._parameters[name]
+        for module, name, value in self.bound:
+            module._parameters[name] = values[value]  # type: ignore[assignment]
+
+    @contextmanager
+    def lending(self, holder: nn.Module, values: Mapping[Value, Tensor]) -> Iterator[None]:
+        """Parts compute with parameters that were sent. They keep the last ones, which a recomputation in backward needs."""
+        held = []
+        for path, name, value in self.lent:
+            module = holder.get_submodule(path)
+            if name in module._parameters:
+                held.append((module, name, module._parameters[name]))
+                module._parameters[name] = values[value]  # type: ignore[assignment]
+            else:
+                module.__dict__[name] = values[value]
+        try:
+            yield
+        finally:
+            for module, name, before in held:
+                module._parameters[name] = before
+            for path, name, value in self.lent:
+                module = holder.get_submodule(path)
+                if name not in module._parameters:
+                    sent = values[value]
+                    module.__dict__[name] = sent.detach().requires_grad_(sent.requires_grad)
+
+
+def _looked_up(tree: _Tree, path: str) -> Callable[[], nn.Module]:
+    def now() -> nn.Module:
+        assert tree.holder is not None
+        return tree.holder.get_submodule(path)
+
+    return now
+
+
+def _inside(path: str, units: set[str]) -> bool:
+    return any(path == unit or path.startswith(unit + ".") for unit in units)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name

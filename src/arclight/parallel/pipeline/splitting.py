@@ -1,0 +1,199 @@
+"""Any model, cut into stages: `split` looks at one forward of it, chooses where to cut, and gives the stages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from arclight.parallel.pipeline.cuts import Cuts, MultiUse
+from arclight.parallel.pipeline.graph import UnitGraph, Value
+from arclight.parallel.pipeline.observe import observe
+from arclight.parallel.pipeline.partition import balance
+from arclight.parallel.pipeline.slicing import Sliced
+from arclight.parallel.pipeline.templates import Templates
+from arclight.parallel.pipeline.turns import parameter_names
+from arclight.parallel.plan import PlanError
+
+Policy = Callable[[UnitGraph, int], Sequence[int]]
+"""``(graph, stages)``: the first call of each stage."""
+
+
+class StageModule(nn.Module):
+    """One stage of a model: its parameters under their names in the model, and its part of the forward."""
+
+    def __init__(self, root: nn.Module, cuts: Cuts, number: int, templates: Templates) -> None:
+        super().__init__()
+        self.number = number
+        self.receives: tuple[Value, ...] = cuts.crossing(number)
+        self.sends: tuple[Value, ...] = cuts.crossing(number + 1)
+        self._sliced = Sliced(root, None, cuts, [number], self, templates)
+        self.training = root.training
+
+    def forward(self, *received: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Compute this stage. received: the tensors of ``receives``. args, kwargs: what the whole model is called with.
+
+        Returns the tensors of ``sends``; on the last stage what the model returns.
+        """
+        return self._sliced.run(self.number, received, args, dict(kwargs or {}))
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        """The modules that this stage calls, by path. Modules above them are never called themselves."""
+        return self._sliced.parts
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
+        tied = _tied(self)
+        super()._apply(fn, recurse)
+        for name, first in tied.items():
+            path, _, leaf = name.rpartition(".")
+            self.get_submodule(path)._parameters[leaf] = self.get_parameter(first)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"stage {self.number}, receives {len(self.receives)}, sends {len(self.sends)}"
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    names, _ = parameter_names(module)
+    return {name: first for name, first in names.items() if name != first}
+
+
+class Pipe:
+    """A model cut into stages, which run in this process one after another when it is called."""
+
+    def __init__(self, cuts: Cuts, stages: list[StageModule], names: Mapping[str, str]) -> None:
+        self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, stages
+        self.shared: dict[str, tuple[int, ...]] = cuts.shared
+        """For each parameter that several stages have (by its first name) their numbers: their gradients are to be summed."""
+        self._names = dict(names)
+        self._paths = {name.rsplit(".", n)[0] for name in names for n in range(1, name.count(".") + 1)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments, in its own structure."""
+        result: Any = ()
+        for stage in self.stages:
+            result = stage(*result, args=args, kwargs=kwargs)
+        return result
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Set the mode of all stages."""
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+    def eval(self) -> Pipe:
+        """Set all stages to evaluation."""
+        return self.train(False)
+
+    def remap_qualname(self, name: str) -> str:
+        """The name in the model of a parameter or module of a stage: its own, or the first one of a tied parameter.
+
+        What lies below a known module is named as it is. Raises KeyError for other names.
+        """
+        if name in self._names:
+            return self._names[name]
+        if name in self._paths:
+            return name
+        parts = name.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            if ".".join(parts[:count]) in self._paths:
+                return name
+        raise KeyError(f"{name} is no name in the model")
+
+
+def split(
+    model: nn.Module, example_inputs: Any, *, stages: int | None = None, at: Sequence[str] | None = None,
+    policy: Policy | None = None, frontend: Literal["auto", "slice", "trace"] = "auto", multi_use: MultiUse = "replicate",
+) -> Pipe:  # fmt: skip
+    """Cut ``model`` into stages: ``stages`` of them, or where the modules named by ``at`` begin.
+
+    example_inputs: a tuple of arguments, a dict of keyword arguments, or ``(args, kwargs)``; shapes may differ later. The model may be on
+    the meta device; it is not changed, and stages have its own modules, parameters and buffers. policy: chooses the first call of each
+    stage; otherwise parameters are shared out evenly. multi_use: what is done with parameters that several stages use.
+
+    Raises PlanError for a model that cannot be cut so, and says what can be done.
+    """
+    args, kwargs = arguments_of(example_inputs)
+    if (stages is None) == (at is None):
+        raise PlanError(
+            "say either into how many stages the model is cut (stages = 4), or where (at = [names of modules])"
+        )
+    if frontend not in ("auto", "slice"):
+        raise PlanError(f"frontend is {frontend!r}: say 'auto' or 'slice'")
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for name in at or ():
+        if name not in paths:
+            raise PlanError(f"{name} is no module of {type(model).__name__}; did you mean {_nearest(name, paths)}?")
+    graph = observe(model, None, args, kwargs, at or ())
+    names, parameters = parameter_names(model)
+    _refuse_unused(graph, names, parameters)
+    if at is not None:
+        begins = cuts_at(graph, at)
+    else:
+        assert stages is not None
+        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        costs = [float(sum(sizes[name] for name in call.parameters)) for call in graph.calls]
+        begins = tuple(policy(graph, stages)) if policy is not None else default_cuts(graph, costs, stages)
+    cuts = Cuts.of(graph, begins, multi_use)
+    templates = Templates(model, {call.name for call in graph.calls})
+    return Pipe(cuts, [StageModule(model, cuts, number, templates) for number in range(len(begins))], names)
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple):
+        if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
+            return example[0], example[1]
+        return example, {}
+    raise PlanError(
+        f"example_inputs is a {type(example).__name__}: give a tuple of arguments, a dict of keyword arguments, or (args, kwargs)"
+    )
+
+
+def default_cuts(graph: UnitGraph, costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """First call of each of ``stages`` such that the largest sum of ``costs`` (one for each call) is least. Raises PlanError."""
+    if stages > len(graph.calls):
+        raise PlanError(
+            f"{stages} stages are more than the {len(graph.calls)} parts that the model has: use stages = {len(graph.calls)} or fewer"
+        )
+    return tuple(members.start for members in balance(costs, stages))
+
+
+def cuts_at(graph: UnitGraph, at: Sequence[str]) -> tuple[int, ...]:
+    """First call of each stage, where further stages begin at the first calls in the modules named. Raises PlanError."""
+    begins = [0]
+    for name in at:
+        inside = (i for i, call in enumerate(graph.calls) if call.name == name or call.name.startswith(name + "."))
+        found = next(inside, None)
+        if found is None:
+            names = {call.name for call in graph.calls}
+            raise PlanError(
+                f"{name} is not called by the model, so no stage can begin with it; did you mean {_nearest(name, names)}?"
+            )
+        if found <= begins[-1]:
+            before = "the model begins with it" if not found else f"it is called before {at[len(begins) - 2]}"
+            raise PlanError(
+                f"no stage can begin with {name}: {before}. Name modules in the order in which they are called"
+            )
+        begins.append(found)
+    return tuple(begins)
+
+
+def _refuse_unused(graph: UnitGraph, names: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> None:
+    used = set(graph.result_parameters).union(*(call.parameters for call in graph.calls))
+    unused = [name for name in parameters if name not in used]
+    if unused:
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        raise PlanError(
+            f"no call of the model uses {shown}, so no stage would have them: leave them out of the model, or give example arguments "
+            "that use them"
+        )
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, sorted(known), 1, 0.0)), "another")

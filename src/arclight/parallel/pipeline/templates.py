@@ -1,0 +1,153 @@
+"""What calls of a part return, but for its data: structure, shapes, types and constants, found once for each kind of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
+
+from arclight.parallel.pipeline.holes import Hole, HoleError, hole_like
+from arclight.parallel.pipeline.turns import copy_tree, walk
+from arclight.parallel.plan import PlanError
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a call returns: leaves, of which tensors are holes, and how they are nested."""
+
+    leaves: tuple[Any, ...]
+    structure: TreeSpec
+    changed: tuple[int, ...]
+    """Which of the tensors in the arguments it changes in place, as `holes_of` counts them."""
+    memories: tuple[int, ...]
+    """For each leaf the tensor of the arguments that it is a view of, or a negative number that leaves of one memory share."""
+
+
+class Templates:
+    """Templates of the parts of a model, whose parameters are not kept."""
+
+    def __init__(self, root: nn.Module, units: Collection[str], home: torch.device | None = None) -> None:
+        """home: where parameters on the meta device are thought to be."""
+        self.home = home
+        self._originals = {path: module for path, module in walk(root) if path in units}
+        self._parts: dict[str, nn.Module] = {}
+        self._known: dict[Any, Template] = {}
+
+    def part(self, path: str) -> nn.Module:
+        """The module at ``path`` as a copy without data, made when it is first asked for."""
+        if path not in self._parts:
+            self._parts[path] = copy_tree(self._originals[path], lambda *_: None, lambda _, new: self._empty(path, new))
+        return self._parts[path]
+
+    def let_go(self) -> None:
+        """Make all copies, and forget the model that they were made of."""
+        for path in self._originals:
+            self.part(path)
+        self._originals = {}
+
+    def _empty(self, path: str, module: nn.Module) -> None:
+        for members in (module._parameters, module._buffers):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    made = hole_like(tensor, path, home=self.home)
+                    if members is module._parameters:
+                        made._is_param = True
+                    members[name] = made  # type: ignore[assignment]
+
+    def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Template:
+        """What the part at ``path`` returns for such arguments. Raises PlanError where that depends on their data."""
+        key = (path, training, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+               torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None, signature((args, kwargs)))  # fmt: skip
+        found = self._known.get(key)
+        if found is None:
+            part = self.part(path)
+            if part.training is not training:
+                part.train(training)
+            try:
+                found = self._run(part, path, args, kwargs)
+            except HoleError:
+                found = self._run_on_zeros(part, path, args, kwargs)
+            self._known[key] = found
+        return found
+
+    def _run(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Template:
+        def prepared(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, Hole):
+                return hole_like(tensor.payload, path, home=tensor.device)
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+                return hole_like(tensor, path, home=self.home)
+            return tensor.detach().clone()
+
+        places = [isinstance(leaf, Hole) for leaf in tree_flatten((args, kwargs))[0]]
+        args, kwargs = tree_map_only(Tensor, prepared, (args, kwargs))
+        given = [leaf for leaf, was in zip(tree_flatten((args, kwargs))[0], places, strict=True) if was]
+        with torch.no_grad():
+            leaves, structure = tree_flatten(part(*args, **kwargs))
+        changed = tuple(index for index, one in enumerate(given) if one.origin.memory.writes)
+        memories: list[int] = []
+        known = {id(one.origin.memory): index for index, one in enumerate(given)}
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not isinstance(leaf, Hole):
+                leaf = hole_like(leaf, path)
+            memories.append(known.setdefault(id(leaf.origin.memory), -1 - len(known)) if isinstance(leaf, Hole) else -1)
+        return Template(tuple(_fresh(leaf, path) for leaf in leaves), structure, changed, tuple(memories))
+
+    def _run_on_zeros(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Template:
+        """For a part whose own way depends on data: run on zeros and on ones, which must give the same."""
+        results = []
+        for fill in (0.0, 1.0):
+
+            def data(tensor: Tensor, fill: float = fill) -> Tensor:
+                if not isinstance(tensor, Hole):
+                    return tensor.detach().clone()
+                made = torch.full((), fill, dtype=tensor.dtype, device=tensor.device)
+                return made.expand(tensor.shape).clone() if tensor.numel() < 2**20 else made.expand(tensor.shape)
+
+            def real(_: str, new: nn.Module, data: Any = data) -> None:
+                for members in (new._parameters, new._buffers):
+                    for name, tensor in members.items():
+                        if tensor is not None:
+                            members[name] = data(tensor)
+
+            running = copy_tree(part, lambda *_: None, real)
+            here, there = tree_map_only(Tensor, data, (args, kwargs))
+            with torch.no_grad():
+                results.append(tree_flatten(running(*here, **there)))
+        (leaves, structure), (others, _) = results
+        if _shown(leaves) != _shown(others) or any(
+            isinstance(leaf, int | float) for leaf in leaves if not isinstance(leaf, bool)
+        ):
+            raise PlanError(
+                f"what {path} returns has another shape for other data: stages before and after it cannot know it"
+            )
+        memories = tuple(-1 - index for index in range(len(leaves)))
+        return Template(tuple(_fresh(leaf, path) for leaf in leaves), structure, (), memories)
+
+
+def _fresh(leaf: Any, path: str) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return hole_like(leaf.payload, path, home=leaf.device) if isinstance(leaf, Hole) else hole_like(leaf, path)
+
+
+def _shown(leaves: list[Any]) -> list[Any]:
+    return [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
+
+
+def signature(tree: Any, deep: int = 3) -> Any:
+    """What of arguments the shapes of results depend on, as a key: shapes and types of tensors, and all else as it is."""
+    if isinstance(tree, Tensor):
+        return tree.shape, tree.dtype, isinstance(tree, Hole)
+    if isinstance(tree, (list, tuple)):
+        return type(tree), *(signature(member, deep) for member in tree)
+    if isinstance(tree, dict):
+        return type(tree), *((name, signature(member, deep)) for name, member in tree.items())
+    if tree is None or isinstance(tree, (bool, int, float, str, torch.dtype, torch.device)):
+        return type(tree), tree
+    if deep and hasattr(tree, "__dict__") and not isinstance(tree, (type, nn.Module)):
+        return type(tree), signature(vars(tree), deep - 1)
+    return type(tree)
