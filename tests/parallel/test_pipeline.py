@@ -114,7 +114,7 @@ def one_step(module: Language, samples: int) -> tuple[float, int, dict[str, Tens
 
 def on_stages(schedule: str, samples: list[int], frozen: int) -> dict[str, float]:
     """Largest differences of each step from one process."""
-    plan = Plan(pp=dist.get_world_size(), schedule=schedule, micro_batches=4)
+    plan = Plan(pp=dist.get_world_size(), schedule=schedule, micro_batches=2 * dist.get_world_size())
     mesh, alone, module, errors = Mesh(plan), Language(frozen), Language(frozen), {}
     install(module, mesh, lambda model, root: parallelize(model, mesh, root=root), torch.device("cpu"))
     for number, size in enumerate(samples):
@@ -148,15 +148,17 @@ def everywhere(processes: int, function: Any, *arguments: Any) -> list[Any]:
 
 def all_schedules() -> dict[str, float]:
     errors: dict[str, float] = {}
+    pairs = dist.get_world_size() // 2
     for schedule in SCHEDULES:
         # Uneven micro-batches, a batch that shrinks and grows again, fewer samples than micro-batches or stages.
-        errors |= on_stages(schedule, [8, 7, 8, 3, 1], frozen=0)
-        errors |= on_stages(schedule, [6], frozen=3)
+        errors |= on_stages(schedule, [8 * pairs, 7 * pairs, 8 * pairs, 3 * pairs, 1], frozen=0)
+        errors |= on_stages(schedule, [6 * pairs], frozen=3)
     return errors
 
 
-def test_all_schedules_equal_one_process() -> None:
-    for errors in everywhere(2, all_schedules):
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_schedules_equal_one_process(processes: int) -> None:
+    for errors in everywhere(processes, all_schedules):
         assert len(errors) == 6 * len(SCHEDULES)
         assert max(errors.values()) < 1e-12, {name: error for name, error in errors.items() if error >= 1e-12}
 

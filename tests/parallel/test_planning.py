@@ -144,7 +144,8 @@ def test_8b_on_128_gpus_scales_as_published() -> None:
     ("schedule", "stages", "micro_batches", "share"),
     [
         ("1F1B", 4, 8, 0.273), ("GPipe", 8, 32, 0.179), ("Interleaved1F1B", 4, 8, 0.158), ("Interleaved1F1B", 8, 16, 0.179),
-        ("InterleavedZeroBubble", 4, 8, 0.059), ("ZBVZeroBubble", 8, 32, 0.035), ("DualPipeV", 4, 8, 0.111), ("DualPipeV", 8, 32, 0.068),
+        ("InterleavedZeroBubble", 4, 8, 0.059), ("ZBVZeroBubble", 8, 32, 0.035), ("DualPipeV", 4, 8, 0.059), ("DualPipeV", 8, 32, 0.035),
+        ("ZB-H1", 4, 8, 0.111), ("ZB-H2", 8, 32, 0.068), ("V-Half", 8, 32, 0.081), ("V-Min", 8, 32, 0.119), ("V-ZB", 4, 8, 0.059),
     ],
 )  # fmt: skip
 def test_bubbles_of_schedules(schedule: str, stages: int, micro_batches: int, share: float) -> None:

@@ -24,6 +24,11 @@ Spread = Callable[[nn.Module, nn.Module], Any]
 def check(plan: Plan) -> None:
     """Raise PlanError, naming the fix, for a pipeline that cannot be run."""
     kind, number = schedule_kind(plan.schedule), micro_batches_of(plan)
+    if kind.only is not None and not kind.fits(number, plan.pp):
+        raise PlanError(
+            f"{plan.schedule} is for {kind.only[0]} processes and {kind.only[1]} micro-batches, not for {plan.pp} and {number}: set "
+            f"pp = {kind.only[0]} and micro_batches = {kind.only[1]}, or schedule to one of {', '.join(SCHEDULES)}"
+        )
     if not kind.fits(number, plan.pp):
         near = next(
             n for n in range(max(number, kind.fewest(plan.pp)), 10 * (number + plan.pp)) if kind.fits(n, plan.pp)

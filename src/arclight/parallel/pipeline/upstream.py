@@ -1,17 +1,20 @@
 """torch.distributed.pipelining behind one file: schedules by name, and a stage that says itself what it exchanges.
 
-All names of torch that are not public are here (torch 2.13). The schedules are torch's own. The stage is ours where torch's
+All names of torch that are not public are here (torch 2.13). Schedules are torch's own where it has them. The stage is ours where torch's
 
 - runs the model on uninitialised memory to learn shapes (here they are told), and keeps buffers for every micro-batch;
 - loses the gradients of a stage below which all is frozen, when backward is split (here such a backward is done in one, late);
 - cannot run forwards only where the two stages of a process are neighbours.
+
+Schedules that torch does not have are orders of ours, or of a file, in torch's runtime of actions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,16 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._utils import _TensorMeta
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
-    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
 
 from arclight.parallel.pipeline.actions import Action, Kind
+from arclight.parallel.pipeline.orders import is_file, load_order, order_of, parse_name, shape_of, splits_backward
 from arclight.parallel.pipeline.recording import Recorder, recorded_step
 from arclight.parallel.plan import PlanError
 
@@ -38,6 +44,8 @@ from arclight.parallel.plan import PlanError
 class ScheduleKind:
     """What must be known of a schedule before it is built."""
 
+    name: str
+    """By which `arclight.parallel.pipeline.orders.order_of` gives its actions."""
     build: Callable[..., Any]
     stages_per_process: int = 1
     v_shaped: bool = False
@@ -48,34 +56,93 @@ class ScheduleKind:
     """Least number of micro-batches."""
     whole_rounds: bool = False
     """Whether micro-batches must come in rounds of equal length, of at least one for each process."""
+    only: tuple[int, int] | None = None
+    """The numbers of processes and of micro-batches that it is for, where it is for no others (a file)."""
 
     def fits(self, micro_batches: int, processes: int) -> bool:
+        if self.only is not None:
+            return self.only == (processes, micro_batches)
         if micro_batches < self.fewest(processes):
             return False
         return not self.whole_rounds or micro_batches % max(1, micro_batches // processes) == 0
 
 
+def _by_order(name: str) -> Callable[..., Any]:
+    """Builds torch's runtime of actions for the order called ``name``: sends and receives are put in by torch."""
+    kinds = {
+        "F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD,
+        "I": _ComputationType.BACKWARD_INPUT, "W": _ComputationType.BACKWARD_WEIGHT,
+    }  # fmt: skip
+
+    def build(stages: Any, micro_batches: int, **options: Any) -> Any:
+        own = stages if isinstance(stages, list) else [stages]
+        runtime = _PipelineScheduleRuntime(own, micro_batches, **options)
+        order = order_of(name, own[0].group_size, micro_batches)
+        actions: dict[int, list[_Action | None]] = {
+            rank: [_Action(a.stage, kinds[a.kind], a.micro_batch) for a in one] for rank, one in enumerate(order)
+        }
+        runtime.pipeline_order = actions
+        runtime._prepare_schedule_with_comms(actions)
+        return runtime
+
+    return build
+
+
+def _single(name: str, build: Callable[..., Any], **more: Any) -> ScheduleKind:
+    return ScheduleKind(name, build, 1, **more)
+
+
+def _looped(name: str, build: Callable[..., Any], **more: Any) -> ScheduleKind:
+    return ScheduleKind(name, build, 2, **more)
+
+
+def _in_a_v(name: str, build: Callable[..., Any], **more: Any) -> ScheduleKind:
+    return ScheduleKind(name, build, 2, v_shaped=True, splits_backward=True, **more)
+
+
 SCHEDULES = {
-    "GPipe": ScheduleKind(ScheduleGPipe),
-    "1F1B": ScheduleKind(Schedule1F1B, fewest=lambda processes: processes),
-    "LoopedBFS": ScheduleKind(ScheduleLoopedBFS, 2),
-    "Interleaved1F1B": ScheduleKind(ScheduleInterleaved1F1B, 2, whole_rounds=True),
-    "InterleavedZeroBubble": ScheduleKind(
-        ScheduleInterleavedZeroBubble, 2, splits_backward=True, whole_rounds=True
-    ),
-    "ZBVZeroBubble": ScheduleKind(ScheduleZBVZeroBubble, 2, v_shaped=True, splits_backward=True),
-    "DualPipeV": ScheduleKind(
-        ScheduleDualPipeV, 2, v_shaped=True, splits_backward=True, fewest=lambda processes: 2 * processes
-    ),
-}  # fmt: skip
+    kind.name: kind
+    for kind in (
+        _single("GPipe", ScheduleGPipe),
+        _single("1F1B", Schedule1F1B, fewest=lambda processes: processes),
+        _looped("LoopedBFS", ScheduleLoopedBFS),
+        _looped("Interleaved1F1B", ScheduleInterleaved1F1B, whole_rounds=True),
+        _looped("InterleavedZeroBubble", ScheduleInterleavedZeroBubble, splits_backward=True, whole_rounds=True),
+        _in_a_v("ZBVZeroBubble", ScheduleZBVZeroBubble),
+        # Torch's own sends what a forward gives only when the backward that is paired with it is over, which doubles the bubble.
+        _in_a_v("DualPipeV", _by_order("DualPipeV"), fewest=lambda processes: 2 * processes),
+        _single("ZB-H1", _by_order("ZB-H1"), splits_backward=True),
+        _single("ZB-H2", _by_order("ZB-H2"), splits_backward=True),
+        _in_a_v("V-Half", _by_order("V-Half")),
+        _in_a_v("V-Min", _by_order("V-Min")),
+        _in_a_v("V-ZB", _by_order("V-ZB")),
+    )
+}
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """The schedule called ``name``, in any case of letters. Raises PlanError for another."""
-    found = {known.lower(): kind for known, kind in SCHEDULES.items()}.get(name.lower())
-    if found is None:
-        raise PlanError(f"there is no pipeline schedule {name!r}; choose {', '.join(SCHEDULES)}")
-    return found
+    """The schedule called ``name``, in any case of letters, or that of a CSV file (see `orders.order_of`).
+
+    Raises PlanError for a name that there is not, and for a file that cannot be run.
+    """
+    if is_file(name):
+        try:
+            changed = Path(name).stat().st_mtime_ns
+        except OSError as error:
+            raise PlanError(f"the schedule {name} cannot be read: {error.strerror}") from error
+        return _file_kind(name, changed)
+    known, own = parse_name(name)
+    kind = SCHEDULES[known]
+    return kind if own == kind.stages_per_process else replace(kind, name=f"{known}:{own}", stages_per_process=own)
+
+
+@lru_cache(maxsize=32)
+def _file_kind(path: str, changed: int) -> ScheduleKind:
+    order = load_order(path)
+    stages, micro_batches, v_shaped = shape_of(order)
+    return ScheduleKind(
+        path, _by_order(path), stages // len(order), v_shaped, splits_backward(order), only=(len(order), micro_batches)
+    )
 
 
 def that_fits(kind: ScheduleKind, micro_batches: int, processes: int, backward: bool = True) -> ScheduleKind:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 from arclight.parallel.pipeline.cut import cut_evenly
 from arclight.parallel.pipeline.install import check
+from arclight.parallel.pipeline.orders import held_at_most, is_file, order_of
 from arclight.parallel.pipeline.partition import stages_of
-from arclight.parallel.pipeline.upstream import SCHEDULES, ScheduleKind, schedule_kind
+from arclight.parallel.pipeline.upstream import ScheduleKind, schedule_kind
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.chain import Chain
 
@@ -53,8 +55,8 @@ def _cut(chain: Chain, plan: Plan) -> tuple[Kinds, ...]:
 def held(plan: Plan, process: int, micro_batches: int) -> int:
     """How many passes of a micro-batch through one stage a process holds the activations of at once, at most.
 
-    Counts of the schedules' own instructions (torch 2.13), with v stages on each of p processes and r micro-batches in a round.
-    Where gradients of weights are computed apart, activations are held until then.
+    Counts of the schedules' own instructions, with v stages on each of p processes and r micro-batches in a round; those
+    without a formula are counted. Where gradients of weights are computed apart, activations are held until then.
     """
     p, v, m, s = plan.pp, chunks(plan), micro_batches, process
     if p == 1:
@@ -68,14 +70,24 @@ def held(plan: Plan, process: int, micro_batches: int) -> int:
         "InterleavedZeroBubble": lambda: (v - 1) * r + p,
         "ZBVZeroBubble": lambda: min(2 * p, m + 1 + s),
         "DualPipeV": lambda: 2 * p + 1,
+        "ZB-H1": lambda: p,
+        "ZB-H2": lambda: 2 * p - 1,
+        "V-ZB": lambda: min(2 * p, m + 1 + s),
     }
-    return min(v * m, count[schedule(plan)]())
+    name = schedule(plan)
+    if name not in count:
+        return _counted(_kind(plan).name, p, m if is_file(name) else min(m, 4 * p))[s]
+    return min(v * m, count[name]())
+
+
+@lru_cache(maxsize=256)
+def _counted(name: str, processes: int, micro_batches: int) -> list[int]:
+    return held_at_most(order_of(name, processes, micro_batches))
 
 
 def schedule(plan: Plan) -> str:
-    """The schedule's name, as torch writes it."""
-    kind = _kind(plan)
-    return next(name for name, other in SCHEDULES.items() if other is kind)
+    """The schedule's name, without the number of stages of each process."""
+    return _kind(plan).name.partition(":")[0]
 
 
 def _kind(plan: Plan) -> ScheduleKind:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from arclight.parallel.pipeline.orders import is_file
+from arclight.parallel.pipeline.simulate import idle_seconds
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.devices import STREAMED, Hardware
 from arclight.parallel.planning.memory import Link, reduces_once, reshards
@@ -143,14 +146,25 @@ def idle_share(plan: Plan, micro_batches: int, backward_over_forward: float = 2.
     """Share of a step in which a stage of equal ones waits for others (the bubble).
 
     (p - 1)(F + B) / v for GPipe, 1F1B (v = 1) and interleaved schedules (Narayanan et al. 2021); (p - 1)(F + B - 2 W) / v for
-    zero-bubble ones, W being half of backward (Qi et al. 2023); v = 2 and twice F for DualPipeV (DeepSeek-AI 2024).
+    zero-bubble ones and DualPipeV, W being half of backward (Qi et al. 2023; for ZB-H2 too, where processes start one after the
+    other and the update waits for all). Others are simulated.
     """
     if plan.pp == 1:
         return 0.0
-    one = 1 + backward_over_forward
-    waits = {"InterleavedZeroBubble": 1.0, "ZBVZeroBubble": 1.0, "DualPipeV": 2.0}.get(schedule(plan), one)
-    idle = (plan.pp - 1) * waits / chunks(plan)
+    one, name = 1 + backward_over_forward, schedule(plan)
+    waits = dict.fromkeys(("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B"), one)
+    waits |= dict.fromkeys(("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "ZB-H1", "ZB-H2", "V-ZB"), 1.0)
+    if name in waits:
+        idle = (plan.pp - 1) * waits[name] / chunks(plan)
+    else:
+        number = micro_batches if is_file(name) else min(micro_batches, 4 * plan.pp)
+        idle = _simulated(plan.schedule, plan.pp, number, round(backward_over_forward / 2, 2))
     return idle / (micro_batches * one + idle)
+
+
+@lru_cache(maxsize=1024)
+def _simulated(schedule: str, processes: int, micro_batches: int, half: float) -> float:
+    return idle_seconds(schedule, processes, micro_batches, 1.0, half, half)
 
 
 def step_seconds(

@@ -1,0 +1,213 @@
+"""A step of a pipeline as it would run: when each action begins and ends, what waits for what, what is held - nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from arclight.parallel.pipeline.actions import Action, Order, Span, Trace
+from arclight.parallel.pipeline.costs import Link, UnitCost
+from arclight.parallel.pipeline.orders import RECIPES, check_order, is_file, needs, order_of, parse_name, shape_of
+from arclight.parallel.plan import PlanError
+
+T = TypeVar("T")
+Receives = Literal["early", "due"]
+"""Whether a process asks for what it needs ahead of time (torch's runtime of actions), or when it comes to need it (GPipe and 1F1B of
+torch), so that nothing is on its way before."""
+
+
+AT_ONCE = Link()
+"""What is sent is there."""
+
+
+@dataclass(frozen=True)
+class Prediction(Trace):
+    """A step as :func:`simulate` predicts it."""
+
+    ends: tuple[float, ...] = ()
+    """For each process when its gradients are reduced and its optimizer is done. Seconds since the step began."""
+
+    @property
+    def step_seconds(self) -> float:
+        """From the beginning to the end of the last process's optimizer."""
+        return max(self.ends)
+
+
+def simulate(
+    schedule: str | Order,
+    costs: Sequence[UnitCost],
+    ranks: int | None = None,
+    micro_batches: int | None = None,
+    *,
+    link: Link | Sequence[Link] = AT_ONCE,
+    overlap: bool = True,
+    receives: Receives | None = None,
+    freed_by_inputs: float | Sequence[float] = 0.5,
+    shares: Sequence[float] | None = None,
+    reduction: float | Sequence[float] = 0.0,
+    optimizer: float | Sequence[float] = 0.0,
+    synchronous: bool = True,
+) -> Prediction:
+    """Predict a step of ``schedule``.
+
+    Each process does its actions in their order, each as soon as what it needs is there. F, I and W of a stage take what
+    ``costs`` (one for each stage, of one micro-batch) say; B takes I + W. What a stage gives to one of another process
+    (``output`` bytes, as much for the gradient on the way back) is sent as one message: latency + bytes / bandwidth, one after
+    the other between the same two processes in the same direction.
+
+    Args:
+        schedule: a name or a file (see `orders.order_of`), or an order.
+        costs: of each stage; schedules that take any number of stages on a process take as many as there are costs for.
+        ranks: processes, for a name or a file.
+        micro_batches: their number, for a name or a file.
+        link: between all processes, or one for each boundary between stages (from stage n to n + 1 and back).
+        overlap: whether sending leaves the sender free to compute; otherwise it waits until all has arrived.
+        receives: see :data:`Receives`; None for what is done for a schedule of this name.
+        freed_by_inputs: of what a stage holds for backward, the part that the backward of the inputs (I) frees (for each
+            stage, or for all). The rest is freed by W; B frees all.
+        shares: sizes of the micro-batches, where 1 is the one that costs are of. None: all alike.
+        reduction: seconds for which a process exchanges gradients with others of its stages after its last action, each or all.
+        optimizer: seconds of the optimizer's step, each or all.
+        synchronous: whether no optimizer starts before all processes have their gradients (norms are clipped by it).
+
+    Raises PlanError for an order that cannot be run, and for costs of another number of stages.
+    """
+    name = schedule if isinstance(schedule, str) else "order"
+    order = _order(schedule, len(costs), ranks, micro_batches)
+    stages, number, _ = shape_of(order)
+    if len(costs) != stages:
+        raise PlanError(f"{name} has {stages} stages: {len(costs)} costs were given")
+    if shares is not None and len(shares) != number:
+        raise PlanError(f"{name} has {number} micro-batches: {len(shares)} shares were given")
+    if receives is None:
+        receives = "due" if name.lower() in ("gpipe", "1f1b") else "early"
+    run = _Run(order, costs, _each(link, max(1, stages - 1)), overlap, receives == "early", shares or [1.0] * number)
+    run.all()
+    spans = _with_memory(run, costs, _each(freed_by_inputs, stages))
+    ends = _ends(run.clocks, _each(reduction, len(order)), _each(optimizer, len(order)), synchronous)
+    return Prediction(name, len(order), stages, number, spans, run.waits, ends)
+
+
+def _order(schedule: str | Order, stages: int, ranks: int | None, micro_batches: int | None) -> Order:
+    if not isinstance(schedule, str):
+        check_order(schedule)
+        return schedule
+    if ranks is None or micro_batches is None:
+        raise PlanError(f"to simulate {schedule}, say for how many processes (ranks) and micro_batches")
+    several = not is_file(schedule) and RECIPES[parse_name(schedule)[0]].any_number
+    return order_of(schedule, ranks, micro_batches, stages // ranks if several else None)
+
+
+def _each(value: T | Sequence[T], number: int) -> Sequence[T]:
+    """``value`` for each of ``number``, or the values that were given for them."""
+    if not isinstance(value, Sequence):
+        return [value] * number
+    if len(value) != number:
+        raise PlanError(f"{len(value)} values were given for {number}")
+    return value
+
+
+def _ends(
+    clocks: Sequence[float], reduction: Sequence[float], optimizer: Sequence[float], synchronous: bool
+) -> tuple[float, ...]:  # fmt: skip
+    reduced = [clock + seconds for clock, seconds in zip(clocks, reduction, strict=True)]
+    last = max(reduced)
+    return tuple((last if synchronous else own) + step for own, step in zip(reduced, optimizer, strict=True))
+
+
+class _Run:
+    """Clocks of processes and links, moved on action by action."""
+
+    def __init__(
+        self, order: Order, costs: Sequence[UnitCost], links: Sequence[Link], overlap: bool, early: bool,
+        shares: Sequence[float],
+    ) -> None:  # fmt: skip
+        self.order, self.costs, self.links, self.overlap, self.early = order, costs, links, overlap, early
+        self.shares = shares
+        self.owner = {action.stage: rank for rank, one in enumerate(order) for action in one}
+        self.clocks = [0.0] * len(order)
+        self.done: dict[Action, tuple[float, float]] = {}
+        """When each action was over, and when what it makes is with the process that needs it (unless that asks for it late)."""
+        self.busy: dict[tuple[int, int], float] = {}
+        """Until when messages from one process to another are on their way."""
+        self.times: list[tuple[int, Action, float, float]] = []
+        self.waits: dict[Action, float] = {}
+
+    def all(self) -> None:
+        at, moved, stages = [0] * len(self.order), True, len(self.costs)
+        while moved:
+            moved = False
+            for rank, one in enumerate(self.order):
+                while at[rank] < len(one):
+                    action = one[at[rank]]
+                    before = [next((a for a in choice if a in self.done), None) for choice in needs(action, stages)]
+                    if None in before:
+                        break
+                    self._do(rank, action, [a for a in before if a is not None])
+                    at[rank] += 1
+                    moved = True
+        if any(place < len(one) for place, one in zip(at, self.order, strict=True)):
+            check_order(self.order)
+            raise AssertionError("an order that passes the check was not run to its end")
+
+    def _do(self, rank: int, action: Action, before: list[Action]) -> None:
+        free = self.clocks[rank]
+        start = max([free, *(self._arrival(a, rank, free) for a in before)])
+        end = start + self._seconds(action)
+        self.times.append((rank, action, start, end))
+        if start > free:
+            self.waits[action] = start - free
+        to = self._receiver(action)
+        arrived = end
+        if to is not None and to != rank and (self.early or not self.overlap):
+            arrived = self._send(action, rank, to, end)
+        self.done[action] = end, arrived
+        self.clocks[rank] = end if self.overlap else arrived
+
+    def _seconds(self, action: Action) -> float:
+        cost, share = self.costs[action.stage], self.shares[action.micro_batch]
+        return {"F": cost.forward, "B": cost.backward, "I": cost.inputs, "W": cost.weights}[action.kind] * share
+
+    def _receiver(self, action: Action) -> int | None:
+        """The process that needs what an action makes, if any."""
+        if action.kind == "F":
+            return self.owner.get(action.stage + 1)
+        return self.owner.get(action.stage - 1) if action.kind in "BI" else None
+
+    def _arrival(self, action: Action, rank: int, free: float) -> float:
+        """When ``rank``, which has been free since ``free``, has what ``action`` makes."""
+        end, arrived = self.done[action]
+        sender = self.owner[action.stage]
+        if sender == rank or self.early or not self.overlap:
+            return end if sender == rank else arrived
+        return self._send(action, sender, rank, max(end, free))
+
+    def _send(self, action: Action, sender: int, receiver: int, at: float) -> float:
+        """When a message arrives that could leave at ``at``."""
+        boundary = action.stage if action.kind == "F" else action.stage - 1
+        link, size = self.links[boundary], self.costs[boundary].output * self.shares[action.micro_batch]
+        begin = max(at, self.busy.get((sender, receiver), 0.0))
+        self.busy[sender, receiver] = begin + size / link.bandwidth
+        return begin + link.seconds(size)
+
+
+def _with_memory(run: _Run, costs: Sequence[UnitCost], freed: Sequence[float]) -> tuple[Span, ...]:
+    """Spans with the bytes that each process holds after them."""
+    live = [0] * len(run.order)
+    spans = []
+    for rank, action, start, end in sorted(run.times, key=lambda one: (one[2], one[3])):
+        held = round(costs[action.stage].held * run.shares[action.micro_batch])
+        by_inputs = round(held * freed[action.stage])
+        live[rank] += {"F": held, "B": -held, "I": -by_inputs, "W": by_inputs - held}[action.kind]
+        spans.append(Span(rank, action, start, end, live[rank]))
+    return tuple(spans)
+
+
+def idle_seconds(schedule: str, ranks: int, micro_batches: int, forward: float, inputs: float, weights: float) -> float:
+    """For which a process does nothing in a step of equal stages, without communication; times of a process's whole share of F, I, W."""
+    order = order_of(schedule, ranks, micro_batches)
+    stages, number, _ = shape_of(order)
+    part = ranks / stages
+    trace = simulate(order, [UnitCost(forward * part, inputs * part, weights * part)] * stages)
+    return trace.seconds - number * (forward + inputs + weights)
