@@ -1,7 +1,7 @@
 """A stage runs the real code of the whole model, of whose parts it computes its own.
 
 The tree of modules that a stage calls is a copy without memory of its own (`turns`). Where a part stands in it, a call is counted:
-before the stage's range it gives what was received, or holes; within, the part is called; the first call after it ends the forward.
+before the stage's range it gives what was received, or holes; within, the part is called; with the last of them the forward ends.
 Code between parts is computed by every stage that needs it, from the arguments, which every process has.
 """
 
@@ -64,8 +64,6 @@ class _Stage:
                 f"call {number} of the model is of {path}, but was of {expected} for the example arguments: a model that is cut must "
                 "take the same way for all arguments, and in training as in evaluation"
             )
-        if number == run.end:
-            raise _Ended
         run.next += 1
         if number < run.begin:
             return self._foreign(run, number, path, args, kwargs)
@@ -75,8 +73,10 @@ class _Stage:
                 f"{path} on stage {self.number} needs what {lacking.of} returned, and the example arguments did not show that: a model "
                 "that is cut must take the same way for all arguments"
             )
-        result = self.own[path]()(*args, **kwargs)
-        return self._keep(run, number, result)
+        kept = self._keep(run, number, self.own[path]()(*args, **kwargs))
+        if run.next == run.end < len(calls):
+            raise _Ended
+        return kept
 
     def _foreign(self, run: _Run, number: int, path: str, args: Any, kwargs: Any) -> Any:
         template = self.templates.find(path, self.training, args, kwargs)
