@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from arclight.parallel.pipeline.cut import cut_evenly, keep, view
+from arclight.parallel.pipeline.engine import Engine
 from arclight.parallel.pipeline.partition import stages_of
-from arclight.parallel.pipeline.runner import Line, Part, PipelineRunner
+from arclight.parallel.pipeline.parts import Line, Part
+from arclight.parallel.pipeline.runner import PipelineRunner
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.plan import Plan, PlanError
 
@@ -85,11 +87,11 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
     parts: dict[int, Part] = {}
     for number in own:
         model = module.model if len(own) == 1 else view(module.model, cuts[number])
-        parts[number] = Part(model, module.loss if number == line.stages - 1 else None)
+        parts[number] = Part(model, module.loss if number == line.stages - 1 else None, first=number == 0)
         spread(model, parts[number])
     data = mesh.loss_group if plan.data_parallel * plan.cp > 1 else None
     runner = PipelineRunner(
-        parts, line, micro_batches_of(plan), cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data
+        Engine(parts, line), micro_batches_of(plan), cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data
     )  # fmt: skip
     module.runner = runner
     return runner

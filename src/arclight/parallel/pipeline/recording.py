@@ -55,7 +55,9 @@ class Recording:
 
     def _gather(self) -> None:
         """Put together what the processes of the pipeline took down, each on its own clock."""
-        if self._group is None:
+        if self._group is None:  # one process, or nothing was run
+            self.traces = [_together([one]) for one in self._taken]
+            self._taken.clear()
             return
         self.first = dist.get_rank() == 0
         offset = _clock_offset(self._group, self._device)
@@ -102,7 +104,7 @@ def recorded_step(
         yield
         return
     modules = [stage.submod for stage in stages]
-    recorder = Recorder(dist.get_rank(group), modules, device, run.activations)
+    recorder = Recorder(stages[0].group_rank, modules, device, run.activations)
     for stage in stages:
         stage.recorder = recorder
     try:
@@ -111,7 +113,7 @@ def recorded_step(
         for stage in stages:
             stage.recorder = None
     spans = tuple(recorder.spans())
-    trace = Trace(schedule, dist.get_world_size(group), stages[0].num_stages, micro_batches, spans)
+    trace = Trace(schedule, stages[0].group_size, stages[0].num_stages, micro_batches, spans)
     run._taken.append((trace, recorder.began))
     run._group, run._device = group, device
 

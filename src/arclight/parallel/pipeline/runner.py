@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,66 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.spread import own_parts
 from arclight.parallel.context import over_sequences, shard_arguments
-from arclight.parallel.pipeline.partition import stages_of
-from arclight.parallel.pipeline.upstream import Boundary, Schedule, ScheduleKind, Stage, TensorShape, that_fits
+from arclight.parallel.pipeline.engine import Engine, signature
 from arclight.parallel.plan import PlanError
 from arclight.parallel.running import Runnable, Split, with_positions
-
-
-class Part(nn.Module):
-    """What one stage calls: its part of the model and, on the last stage, the module's loss after it."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], tuple[Tensor, Tensor]] | None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.share: Tensor | float = 1.0
-        """What losses are multiplied by before their backward."""
-        self.totals: list[Tensor] = []
-        self.counts: list[Tensor] = []
-        self.autocast: Any = nullcontext()
-        """What forwards run in. Backwards must not, and lie in the same schedule."""
-
-    def forward(self, *args: Any, targets: Any = None, **kwargs: Any) -> Any:
-        with self.autocast:
-            return self._forward(*args, targets=targets, **kwargs)
-
-    def _forward(self, *args: Any, targets: Any, **kwargs: Any) -> Any:
-        output = self.model(*args, **kwargs)
-        if self.loss is None:
-            return output.contiguous() if isinstance(output, Tensor) else tuple(x.contiguous() for x in output)
-        total, count = self.loss(output, targets)
-        self.totals.append(total.detach().double())
-        self.counts.append(torch.as_tensor(count))
-        return total * self.share
-
-
-@dataclass(frozen=True)
-class Line:
-    """Where this process stands among those of its pipeline."""
-
-    group: dist.ProcessGroup
-    stages: int
-    kind: ScheduleKind
-    device: torch.device
-
-    @property
-    def ranks(self) -> int:
-        return dist.get_world_size(self.group)
-
-    @property
-    def own(self) -> list[int]:
-        """Numbers of the stages that this process has."""
-        return stages_of(dist.get_rank(self.group), self.ranks, self.stages, self.kind.v_shaped)
-
-    def owner(self, stage: int) -> int:
-        """The process (as all of them are numbered) that has a stage."""
-        places = range(self.ranks)
-        place = next(r for r in places if stage in stages_of(r, self.ranks, self.stages, self.kind.v_shaped))
-        return dist.get_global_rank(self.group, place)
 
 
 class PipelineRunner:
@@ -84,28 +27,26 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, parts: dict[int, Part], line: Line, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None
-    ) -> None:  # fmt: skip
-        self.parts, self.line, self.micro_batches, self.cp, self.data = parts, line, micro_batches, cp, data
-        self._boundaries: dict[Any, dict[int, Boundary]] = {}
-        self._schedules: dict[Any, Schedule] = {}
-        self._kept: tuple[Tensor, ...] = ()
-        self._parameters = [p for part in parts.values() for p in part.parameters() if p.requires_grad]
-        self._trains = {n: any(p.requires_grad for p in part.parameters()) for n, part in parts.items()}
+        self, engine: Engine, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None
+    ) -> None:
+        self.engine, self.line, self.parts = engine, engine.line, engine.parts
+        self.micro_batches, self.cp, self.data = micro_batches, cp, data
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
         pieces = self._pieces(module, batch)
+        key = tuple(signature(piece) for piece in pieces)
         if not torch.is_grad_enabled():
-            return self._shared(*self._run(pieces, backward=False))
+            self.engine.run(pieces, key, backward=False)
+            return self._shared(*self._totals())
         share = self._share(module, batch)
         for part in self.parts.values():
             part.share = share
         if hasattr(module, "scale_losses"):
             module.scale_losses(share)
-        held = _Gradients(self._parameters)
-        totals = self._run(pieces, backward=True)
+        held = Gradients([p for part in self.parts.values() for p in part.parameters() if p.requires_grad])
+        self.engine.run(pieces, key, backward=True)
         gradients = held.taken()
-        total, count = self._shared(*totals)
+        total, count = self._shared(*self._totals())
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.line.device, requires_grad=True)
         return _Computed.apply(start, total, gradients, factor, self.data), count
@@ -132,26 +73,9 @@ class PipelineRunner:
             weight /= dist.get_world_size(self.data)
         return torch.where(weight > 0, weight, 1.0).reciprocal()
 
-    def _run(self, pieces: list[Split], backward: bool) -> tuple[Tensor, Tensor]:
+    def _totals(self) -> tuple[Tensor, Tensor]:
         """Sums of loss and count over all micro-batches where the last stage is; zeros elsewhere."""
-        device = self.line.device.type
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        for part in self.parts.values():
-            part.autocast = torch.autocast(device, dtype) if enabled else nullcontext()
-        with torch.autocast(device, enabled=False):
-            return self._run_pieces(pieces, backward)
-
-    def _run_pieces(self, pieces: list[Split], backward: bool) -> tuple[Tensor, Tensor]:
-        schedule = self._schedule(pieces, backward)
-        for part in self.parts.values():
-            part.totals.clear()
-            part.counts.clear()
-        last = self.parts.get(self.line.stages - 1)
-        keywords = [{**kwargs, "targets": targets} if last is not None else kwargs for _, kwargs, targets in pieces]
-        schedule.run([args for args, _, _ in pieces], keywords)
-        if not backward:
-            self._let_go()
-        zero = torch.zeros((), device=self.line.device)
+        zero, last = torch.zeros((), device=self.line.device), self.engine.last
         if last is None:
             return zero, zero
         return torch.stack(last.totals).sum(), torch.stack(last.counts).sum().to(self.line.device)
@@ -165,101 +89,8 @@ class PipelineRunner:
             return total, count
         return over_sequences(total, count, self.cp)
 
-    # -- schedules and what crosses the cuts -----------------------------------------------------------------------
 
-    def _schedule(self, pieces: list[Split], backward: bool) -> Schedule:
-        """For micro-batches of these shapes, made when they first come."""
-        line, shapes = self.line, [_signature(piece) for piece in pieces]
-        key = (backward, *shapes)
-        if key not in self._schedules:
-            for piece, shape in zip(pieces, shapes, strict=True):
-                if shape not in self._boundaries:
-                    self._agree(shape)
-                    self._boundaries[shape] = self._cross(piece)
-            kind = that_fits(line.kind, len(pieces), line.ranks, backward)
-            if backward and kind is not line.kind:
-                rank_zero_warn(
-                    f"a batch of {len(pieces)} micro-batches does not fit the schedule: it runs by a simpler one"
-                )
-            found = [self._boundaries[shape] for shape in shapes]
-            stages = [
-                Stage(
-                    part, number, line.stages, line.device, line.group,
-                    [crossing.get(number - 1, ()) for crossing in found], [crossing.get(number, ()) for crossing in found],
-                )
-                for number, part in self.parts.items()
-            ]  # fmt: skip
-            self._schedules[key] = Schedule(kind, stages, len(pieces), backward)
-        return self._schedules[key]
-
-    def _agree(self, shape: Any) -> None:
-        """All processes of a pipeline must have been given a batch of the same shape, or they would wait for each other."""
-        shapes: list[Any] = [None] * self.line.ranks
-        dist.all_gather_object(shapes, shape, group=self.line.group)
-        if any(other != shape for other in shapes):
-            raise ValueError(
-                f"processes of one pipeline were given batches of different shapes: {shapes}; let all of them read the same samples "
-                "(those of the data-parallel rank)"
-            )
-
-    @torch.no_grad()
-    def _cross(self, piece: Split) -> dict[int, Boundary]:
-        """By the number of the stage before it: what crosses each cut that this process has to do with.
-
-        One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
-        back.
-        """
-        args, kwargs, _ = piece
-        line, crossing = self.line, dict[int, Boundary]()
-        devices = [line.device] if line.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices, device_type=line.device.type if devices else None):
-            arrived: tuple[Tensor, ...] = ()
-            for number, part in self.parts.items():
-                if number > 0 and number - 1 not in self.parts:
-                    crossing[number - 1], arrived = self._receive(number - 1)
-                elif number > 0:
-                    arrived = self._kept
-                if number == line.stages - 1:
-                    continue
-                before = {name: buffer.clone() for name, buffer in part.named_buffers()}
-                output = part(*(args if number == 0 else arrived), **kwargs)
-                for name, buffer in part.named_buffers():
-                    buffer.copy_(before[name])
-                self._kept = output if isinstance(output, tuple) else (output,)
-                trains = self._trains[number] or any(shape.requires_grad for shape in crossing.get(number - 1, ()))
-                crossing[number] = tuple(TensorShape.of(x, trains) for x in self._kept)
-                if number + 1 not in self.parts:
-                    self._send(number + 1, crossing[number], self._kept)
-        self._kept = ()
-        self._let_go()
-        return crossing
-
-    def _send(self, stage: int, boundary: Boundary, tensors: tuple[Tensor, ...]) -> None:
-        owner, group = self.line.owner(stage), self.line.group
-        dist.send_object_list([boundary], owner, group=group, device=self.line.device)
-        for tensor in tensors:
-            dist.send(tensor, owner, group=group)
-
-    def _receive(self, stage: int) -> tuple[Boundary, tuple[Tensor, ...]]:
-        owner, box = self.line.owner(stage), [None]
-        dist.recv_object_list(box, owner, group=self.line.group, device=self.line.device)
-        boundary: Boundary = box[0]  # type: ignore[assignment]
-        tensors = tuple(shape.empty(self.line.device) for shape in boundary)
-        for tensor in tensors:
-            dist.recv(tensor, owner, group=self.line.group)
-        return boundary, tensors
-
-    def _let_go(self) -> None:
-        """After forwards that no backward follows: weights that FSDP gathered would stay, and be used after the next update."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for part in self.parts.values():
-            for unit in part.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
-
-
-class _Gradients:
+class Gradients:
     """The gradients of one step, apart from those that parameters have from steps before."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -269,7 +100,7 @@ class _Gradients:
             parameter.grad = None
         self.new: list[Tensor | None] = []
 
-    def taken(self) -> _Gradients:
+    def taken(self) -> Gradients:
         """Take the step's gradients off the parameters, which have those from before again."""
         self.new = [parameter.grad for parameter in self.parameters]
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
@@ -297,7 +128,7 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, start: Tensor, total: Tensor, gradients: _Gradients, factor: Tensor, data: dist.ProcessGroup | None
+        ctx: Any, start: Tensor, total: Tensor, gradients: Gradients, factor: Tensor, data: dist.ProcessGroup | None
     ) -> Tensor:  # fmt: skip
         ctx.gradients, ctx.factor, ctx.data = gradients, factor, data
         return total.clone()
@@ -337,10 +168,3 @@ def micro_batches(split: Split, number: int) -> list[Split]:
         return cut
 
     return [part(index) for index in range(count)]
-
-
-def _signature(piece: Split) -> Any:
-    """What the shapes inside the model depend on."""
-    leaves, structure = tree_flatten(piece)
-    shown = tuple((tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else repr(x) for x in leaves)
-    return shown, str(structure)

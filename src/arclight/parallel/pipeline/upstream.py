@@ -1,26 +1,19 @@
-"""torch.distributed.pipelining behind one file: schedules by name, and a stage that says itself what it exchanges.
+"""torch.distributed.pipelining behind one file: schedules by name, run over stages of ours.
 
-All names of torch that are not public are here (torch 2.13). Schedules are torch's own where it has them. The stage is ours where torch's
-
-- runs the model on uninitialised memory to learn shapes (here they are told), and keeps buffers for every micro-batch;
-- loses the gradients of a stage below which all is frozen, when backward is split (here such a backward is done in one, late);
-- cannot run forwards only where the two stages of a process are neighbours.
-
-Schedules that torch does not have are orders of ours, or of a file, in torch's runtime of actions.
+All names of torch that are not public are here (torch 2.13). Schedules are torch's own where it has them; others are orders of ours, or of a
+file, in torch's runtime of actions. The stages are in `stage`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.pipelining._utils import _TensorMeta
+from torch import Tensor
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -32,12 +25,19 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
     _PipelineScheduleRuntime,
 )
-from torch.distributed.pipelining.stage import _PipelineStageBase, _RecvInfo
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from arclight.parallel.pipeline.actions import Action, Kind
+from arclight.parallel.pipeline.actions import Action
 from arclight.parallel.pipeline.orders import is_file, load_order, order_of, parse_name, shape_of, splits_backward
-from arclight.parallel.pipeline.recording import Recorder, recorded_step
+from arclight.parallel.pipeline.recording import recorded_step
 from arclight.parallel.plan import PlanError
+
+if TYPE_CHECKING:
+    from arclight.parallel.pipeline.stage import Stage
+
+
+StageBase = _PipelineStageBase
+"""What torch's schedules take stages to be."""
 
 
 @dataclass(frozen=True)
@@ -157,216 +157,64 @@ def that_fits(kind: ScheduleKind, micro_batches: int, processes: int, backward: 
     return SCHEDULES["ZBVZeroBubble" if kind.v_shaped else "LoopedBFS"]
 
 
-@dataclass(frozen=True)
-class TensorShape:
-    """A tensor that one stage gives to the next."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor, requires_grad: bool) -> TensorShape:
-        return cls(tuple(tensor.shape), tensor.dtype, requires_grad and tensor.is_floating_point())
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-    def meta(self, requires_grad: bool) -> _TensorMeta:
-        stride = torch.empty(self.shape, device="meta").stride()
-        return _TensorMeta(torch.Size(self.shape), stride, self.dtype, requires_grad)
-
-
-Boundary = tuple[TensorShape, ...]
-"""What crosses the cut between two stages for one micro-batch."""
-
-
-def _recorded(kind: Kind) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A method of a stage that does ``kind`` for the micro-batch it is given, seen by the stage's recorder if there is one."""
-
-    def around(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def run(self: Stage, micro_batch: int, *args: Any, **kwargs: Any) -> Any:
-            if self.recorder is None or (kind != "F" and not self.has_backward):
-                return method(self, micro_batch, *args, **kwargs)
-            action = Action(self.stage_index, "I" if kwargs.get("full_backward") is False else kind, micro_batch)
-            with self.recorder.during(action):
-                start = self.recorder.mark()
-                result = method(self, micro_batch, *args, **kwargs)
-            self.recorder.took(action, start, self.fwd_cache.get(micro_batch, ()))
-            return result
-
-        return run
-
-    return around
-
-
-class Stage(_PipelineStageBase):
-    """One stage of this process: its part of the model, and for each micro-batch what comes in and goes out."""
-
-    def __init__(
-        self, part: nn.Module, number: int, stages: int, device: torch.device, group: dist.ProcessGroup,
-        before: list[Boundary], after: list[Boundary],
-    ) -> None:  # fmt: skip
-        """before, after: for each micro-batch what the stages before and after exchange with this one."""
-        super().__init__(part, number, stages, device, group)
-        self.before, self.after = before, after
-        self.recorder: Recorder | None = None
-        self._sending = 0
-
-    # -- who exchanges what ----------------------------------------------------------------------------------------
-
-    def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
-    ) -> None:
-        for number in range(num_microbatches):
-            if self.is_first:
-                roots = [_RecvInfo(f"argument {i}", None, None, None, is_root_arg=True) for i in range(len(args))]
-                self.args_recv_info[number] = tuple(roots)
-            else:
-                self.args_recv_info[number] = tuple(
-                    _RecvInfo(f"activation {i}", self.stage_index - 1, None, shape.meta(shape.requires_grad))
-                    for i, shape in enumerate(self.before[number])
-                )
-        infos = self.args_recv_info[0]
-        self._stage_meta.inputs = tuple(info.tensor_meta for info in infos)  # type: ignore[misc]
-        self._stage_meta.input_grads = tuple(_gradient(shape) for shape in self.before[0]) if not self.is_first else ()
-        self.act_send_info = (
-            {i: [self.stage_index + 1] for i in range(len(self.after[0]))} if not self.is_last else {0: []}
-        )
-        self.grad_send_info = None
-
-    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
-        self._setup_backward_recv_info(num_microbatches)
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        self.chunks = num_microbatches
-        for number in range(num_microbatches):
-            shapes = () if self.is_last else self.after[number]
-            self.grad_recv_info[number] = tuple(
-                _RecvInfo(f"gradient {i}", self.stage_index + 1, None, _gradient(shape))
-                for i, shape in enumerate(shapes)
-            )
-
-    def _create_grad_recv_info(self, act_send_info: Any) -> Any:
-        raise NotImplementedError("a stage knows what it receives from the start")
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Nothing is sent to warm up: the exchange of shapes was the first."""
-        return []
-
-    # -- memory for what arrives, from its arrival to its use ------------------------------------------------------
-
-    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
-        for info in recv_infos:
-            if info.tensor_meta is not None:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
-        return super()._get_recv_ops(recv_infos)
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        activations: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
-        _let_go(self.args_recv_info[fwd_chunk_id])
-        return activations
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor | None, ...]:
-        gradients: tuple[Tensor | None, ...] = super()._retrieve_recv_grads(bwd_chunk_id)
-        _let_go(self.grad_recv_info[bwd_chunk_id])
-        return gradients
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        self._sending = bwd_chunk_id
-        return super().get_bwd_send_ops(bwd_chunk_id)
-
-    def _get_grad_send_meta(self, input_idx: int) -> Any:
-        return _gradient(self.before[self._sending][input_idx])
-
-    # -- two stages of one process that are neighbours -------------------------------------------------------------
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if not self.has_backward:
-            return
-        for info, shape in zip(self.grad_recv_info[mb_index], self.after[mb_index], strict=True):
-            if info.tensor_meta is not None:
-                info.buffer = torch.zeros(shape.shape, dtype=shape.dtype, device=self.device)
-        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-    # -- forward and backward --------------------------------------------------------------------------------------
-
-    @_recorded("F")
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    @_recorded("B")
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:  # fmt: skip
-        if self.has_backward and not full_backward and not self.is_first:
-            output, given = self.fwd_cache[bwd_chunk_id]
-            if not any(isinstance(x, Tensor) and x.requires_grad for x in given):
-                # Nobody waits for a gradient of the inputs: all of this backward is done when that of the weights is due.
-                self.fwd_cache.pop(bwd_chunk_id)
-                received = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
-                self.backward_state[bwd_chunk_id] = (given, _LATE, loss if self.is_last else output, received)
-                self.dw_runner[bwd_chunk_id] = lambda: None
-                self.bwd_cache[bwd_chunk_id] = (None,) * len(self.before[0])
-                return
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    @_recorded("W")
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        state = self.backward_state.get(bwd_chunk_id)
-        if state is None or state[1] is not _LATE:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            return
-        given, _, output, received = self.backward_state.pop(bwd_chunk_id)
-        self.dw_runner.pop(bwd_chunk_id)
-        if any(x.requires_grad for x in ((output,) if isinstance(output, Tensor) else output)):
-            whole = {"stage_output": output, "output_grads": received, "input_values": given}
-            self.backward_maybe_with_nosync("full", whole, last_backward=last_backward)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
-            super().perform_reduce_grad(grad_scale_factor)
-
-
-_LATE: Any = object()
-
-
-def _gradient(shape: TensorShape) -> _TensorMeta | None:
-    return shape.meta(requires_grad=False) if shape.requires_grad else None
-
-
-def _let_go(infos: tuple[_RecvInfo, ...]) -> None:
-    for info in infos:
-        info.buffer = None
-
-
 class Schedule:
     """A schedule of torch over the stages of this process, for a number of micro-batches."""
 
     def __init__(self, kind: ScheduleKind, stages: list[Stage], micro_batches: int, backward: bool) -> None:
         """The last stage gives the loss of a micro-batch. backward: whether gradients are computed, or losses only."""
-        single = kind.stages_per_process == 1
-        self._stages, self._kind = stages, kind
-        self._schedule = kind.build(
-            stages[0] if single else stages, micro_batches, loss_fn=lambda loss, _: loss * 1, scale_grads=False
-        )
+        self._stages, self.progress, self._name = stages, stages[0].progress, kind.name
+        own = {stage.stage_index for stage in stages}
+        for stage in stages:
+            stage.progress, stage.hands_over = self.progress, stage.stage_index + 1 in own
+        options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
+        if stages[0].group is None:
+            self._schedule = _PipelineScheduleRuntime(stages, micro_batches, **options)
+            self._schedule._prepare_schedule_with_comms({0: _one_by_one(len(stages), micro_batches)})
+        else:
+            single = kind.stages_per_process == 1
+            self._schedule = kind.build(stages[0] if single else stages, micro_batches, **options)
         self._schedule._has_backward = backward
 
-    def run(self, arguments: list[tuple[Any, ...]], keywords: list[dict[str, Any]]) -> None:
-        """Take all micro-batches, given to every process, through all stages."""
+    def run(self, keywords: list[dict[str, Any]]) -> None:
+        """Take all micro-batches, given to every stage as keyword arguments, through all stages."""
+        self.progress.computing = self.progress.awaited = None
+        self.progress.done = 0
         for stage in self._stages:
             stage.has_backward = self._schedule._has_backward
-            stage.clear_runtime_states()
-        name = next(name for name, kind in SCHEDULES.items() if kind is self._kind)
-        first = self._stages[0]
-        with recorded_step(self._stages, name, len(arguments), first.group, first.device):
-            self._schedule._step_microbatches(arguments, keywords, [None] * len(arguments), return_outputs=False)
-        for stage in self._stages:
-            stage.clear_runtime_states()
+        try:
+            nothing = [None] * len(keywords)
+            with recorded_step(self._stages, self._name, len(keywords), self._stages[0].group, self._stages[0].device):
+                self._schedule._step_microbatches([()] * len(keywords), keywords, nothing, return_outputs=False)
+        finally:
+            for stage in self._stages:
+                stage.clear_runtime_states()
+
+    def at(self) -> tuple[Action | None, bool]:
+        """What this process is at, or was when it failed, and whether it computes that or waits for it; None at the end of a step."""
+        if self.progress.computing is not None:
+            return Action(*self.progress.computing), True
+        if not isinstance(self._schedule, _PipelineScheduleRuntime):
+            return (Action(*self.progress.awaited) if self.progress.awaited else None), False
+        todo = [action for action in self._actions() if self._schedule._has_backward or action.kind == "F"]
+        return (todo[self.progress.done] if self.progress.done < len(todo) else None), False
+
+    def _actions(self) -> list[Action]:
+        """What this process computes, in order."""
+        own: list[Action] = []
+        for action in self._schedule.pipeline_order_with_comms[self._stages[0].group_rank]:
+            for one in action.sub_actions or (action,):
+                if one.is_compute_op and one.microbatch_index is not None:
+                    own.append(Action.parse(str(one)))
+        return own
+
+
+def _one_by_one(stages: int, micro_batches: int) -> list[_Action | None]:
+    """The order of one process that has all stages."""
+    return [
+        _Action.from_str(text)
+        for number in range(micro_batches)
+        for text in ([f"{s}F{number}" for s in range(stages)] + [f"{s}B{number}" for s in reversed(range(stages))])
+    ]
 
 
 # -- tensors without data (for `holes`) --------------------------------------------------------------------------------

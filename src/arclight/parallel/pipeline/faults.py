@@ -1,0 +1,128 @@
+"""What a process of a pipeline does when it fails, or another one has: it says where it was, and the others stop too."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from arclight.fabric.hanging import RankMissingError, is_communication
+
+PATIENCE = 2.0
+"""Seconds that a process which lost a neighbour waits for the one that failed first to have said so."""
+
+
+class StageLostError(RankMissingError):
+    """A process of a pipeline waited for another that failed, ended or did not come; the message says for what."""
+
+
+class Board:
+    """Where the processes of one pipeline leave word for each other: in the store through which they have met, with no collective.
+
+    Every process makes the boards of a group in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self.rank = rank
+        self.ranks = dist.get_world_size(group)
+        _made[group.group_name] = number = _made.get(group.group_name, 0) + 1
+        self._store = dist.PrefixStore(
+            f"arclight/pipeline/{group.group_name}/{number}", dist.distributed_c10d._get_default_store()
+        )
+        self._turn = 0
+
+    def exchange(self, value: Any, timeout: datetime.timedelta) -> list[Any]:
+        """What each process gave, in order; as JSON keeps it. Raises StageLostError, naming those that do not come in time."""
+        self._turn += 1
+        self._store.set(f"{self._turn}/{self.rank}", json.dumps(value))
+        keys = [f"{self._turn}/{rank}" for rank in range(self.ranks)]
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                self._store.wait(keys, datetime.timedelta(seconds=min(1.0, max(0.01, deadline - time.monotonic()))))
+                return [json.loads(self._store.get(key)) for key in keys]
+            except RuntimeError as error:  # DistStoreError: the time is over
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if (first := self.first_failure()) is not None:
+                    raise StageLostError(f"process {self.rank} stops because of another: {first}") from error
+                if missing and time.monotonic() > deadline:
+                    raise StageLostError(
+                        f"process {self.rank} is about to run micro-batches of a new shape (or with other parameters frozen) and has waited "
+                        f"{timeout.total_seconds():.0f} s for {_named(missing)} to say the same: give all processes of a pipeline the same "
+                        "batches, and freeze parameters on all of them"
+                    ) from error
+
+    def report(self, message: str) -> None:
+        """Leave word of this process's failure, unless another has failed before."""
+        self._store.compare_set("failed", "", json.dumps([self.rank, message]))
+
+    def first_failure(self) -> str | None:
+        """What the process that failed first said; None where none has, or where it was this one."""
+        if not self._store.check(["failed"]):
+            return None
+        rank, message = json.loads(self._store.get("failed"))
+        return None if rank == self.rank else str(message)
+
+
+_made: dict[str, int] = {}
+
+
+def _named(ranks: list[int]) -> str:
+    return f"process{'es' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))}"
+
+
+def failed(board: Board | None, error: BaseException, where: str, waiting: bool) -> BaseException:
+    """The error to raise in place of ``error``, which happened at ``where``; word of it is left for the other processes.
+
+    waiting: whether nothing was computed then, so that it was another process that did not come.
+    """
+    if board is None or not (waiting and is_communication(error)):
+        error.add_note(where)
+        if board is not None:
+            _leave_word(board, f"{where}: {type(error).__name__}: {error}".rstrip(": "))
+        return error
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if (first := _first(board)) is not None:
+        found = StageLostError(f"{where}, and stops because of another: {first}")
+    else:
+        found = StageLostError(f"{where}: {reason}")
+        _leave_word(board, str(found))
+    found.__cause__ = error
+    return found
+
+
+def _leave_word(board: Board, message: str) -> None:
+    with suppress(RuntimeError):  # the store is in a process that may have ended
+        board.report(message)
+
+
+def _first(board: Board) -> str | None:
+    """What failed first, waiting a moment: connections close faster than words are left."""
+    deadline = time.monotonic() + PATIENCE
+    with suppress(RuntimeError):
+        while (found := board.first_failure()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+    return None
+
+
+def let_others_go(group: dist.ProcessGroup, device: torch.device) -> None:
+    """End what processes of ``group`` wait for from this one: they get an error now, and not when their time is over."""
+    if "nccl" in dist.get_backend(group):
+        group.abort()
+        return
+    # gloo has no abort that others notice; but it closes all connections of a group when a receive is late.
+    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1, device=device)], peer, 2**30).wait(datetime.timedelta(milliseconds=1))
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """How long operations of ``group`` wait."""
+    found: datetime.timedelta = group._get_backend(device).options._timeout
+    return found
