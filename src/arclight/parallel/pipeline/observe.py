@@ -30,6 +30,8 @@ from arclight.parallel.plan import PlanError
 
 _DEEP = 3
 """How far into the attributes of other objects tensors are looked for."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+"""What cannot be called, so that somebody calls its members."""
 _LARGE = 1 / 8
 """A repeated block that holds more of the model than this, and has repeated blocks itself, is taken apart."""
 
@@ -77,7 +79,7 @@ def choose(root: nn.Module, at: Collection[str] = (), closed: Collection[str] = 
             if (weights and not looked_into) or path in at or _drops(module):
                 units.add(path)
                 return
-        alike = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and _alike(module)
+        alike = isinstance(module, _LISTS) or (isinstance(module, nn.Sequential) and _alike(module))
         for name, child in module._modules.items():
             if child is not None:
                 visit(f"{path}.{name}" if path else name, child, alike)
@@ -87,14 +89,14 @@ def choose(root: nn.Module, at: Collection[str] = (), closed: Collection[str] = 
 
 
 def _opens(module: nn.Module) -> bool:
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return isinstance(module, containers) or _repeats(module)
+    """Whether a module that is no block is looked into: it has blocks."""
+    lists = (part for part in module.modules() if isinstance(part, _LISTS))
+    return any(next(part.parameters(), None) is not None for part in lists) or _repeats(module)
 
 
 def _repeats(module: nn.Module, deep: bool = False) -> bool:
     """Whether a list of modules that are alike is in it. deep: only such whose members consist of modules."""
-    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    return any(isinstance(part, kinds) and _alike(part, deep) for part in module.modules())
+    return any(isinstance(part, (*_LISTS, nn.Sequential)) and _alike(part, deep) for part in module.modules())
 
 
 def _alike(container: nn.Module, deep: bool = False) -> bool:

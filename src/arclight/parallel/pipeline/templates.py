@@ -115,7 +115,7 @@ class Templates:
 
             running = copy_tree(part, lambda *_: None, real)
             here, there = tree_map_only(Tensor, data, (args, kwargs))
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng():
                 results.append(tree_flatten(running(*here, **there)))
         (leaves, structure), (others, _) = results
         if _shown(leaves) != _shown(others) or any(

@@ -55,7 +55,7 @@ def copy_tree(root: nn.Module, visit: Visit, changed: Callable[[str, nn.Module],
 
     whole = copied("", root)
     for new in list(made.values()):
-        if new not in made:
+        if new not in made and not isinstance(new, Turn):
             for name, value in new.__dict__.items():
                 if name not in ("_modules", "_parameters", "_buffers"):
                     new.__dict__[name] = _redirected(value, made)
