@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ import arclight as al
 from arclight.fabric.sharding import load_whole_weights
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
+from arclight.parallel.pipeline.actions import write_csv
 from arclight.parallel.pipeline.cut import cut_evenly
 from arclight.parallel.pipeline.install import check, install
+from arclight.parallel.pipeline.orders import order_of
 from arclight.parallel.pipeline.partition import stages_of
 from arclight.parallel.pipeline.runner import micro_batches
 from arclight.parallel.pipeline.upstream import SCHEDULES
@@ -161,6 +164,18 @@ def test_all_schedules_equal_one_process(processes: int) -> None:
     for errors in everywhere(processes, all_schedules):
         assert len(errors) == 6 * len(SCHEDULES)
         assert max(errors.values()) < 1e-12, {name: error for name, error in errors.items() if error >= 1e-12}
+
+
+def other_orders(path: str) -> dict[str, float]:
+    return on_stages(path, [8, 7, 3], frozen=0) | on_stages("InterleavedZeroBubble:4", [8, 7], frozen=3)
+
+
+def test_a_file_of_actions_and_more_stages_on_each_process_run_too(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    path.write_text(write_csv(order_of("V-Min", 2, 4)))
+    for errors in everywhere(2, other_orders, str(path)):
+        assert len(errors) == 5
+        assert max(errors.values()) < 1e-12
 
 
 def accumulated() -> tuple[float, float]:
