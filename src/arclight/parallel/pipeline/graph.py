@@ -43,12 +43,12 @@ class UnitGraph:
     """What the result of the forward depends on."""
     result_parameters: tuple[str, ...] = ()
     """Parameters that are used after the last call."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """For each further name of a parameter its first one (tied weights)."""
     result_draws: frozenset[int] = frozenset()
     """Which random numbers, drawn by glue, the result depends on."""
     rewritten: frozenset[Value] = frozenset()
     """What glue changes in place, from the value that a call gave to what later calls read."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """For each further name of a parameter its first one (tied weights)."""
 
     def live(self, at: int) -> tuple[Value, ...]:
         """What crosses a cut before call ``at``, in order: all that calls from there on, or the result, read of earlier ones.
