@@ -5,48 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from tests.parallel.pipeline.steps import gpipe, one_forward_one_backward, run
 
-from arclight.parallel.pipeline.actions import Action, Order, Span, Trace
-from arclight.parallel.pipeline.bubbles import bubble, busy, idle, peak_bytes, source
+from arclight.parallel.pipeline.actions import Action, Span, Trace
+from arclight.parallel.pipeline.bubbles import bubble, busy, describe, idle, peak_bytes, source
 from arclight.parallel.plan import PlanError
-
-
-def gpipe(ranks: int, micro_batches: int) -> Order:
-    return tuple(
-        tuple(Action(rank, kind, number) for kind in ("F", "B") for number in range(micro_batches))
-        for rank in range(ranks)
-    )  # fmt: skip
-
-
-def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
-    rows = []
-    for rank in range(ranks):
-        warm = min(micro_batches, ranks - rank)
-        row = [Action(rank, "F", number) for number in range(warm)]
-        for number in range(micro_batches):
-            row.append(Action(rank, "B", number))
-            if warm + number < micro_batches:
-                row.append(Action(rank, "F", warm + number))
-        rows.append(tuple(row))
-    return tuple(rows)
-
-
-def run(order: Order, took: dict[str, float], slow: dict[int, float] | None = None, transfer: float = 0.0) -> Trace:
-    """Every action as soon as it can: forwards wait for the stage before, backwards for the stage after."""
-    ranks, spans, clocks, rows = len(order), dict[Action, Span](), [0.0] * len(order), [list(row) for row in order]
-    while any(rows):
-        for rank, row in enumerate(rows):
-            while row:
-                stage, kind, number = row[0].stage, row[0].kind, row[0].micro_batch
-                needs = Action(stage - 1, "F", number) if kind == "F" else Action(stage + 1, "B", number)
-                if 0 <= needs.stage < ranks and needs not in spans:
-                    break
-                ready = spans[needs].end + transfer if needs in spans else 0.0
-                start = max(clocks[rank], ready)
-                clocks[rank] = start + took[kind] * (slow or {}).get(stage, 1.0)
-                spans[row.pop(0)] = Span(rank, Action(stage, kind, number), start, clocks[rank])
-    micro_batches = 1 + max(action.micro_batch for action in spans)
-    return Trace("test", ranks, ranks, micro_batches, tuple(spans.values()))
 
 
 @pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
@@ -123,3 +86,17 @@ def test_an_order_that_cannot_have_happened_is_refused() -> None:
     spans = (Span(0, Action(0, "B", 0), 0, 1), Span(0, Action(0, "F", 0), 1, 2))
     with pytest.raises(PlanError, match="process 0 does 0B0 before what it needs is done"):
         idle(Trace("test", 1, 1, 1, spans))
+
+
+def test_a_step_is_a_table_for_terminals() -> None:
+    trace = run(one_forward_one_backward(4, 8), {"F": 0.01, "B": 0.02}, slow={2: 1.5})
+    head, names, *rows = describe(trace, run(one_forward_one_backward(4, 8), {"F": 0.01, "B": 0.02})).splitlines()
+    assert head.startswith("test: 4 processes, 4 stages, 8 micro-batches; step ")
+    assert head.endswith("(predicted 330.0 ms, 27.3%)")
+    assert names.split() == [
+        "process", "stages", "busy", "warm-up", "schedule", "imbalance", "communication", "overhead", "cool-down", "activations",
+    ]  # fmt: skip
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
+    for row in rows:
+        assert sum(float(cell.rstrip("%")) for cell in row.split()[2:-1]) == pytest.approx(100, abs=0.4)
+    assert len({len(row) for row in (names, *rows)}) == 1

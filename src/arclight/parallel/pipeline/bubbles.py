@@ -57,9 +57,18 @@ def source(action: Action, trace: Trace, spans: dict[Action, Span]) -> Span | No
     return spans.get(Action(stage + 1, "B", micro_batch)) or spans.get(Action(stage + 1, "I", micro_batch))
 
 
+def by_process(trace: Trace) -> list[list[Span]]:
+    """What each process did, by time."""
+    lanes: list[list[Span]] = [[] for _ in range(trace.ranks)]
+    for span in sorted(trace.spans, key=lambda span: span.start):
+        lanes[span.rank].append(span)
+    return lanes
+
+
 def busy(trace: Trace) -> list[float]:
     """Seconds that each process worked."""
-    return [sum(end - start for _, start, end, _ in _worked(trace, rank)) for rank in range(trace.ranks)]
+    begin = min(span.start for span in trace.spans)
+    return [sum(end - start for _, start, end, _ in _worked(lane, begin)) for lane in by_process(trace)]
 
 
 def bubble(trace: Trace) -> float:
@@ -84,8 +93,9 @@ def idle(trace: Trace) -> list[Idle]:
     begin = min(span.start for span in trace.spans)
     took, gaps, ends = dict[Action, float](), dict[Action, float](), [begin] * trace.ranks
     totals = [[0.0, 0.0, 0.0] for _ in range(trace.ranks)]  # warm-up, waiting, overhead
-    for rank in range(trace.ranks):
-        for number, (last, start, end, span) in enumerate(_worked(trace, rank)):
+    lanes = by_process(trace)
+    for rank, lane in enumerate(lanes):
+        for number, (last, start, end, span) in enumerate(_worked(lane, begin)):
             before = source(span.action, trace, spans)
             local = number > 0 and (before is None or before.rank == rank)
             totals[rank][0 if number == 0 else 2 if local else 1] += start - last
@@ -93,8 +103,8 @@ def idle(trace: Trace) -> list[Idle]:
             ends[rank] = end
     kinds = {span.action.kind for span in trace.spans}
     mean = {kind: fmean(seconds for action, seconds in took.items() if action.kind == kind) for kind in kinds}
-    alike = _waits(trace, spans, {action: mean[action.kind] for action in took})
-    as_they_are = _waits(trace, spans, {action: seconds + gaps[action] for action, seconds in took.items()})
+    alike = _waits(trace, lanes, {action: mean[action.kind] for action in took})
+    as_they_are = _waits(trace, lanes, {action: seconds + gaps[action] for action, seconds in took.items()})
     found = []
     for rank, (warm_up, waiting, overhead) in enumerate(totals):
         at_once = min(waiting, as_they_are[rank])
@@ -104,18 +114,18 @@ def idle(trace: Trace) -> list[Idle]:
     return found
 
 
-def _worked(trace: Trace, rank: int) -> Iterator[tuple[float, float, float, Span]]:
+def _worked(lane: list[Span], begin: float) -> Iterator[tuple[float, float, float, Span]]:
     """What a process did, each with when it was last at work, when it began and when it was done, in this order."""
-    last = min(span.start for span in trace.spans)
-    for span in trace.of(rank):
+    last = begin
+    for span in lane:
         start = max(last, span.start)
         yield last, start, max(start, span.end), span
         last = max(start, span.end)
 
 
-def _waits(trace: Trace, spans: dict[Action, Span], took: dict[Action, float]) -> list[float]:
+def _waits(trace: Trace, lanes: list[list[Span]], took: dict[Action, float]) -> list[float]:
     """What each process waits for others between its actions when these take ``took`` and all else takes no time."""
-    orders = [[span.action for span in trace.of(rank)] for rank in range(trace.ranks)]
+    spans, orders = {span.action: span for span in trace.spans}, [[span.action for span in lane] for lane in lanes]
     done: dict[Action, float] = {}
     clocks, positions, waits = [0.0] * trace.ranks, [0] * trace.ranks, [0.0] * trace.ranks
     moved = True
@@ -137,3 +147,22 @@ def _waits(trace: Trace, spans: dict[Action, Span], took: dict[Action, float]) -
         if positions[rank] < len(order):
             raise PlanError(f"in this trace process {rank} does {order[positions[rank]]} before what it needs is done")
     return waits
+
+
+def describe(trace: Trace, predicted: Trace | None = None) -> str:
+    """A step as a table for terminals: for each process how busy it was, why it was not, and the most that it held."""
+    head = (
+        f"{trace.schedule}: {trace.ranks} processes, {trace.stages} stages, {trace.micro_batches} micro-batches; "
+        f"step {1000 * trace.seconds:.1f} ms, bubble {bubble(trace):.1%}"
+    )
+    if predicted is not None:
+        head += f" (predicted {1000 * predicted.seconds:.1f} ms, {bubble(predicted):.1%})"
+    names = ["process", "stages", "busy", *(cause.replace("_", "-") for cause in CAUSES), "activations"]
+    rows, causes, worked, peaks = [names], idle(trace), busy(trace), peak_bytes(trace)
+    for rank, lane in enumerate(by_process(trace)):
+        stages = sorted({span.action.stage for span in lane})
+        shares = [worked[rank], *astuple(causes[rank])]
+        held = f"{peaks[rank] / 2**20:.1f} MiB" if peaks[rank] else "-"
+        rows.append([str(rank), ",".join(map(str, stages)), *(f"{x / trace.seconds:.1%}" for x in shares), held])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    return "\n".join([head, *("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows)])

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from arclight.parallel.pipeline.actions import Action, Span, Trace
-from arclight.parallel.pipeline.bubbles import source
+from arclight.parallel.pipeline.bubbles import by_process, describe, source
 from arclight.parallel.plan import PlanError
 
 _ROUND_TRIPS = 16
@@ -48,6 +48,9 @@ class Recording:
         trained = [trace for trace in self.traces if any(span.action.kind != "F" for span in trace.spans)]
         ordered = sorted(trained or self.traces, key=lambda trace: trace.seconds)
         return ordered[(len(ordered) - 1) // 2]
+
+    def __str__(self) -> str:
+        return describe(self.typical)
 
     def _wants_next(self) -> bool:
         self._seen += 1
@@ -242,9 +245,10 @@ def _together(parts: Iterable[tuple[Trace, float]]) -> Trace:
 def waits(trace: Trace) -> dict[Action, float]:
     """Seconds before each action that takes something from another process, in which its own process did nothing."""
     spans, found = {span.action: span for span in trace.spans}, {}
-    for rank in range(trace.ranks):
-        last = min(span.start for span in trace.spans)
-        for span in trace.of(rank):
+    begin = min(span.start for span in trace.spans)
+    for rank, lane in enumerate(by_process(trace)):
+        last = begin
+        for span in lane:
             before = source(span.action, trace, spans)
             if before is not None and before.rank != rank:
                 found[span.action] = max(0.0, span.start - last)
