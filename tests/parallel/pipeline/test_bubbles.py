@@ -100,3 +100,4 @@ def test_a_step_is_a_table_for_terminals() -> None:
     for row in rows:
         assert sum(float(cell.rstrip("%")) for cell in row.split()[2:-1]) == pytest.approx(100, abs=0.4)
     assert len({len(row) for row in (names, *rows)}) == 1
+    assert str(trace).splitlines()[1:] == [names, *rows]

@@ -32,6 +32,14 @@ Any other model is cut by `split`, which looks at one forward of it; code betwee
     pipe = pipeline.split(model, {"input_ids": tokens}, stages=4)
     pipe.stages[1]                                       # a module: its parameters, under their names in the model
     pipe(input_ids=tokens)                               # all stages in this process: what the model returns
+
+What a pipeline does can be seen, step by step:
+
+    with pipeline.record(skip=2) as run:                 # on every process; skip: steps that allocate and compile
+        trainer.fit(module, data)
+    print(run)                                           # who was busy, who was not, and why
+    pipeline.timeline(run, predicted)                    # timeline.html: predicted over measured, on one page
+    pipeline.chrome_trace(run)                           # trace.json, for Perfetto
 """
 
 from __future__ import annotations
@@ -41,13 +49,19 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.parallel.pipeline.chrome import chrome_trace
+    from arclight.parallel.pipeline.recording import record
     from arclight.parallel.pipeline.splitting import Pipe, StageModule, split
+    from arclight.parallel.pipeline.timelines import timeline
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "Pipe": "arclight.parallel.pipeline.splitting",
         "StageModule": "arclight.parallel.pipeline.splitting",
+        "chrome_trace": "arclight.parallel.pipeline.chrome",
+        "record": "arclight.parallel.pipeline.recording",
         "split": "arclight.parallel.pipeline.splitting",
+        "timeline": "arclight.parallel.pipeline.timelines",
     },
 )

@@ -77,6 +77,12 @@ class Trace:
     waits: dict[Action, float] = field(default_factory=dict)
     """Seconds that a process was held up before an action, by what had not arrived."""
 
+    def __str__(self) -> str:
+        """A table: for each process how busy it was, and why it was not."""
+        from arclight.parallel.pipeline.bubbles import describe
+
+        return describe(self)
+
     @property
     def seconds(self) -> float:
         """From the first start to the last end."""
