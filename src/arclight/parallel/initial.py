@@ -44,10 +44,10 @@ Initial = Normal | Constant
 
 def declared(model: nn.Module) -> dict[str, Initial]:
     """The distribution of every parameter that a module of ``model`` declares, under its full name; outer modules overrule inner ones."""
-    return {name: distribution for name, (_, distribution) in _declared(model).items()}
+    return {name: distribution for name, (_, distribution) in declarations(model).items()}
 
 
-def _declared(model: nn.Module) -> dict[str, tuple[str, Initial]]:
+def declarations(model: nn.Module) -> dict[str, tuple[str, Initial]]:
     """By full name: the name that the draw goes by, which is seen from the outermost module that declares anything, and the distribution.
 
     So a model draws the same weights alone and as a part of something else.
@@ -93,7 +93,7 @@ def draw(
 
 
 def _block(name: str, number: int, shape: tuple[int, ...], distribution: Normal, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(_number(f"{seed}\0{name}\0{number}"))
+    generator = torch.Generator().manual_seed(number_of(f"{seed}\0{name}\0{number}"))
     values = torch.empty(shape)
     if distribution.cut is None:
         return values.normal_(0.0, distribution.std, generator=generator)
@@ -101,7 +101,7 @@ def _block(name: str, number: int, shape: tuple[int, ...], distribution: Normal,
     return nn.init.trunc_normal_(values, 0.0, distribution.std, -limit, limit, generator=generator)
 
 
-def _number(text: str) -> int:
+def number_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
@@ -111,7 +111,7 @@ def initialize(model: nn.Module, seed: int) -> None:
 
     So does every buffer that a module declares. Raises KeyError for a parameter that no module declares.
     """
-    distributions = _declared(model)
+    distributions = declarations(model)
     for name, tensor in _tensors(model):
         if name in distributions:
             own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -132,7 +132,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None)
     if device.type == "meta":
         return
     seed = torch.initial_seed() if seed is None else seed
-    distributions = _declared(model)
+    distributions = declarations(model)
     made: dict[torch.Tensor, torch.Tensor] = {}
     for name, tensor in _tensors(model, tied=True):
         if not tensor.is_meta or (name not in distributions and tensor not in made):
@@ -145,7 +145,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None)
         holder = model.get_submodule(owner)
         entries: dict[str, Any] = holder._parameters if own in holder._parameters else holder._buffers
         entries[own] = made[tensor]
-    sharding.materialize(model, device, lambda name: _number(f"{seed}\0{name}"))
+    sharding.materialize(model, device, lambda name: number_of(f"{seed}\0{name}"))
 
 
 def _tensors(model: nn.Module, tied: bool = False) -> list[tuple[str, torch.Tensor]]:

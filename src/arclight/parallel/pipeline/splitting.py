@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
+from arclight.parallel.pipeline.beginning import begin
 from arclight.parallel.pipeline.cuts import Cuts, MultiUse
 from arclight.parallel.pipeline.graph import UnitGraph, Value
+from arclight.parallel.pipeline.holding import outline
+from arclight.parallel.pipeline.loading import Loaded, load
 from arclight.parallel.pipeline.observe import observe
 from arclight.parallel.pipeline.partition import balance
+from arclight.parallel.pipeline.saving import save
 from arclight.parallel.pipeline.slicing import Sliced
 from arclight.parallel.pipeline.templates import Templates
 from arclight.parallel.pipeline.turns import parameter_names
@@ -64,7 +72,9 @@ def _tied(module: nn.Module) -> dict[str, str]:
 class Pipe:
     """A model cut into stages, which run in this process one after another when it is called."""
 
-    def __init__(self, cuts: Cuts, stages: list[StageModule], names: Mapping[str, str]) -> None:
+    def __init__(self, cuts: Cuts, stages: list[StageModule], names: Mapping[str, str], model: nn.Module) -> None:
+        """model: only its tree is kept, not what it holds."""
+        self._model = outline(model)
         self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, stages
         self.shared: dict[str, tuple[int, ...]] = cuts.shared
         """For each parameter that several stages have (by its first name) their numbers: their gradients are to be summed."""
@@ -87,6 +97,35 @@ class Pipe:
     def eval(self) -> Pipe:
         """Set all stages to evaluation."""
         return self.train(False)
+
+    def load(
+        self, path: str | Path, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None, prefix: str | None = None, rename: Callable[[str], str] | None = None, mapped: bool = True,
+    ) -> Loaded:  # fmt: skip
+        """Fill the stages of these numbers (None: all) from safetensors: see `arclight.parallel.pipeline.loading.load`."""
+        chosen = self.stages if stages is None else [self.stages[number] for number in stages]
+        return load(
+            chosen, path, model=self._model, device=device, dtype=dtype, prefix=prefix, rename=rename, mapped=mapped
+        )
+
+    def begin(
+        self, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu", seed: int | None = None
+    ) -> tuple[str, ...]:
+        """First values for the stages of these numbers (None: all), by ``seed`` and names: the same for any number of stages.
+
+        See `arclight.parallel.pipeline.beginning.begin`.
+        """
+        chosen = self.stages if stages is None else [self.stages[number] for number in stages]
+        return begin(chosen, model=self._model, device=device, seed=seed)
+
+    def save(
+        self, folder: str | Path, *, max_shard_size: int | str = "5GB", group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Write all stages as one folder, which opens in any number of stages, and in transformers where the model is from there.
+
+        All processes of ``group`` call this, each of which has some of the stages: see `arclight.parallel.pipeline.saving.save`.
+        """
+        save(self.stages, folder, model=self._model, max_shard_size=max_shard_size, group=group)
 
     def remap_qualname(self, name: str) -> str:
         """The name in the model of a parameter or module of a stage: its own, or the first one of a tied parameter.
@@ -111,8 +150,9 @@ def split(
     """Cut ``model`` into stages: ``stages`` of them, or where the modules named by ``at`` begin.
 
     example_inputs: a tuple of arguments, a dict of keyword arguments, or ``(args, kwargs)``; shapes may differ later. The model may be on
-    the meta device; it is not changed, and stages have its own modules, parameters and buffers. policy: chooses the first call of each
-    stage; otherwise parameters are shared out evenly. multi_use: what is done with parameters that several stages use.
+    the meta device (its stages then compute where the example lies: see `Pipe.load` and `Pipe.begin`); it is not changed, and stages have
+    its own modules, parameters and buffers. policy: chooses the first call of each stage; otherwise parameters are shared out
+    evenly. multi_use: what is done with parameters that several stages use.
 
     Raises PlanError for a model that cannot be cut so, and says what can be done.
     """
@@ -138,8 +178,10 @@ def split(
         costs = [float(sum(sizes[name] for name in call.parameters)) for call in graph.calls]
         begins = tuple(policy(graph, stages)) if policy is not None else default_cuts(graph, costs, stages)
     cuts = Cuts.of(graph, begins, multi_use)
-    templates = Templates(model, {call.name for call in graph.calls})
-    return Pipe(cuts, [StageModule(model, cuts, number, templates) for number in range(len(begins))], names)
+    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and not leaf.is_meta]
+    home = given[0].device if given else None
+    templates = Templates(model, {call.name for call in graph.calls}, home)
+    return Pipe(cuts, [StageModule(model, cuts, number, templates) for number in range(len(begins))], names, model)
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

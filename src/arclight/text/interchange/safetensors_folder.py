@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from arclight.fabric.weight_files import WeightFiles
 from arclight.text.interchange.keys import Bounds
 
 _SCALE = "_scale_inv"
@@ -26,19 +24,9 @@ class Folder:
         self, folder: Path, prefix: str = "", block: tuple[int, int] | None = None, stem: str = "model"
     ) -> None:  # fmt: skip
         self.folder, self.block = folder, block
-        self._open: dict[str, Any] = {}
-        index, alone = folder / f"{stem}.safetensors.index.json", f"{stem}.safetensors"
-        if index.is_file():
-            files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        elif (folder / alone).is_file():
-            files = dict.fromkeys(self._file(alone).keys(), alone)
-        else:
-            raise FileNotFoundError(
-                f"{folder} has neither {alone} nor {index.name}; weights of other formats "
-                "(.bin, .pt, .gguf) must be converted to safetensors first"
-            )
-        bare = prefix and not any(name.startswith(prefix) for name in files)
-        self._names = {prefix + name if bare else name: (file, name) for name, file in files.items()}
+        self._files = WeightFiles(folder, stem)
+        bare = prefix and not any(name.startswith(prefix) for name in self._files)
+        self._names = {prefix + name if bare else name: name for name in self._files}
 
     def names(self) -> set[str]:
         """All tensors but the scales of 8-bit blocks, which belong to their weights."""
@@ -50,7 +38,7 @@ class Folder:
         return name in self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._files.part(self._names[name]).get_shape())
 
     def read(self, name: str, bounds: Bounds) -> Tensor:
         """The part ``bounds`` of a tensor, in its own type; 8-bit blocks as float32."""
@@ -66,28 +54,11 @@ class Folder:
         return part.float() * scales
 
     def _part(self, name: str, bounds: Bounds) -> Tensor:
-        where = self._slice(name)
+        where = self._files.part(self._names[name])
         if tuple(stop - start for start, stop in bounds) == tuple(where.get_shape()):
-            return self._whole(name)  # which copies nothing
+            return self._files.tensor(self._names[name])  # which copies nothing
         part: Tensor = where[tuple(slice(*bound) for bound in bounds)]
         return part
-
-    def _whole(self, name: str) -> Tensor:
-        file, own = self._names[name]
-        tensor: Tensor = self._file(file).get_tensor(own)
-        return tensor
-
-    def _slice(self, name: str) -> Any:
-        file, own = self._names[name]
-        return self._file(file).get_slice(own)
-
-    def _file(self, file: str) -> Any:
-        if file not in self._open:
-            path = self.folder / file
-            if not path.is_file():
-                raise FileNotFoundError(f"{path} is listed in the index but is not there")
-            self._open[file] = safe_open(path, framework="pt")
-        return self._open[file]
 
 
 def dtype_named(name: str | None) -> torch.dtype:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from arclight.fabric.weight_files import byte_count, shard_name, shards, write_index, write_shard
 from arclight.text.interchange.families import Family
 from arclight.text.interchange.keys import Piece, pieces
 from arclight.text.interchange.known import family_of_model
@@ -37,7 +35,7 @@ def to_hf(
     of a file, a number or such as "500MB". dtype: that of the written weights, None for their own. The folder appears when it
     is complete. Raises FileExistsError where something is already there, ValueError for a pipeline stage.
     """
-    folder, family, limit = Path(folder), family_of_model(model), _bytes(max_shard_size)
+    folder, family, limit = Path(folder), family_of_model(model), byte_count(max_shard_size)
     held = tensors(model)
     if beside := getattr(model, "beside", ()):
         raise ValueError(
@@ -78,7 +76,7 @@ def _write_shards(
 ) -> None:  # fmt: skip
     types = [_written(held[piece.keys[0].ours], piece, dtype) for piece in todo]
     sizes = [torch.Size(piece.shape).numel() * kind.itemsize for piece, kind in zip(todo, types, strict=True)]
-    shards = list(_shards(sizes, limit))
+    files = list(shards(sizes, limit))
     last: dict[str, Tensor] = {}
 
     def whole(name: str) -> Tensor:
@@ -90,37 +88,22 @@ def _write_shards(
         return last[name]
 
     index: dict[str, str] = {}
-    for number, shard in enumerate(shards):
-        count = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file, out = f"{stem}{count}.safetensors", {}
+    for number, shard in enumerate(files):
+        file, out = shard_name(number, len(files), stem), {}
         for place in shard:
             made = todo[place].make(whole).to(types[place])
             if folder is not None:
                 out[todo[place].theirs] = made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
                 index[todo[place].theirs] = file
         if folder is not None:
-            save_file(out, folder / file, {"format": "pt"})
-    if folder is not None and len(shards) > 1:
-        content = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(index.items()))}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_shard(out, folder / file)
+    if folder is not None and len(files) > 1:
+        write_index(index, sum(sizes), folder, stem)
 
 
 def _written(tensor: Tensor, piece: Piece, dtype: torch.dtype | None) -> torch.dtype:
     keeps = dtype is None or piece.keys[0].exact or not tensor.is_floating_point()
     return tensor.dtype if keeps or dtype is None else dtype
-
-
-def _shards(sizes: list[int], limit: int) -> Iterator[list[int]]:
-    """Places of tensors in the order given, in files of at most ``limit`` bytes; a larger tensor has its own."""
-    shard: list[int] = []
-    total = 0
-    for place, size in enumerate(sizes):
-        if shard and total + size > limit:
-            yield shard
-            shard, total = [], 0
-        shard.append(place)
-        total += size
-    yield shard
 
 
 def _write_rest(
@@ -134,14 +117,3 @@ def _write_rest(
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if tokenizer is not None:
         tokenizer.save(folder)
-
-
-def _bytes(size: int | str) -> int:
-    if isinstance(size, int):
-        found: int | None = size
-    else:
-        match = re.fullmatch(r"(\d+)\s*([KMG]?)i?B", size.strip(), re.IGNORECASE)
-        found = match and int(match[1]) * 1000 ** " KMG".index(match[2].upper() or " ")
-    if not found or found <= 0:
-        raise ValueError(f"max_shard_size {size!r} is no size; write bytes as a number, or such as '500MB' or '5GB'")
-    return found
