@@ -102,7 +102,7 @@ def _unit_graph(
         calls.append(Call(names[number], tuple(parameters), reads, tuple(sizes[number])))
     result = frozenset(values[node] for node in results if node in values)
     loose = dict.fromkeys(exported.states[node] for node in exported.results if node in exported.parameters)
-    graph = UnitGraph(tuple(calls), result, tuple(loose), exported.aliases)
+    graph = UnitGraph(tuple(calls), result, tuple(loose), aliases=exported.aliases)
     return graph, {value: node for node, value in values.items()}
 
 

@@ -1,0 +1,75 @@
+"""Models of many kinds are cut into two and four stages as they are, and compute and learn exactly what they do whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.parallel.pipeline.zoo import ZOO, Example, Kind
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from arclight.parallel.pipeline import Pipe, split
+
+
+def given(kind: Kind, batch: int, length: int) -> Example:
+    """Arguments in double precision."""
+    return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, kind.example(batch, length))  # type: ignore[no-any-return]
+
+
+def outcome(model: nn.Module, run: Any, example: Example) -> tuple[Any, list[Any], dict[str, Tensor]]:
+    """What ``run`` returns, its leaves, and what gradients ``model`` then has."""
+    args, kwargs = example
+    model.zero_grad()
+    torch.manual_seed(1)
+    result = run(*args, **kwargs)
+    leaves = tree_flatten(result)[0]
+    torch.manual_seed(2)
+    torch.stack(
+        [(x * torch.randn_like(x)).sum() for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    ).sum().backward()
+    return result, leaves, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(whole: nn.Module, model: nn.Module, pipe: Pipe, example: Example) -> None:
+    """``pipe``, cut of ``model``, against ``whole``: the result and its type, all gradients, and buffers that change."""
+    expected, wanted, gradients = outcome(whole, whole, example)
+    result, leaves, found = outcome(model, pipe, example)
+    assert type(result) is type(expected)
+    torch.testing.assert_close(leaves, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(found, gradients, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(whole.named_buffers()), rtol=0, atol=0)
+
+
+def names_are_the_models(model: nn.Module, pipe: Pipe) -> None:
+    parameters, live = dict(model.named_parameters(remove_duplicate=False)), dict[str, list[int]]()
+    for stage in pipe.stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            assert parameter is parameters[name]
+        for name, _ in stage.named_parameters():
+            live.setdefault(name, []).append(stage.number)
+    assert set(live) == {name for name, _ in model.named_parameters()}
+    assert {name: tuple(stages) for name, stages in live.items() if len(stages) > 1} == pipe.shared
+    assert set().union(*(stage.state_dict() for stage in pipe.stages)) == set(model.state_dict())
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_model_is_cut_without_its_authors_help(name: str, stages: int) -> None:
+    kind = ZOO[name]
+    torch.manual_seed(0)
+    model = kind.build().double()
+    whole = copy.deepcopy(model)
+    pipe = split(model, given(kind, 2, kind.lengths[0]), stages=stages)
+    assert len(pipe.stages) == stages
+    names_are_the_models(model, pipe)
+    alone = range(len(pipe.graph.calls))
+    assert kind.shared == any(len(users) > 1 for users in pipe.graph.users(alone).values())
+    for training in (True, False):
+        whole.train(training)
+        pipe.train(training)
+        for batch, length in ((2, kind.lengths[0]), (3, kind.lengths[1])):
+            if stages > 2 or training == (batch == 2):
+                compare(whole, model, pipe, given(kind, batch, length))
