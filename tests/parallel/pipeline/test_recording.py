@@ -10,15 +10,18 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from tests.parallel.pipeline.naps import Sleeper
 from torch import Tensor, nn
 
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.actions import Action, Trace
-from arclight.parallel.pipeline.bubbles import busy, idle
+from arclight.parallel.pipeline.bubbles import bubble, busy, idle
+from arclight.parallel.pipeline.costs import UnitCost
 from arclight.parallel.pipeline.install import install
 from arclight.parallel.pipeline.recording import _clock_offset, record, recorded_step
+from arclight.parallel.pipeline.simulate import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
@@ -184,3 +187,37 @@ def test_a_step_that_nobody_records_sets_nothing() -> None:
 
     with recorded_step([Untouchable()], "1F1B", 1, None, torch.device("cpu")):
         pass
+
+
+# -- a pipeline whose actions take known times ---------------------------------------------------------------------
+
+SECONDS = 0.01
+KNOWN = [(SECONDS, SECONDS, SECONDS)] * 4
+
+
+def slept() -> Trace:
+    module, mesh = Sleeper(KNOWN), Mesh(Plan(pp=4, schedule="1F1B", micro_batches=8))
+    install(module, mesh, lambda model, root: parallelize(model, mesh, root=root), torch.device("cpu"))
+    with record(skip=1, steps=3) as run:
+        for _ in range(4):
+            batch_loss(module, torch.ones(8, 16))[0].backward()
+    return run.typical
+
+
+def test_what_is_recorded_is_what_was_predicted() -> None:
+    def run(fabric: al.Fabric) -> Trace:
+        torch.set_num_threads(1)
+        return slept()
+
+    measured = al.Fabric(accelerator="cpu", devices=4, strategy=DDPStrategy(start_method="fork")).launch(run)
+    costs = [UnitCost(f, i if stage else 0.0, w) for stage, (f, i, w) in enumerate(KNOWN)]  # tokens have no gradient
+    predicted = simulate("1F1B", costs, 4, 8)
+    for rank in range(4):
+        assert [span.action for span in measured.of(rank)] == [span.action for span in predicted.of(rank)]
+    expected = {span.action: span.end - span.start for span in predicted.spans}
+    for span in measured.spans:
+        assert span.end - span.start >= 0.99 * expected[span.action]
+    assert measured.seconds >= 0.99 * predicted.seconds
+    assert bubble(measured) == pytest.approx(bubble(predicted), abs=0.15)
+    causes = [cause.imbalance for cause in idle(measured)]
+    assert causes.index(max(causes)) == 0  # it has nothing to compute for gradients of tokens

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from arclight.parallel.pipeline.actions import Action, Span, Trace
 from arclight.parallel.pipeline.bubbles import by_process, describe, source
@@ -159,17 +158,18 @@ class Recorder:
 
         return saved_tensors_hooks(pack, lambda saved: saved)
 
-    def took(self, action: Action, start: Any, boundary: Any = ()) -> None:
-        """``action`` ran from ``start`` until now. boundary: tensors that the stage keeps of a forward until its backward is over."""
+    def took(self, action: Action, start: Any, boundary: Iterable[Iterable[Any]] = ()) -> None:
+        """``action`` ran from ``start`` until now. boundary: what the stage keeps of a forward until its backward: outputs, inputs."""
         end = self.mark()
         if self.on_gpu:
             self._marks.append((action, start, end, torch.cuda.memory_allocated(self.device) - self._bytes))
             return
         key = (action.stage, action.micro_batch)
         if action.kind == "F":
-            for leaf in tree_leaves(boundary):
-                if isinstance(leaf, Tensor):
-                    self._hold(key, leaf)
+            for tensors in boundary:
+                for leaf in tensors:
+                    if isinstance(leaf, Tensor):
+                        self._hold(key, leaf)
         elif action.kind in "BW":
             self._let_go(key)
         self._marks.append((action, start, end, self._bytes))

@@ -1,0 +1,77 @@
+"""A model whose layers take known times, on any machine: they sleep through forward and both halves of backward."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight.parallel.running import Split
+
+
+class _Inputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradient, None, None
+
+
+class _Weights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, backward: float) -> Tensor:
+        ctx.backward_seconds = backward
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradient, None
+
+
+class Nap(nn.Module):
+    """Takes ``seconds``: of forward, backward of what came in (where it needs a gradient) and backward of its weights."""
+
+    def __init__(self, seconds: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward, inputs, weights = self.seconds
+        return _Inputs.apply(x, forward, inputs) * _Weights.apply(self.weight, weights)
+
+
+class Naps(nn.Module):
+    """A model of one layer for each of ``seconds``, which is cut by leaving layers out."""
+
+    def __init__(self, seconds: list[tuple[float, float, float]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Nap(one) for number, one in enumerate(seconds)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class Sleeper(nn.Module):
+    """The module around it, as a pipeline wants it. A batch: (samples, 16)."""
+
+    def __init__(self, seconds: list[tuple[float, float, float]]) -> None:
+        super().__init__()
+        self.model = Naps(seconds)
+        self.runner: Any = None
+
+    def split_batch(self, batch: Tensor) -> Split:
+        return (batch,), {}, batch
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+        return (output - targets).square().sum(), len(targets)
