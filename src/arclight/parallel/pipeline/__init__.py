@@ -33,6 +33,14 @@ Any other model is cut by `split`, which looks at one forward of it; code betwee
     pipe.stages[1]                                       # a module: its parameters, under their names in the model
     pipe(input_ids=tokens)                               # all stages in this process: what the model returns
 
+On the processes of a group, all of which do the same, it trains without a Trainer:
+
+    runner = pipe.on(schedule="1F1B", micro_batches=8, loss=summed_loss)
+    optimizer = torch.optim.AdamW(runner.parameters())   # of this process's stages
+    result = runner.step(input_ids=tokens, targets=labels)
+    runner.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
+    runner.evaluate(input_ids=tokens, outputs="everywhere").outputs
+
 What a pipeline does can be seen, step by step:
 
     with pipeline.record(skip=2) as run:                 # on every process; skip: steps that allocate and compile
@@ -50,6 +58,8 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.parallel.pipeline.chrome import chrome_trace
+    from arclight.parallel.pipeline.chunks import Reducer
+    from arclight.parallel.pipeline.piperunner import PipeRunner
     from arclight.parallel.pipeline.recording import record
     from arclight.parallel.pipeline.splitting import Pipe, StageModule, split
     from arclight.parallel.pipeline.timelines import timeline
@@ -58,6 +68,8 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "Pipe": "arclight.parallel.pipeline.splitting",
+        "PipeRunner": "arclight.parallel.pipeline.piperunner",
+        "Reducer": "arclight.parallel.pipeline.chunks",
         "StageModule": "arclight.parallel.pipeline.splitting",
         "chrome_trace": "arclight.parallel.pipeline.chrome",
         "record": "arclight.parallel.pipeline.recording",

@@ -98,23 +98,24 @@ class Gradients:
         self.before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        self.new: list[Tensor | None] = []
+        self.new: dict[nn.Parameter, Tensor | None] = {}
 
     def taken(self) -> Gradients:
         """Take the step's gradients off the parameters, which have those from before again."""
-        self.new = [parameter.grad for parameter in self.parameters]
+        self.new = {parameter: parameter.grad for parameter in self.parameters}
         for parameter, gradient in zip(self.parameters, self.before, strict=True):
             parameter.grad = gradient
         self.before = []
         return self
 
-    def put(self, scale: Tensor) -> None:
+    def put(self, scale: Tensor | float) -> None:
         """Add them to the parameters', multiplied by ``scale``."""
-        pairs = [(p, new) for p, new in zip(self.parameters, self.new, strict=True) if new is not None]
-        self.new = []
+        pairs = [(parameter, new) for parameter, new in self.new.items() if new is not None]
+        self.new = {}
         if not pairs:
             return
-        torch._foreach_mul_(own_parts([new for _, new in pairs]), scale)
+        if not (isinstance(scale, float) and scale == 1.0):
+            torch._foreach_mul_(own_parts([new for _, new in pairs]), scale)
         sums = [(p.grad, new) for p, new in pairs if p.grad is not None]
         if sums:
             torch._foreach_add_(own_parts([old for old, _ in sums]), own_parts([new for _, new in sums]))

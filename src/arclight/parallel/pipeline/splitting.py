@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from arclight.parallel.pipeline.slicing import Sliced
 from arclight.parallel.pipeline.templates import Templates
 from arclight.parallel.pipeline.turns import parameter_names
 from arclight.parallel.plan import PlanError
+
+if TYPE_CHECKING:
+    from arclight.parallel.pipeline.piperunner import PipeRunner
 
 Policy = Callable[[UnitGraph, int], Sequence[int]]
 """``(graph, stages)``: the first call of each stage."""
@@ -87,6 +90,27 @@ class Pipe:
         for stage in self.stages:
             result = stage(*result, args=args, kwargs=kwargs)
         return result
+
+    def on(
+        self, group: Any = None, *, schedule: str = "1F1B", micro_batches: int = 8,
+        loss: Callable[[Any, Any], Any] | None = None, reduction: Literal["token_mean", "micro_mean", "sum"] = "token_mean",
+        weight: Callable[[Any], Any] | None = None, chunks: Mapping[int | str, Any] | None = None, outputs: Any = 0,
+        data: Any = None, device: Any = None,
+    ) -> PipeRunner:  # fmt: skip
+        """Stages on the processes of ``group`` (all of them by default; one process runs all stages), which call this alike.
+
+        micro_batches: how many a batch becomes, or fewer where it has fewer samples. loss: of the last stage's output and targets,
+        ``(sum, count)`` or a number; without it the model's own result is that. reduction, weight: see `Reduction`. chunks: how
+        arguments are cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
+        how results are put together: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of processes that run
+        other batches through the same stages; gradients become those of all batches.
+
+        Raises PlanError where schedule, stages and processes do not fit.
+        """
+        from arclight.parallel.pipeline.piperunner import Options, PipeRunner
+
+        options = Options(schedule, micro_batches, loss, reduction, weight, chunks, outputs)
+        return PipeRunner(self, group, options, data, device)
 
     def train(self, mode: bool = True) -> Pipe:
         """Set the mode of all stages."""
