@@ -247,5 +247,54 @@ def test_what_cannot_be_cut_is_refused_with_what_can_be_done() -> None:
     model.unused = nn.Linear(2, 2)
     with pytest.raises(PlanError, match=r"unused\.weight, unused\.bias"):
         split(model, example, stages=2)
+    model.unused.requires_grad_(False)
+    assert "unused.weight" in split(model, example, stages=2).stages[1].state_dict()
     with pytest.raises(KeyError, match="nowhere"):
         split(Tied(True), example, stages=2).remap_qualname("nowhere")
+
+
+class Branches(nn.Module):
+    """Goes another way for other values of what a part returns, or draws in place for two parts."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        if self.how == "branch" and first.sum() > 0:
+            first = -first
+        if self.how == "number":
+            first = first * first.abs().max().item()
+        if self.how == "noise":
+            first = first + torch.rand_like(first)
+        if self.how == "fill":
+            filled = torch.zeros(x.shape, dtype=x.dtype)
+            filled[:] = first
+            first = filled
+        second = self.layers[1](first)
+        return self.layers[2](first + second)
+
+
+@pytest.mark.parametrize(("how", "message"), [
+    ("branch", "data-dependent control flow on what another stage computes: layers.0"),
+    ("number", "data-dependent control flow on what another stage computes: layers.0"),
+    ("noise", "random numbers .* stage 1 .* stage 2"),
+    ("fill", "writes what another stage computes .layers.0."),
+])  # fmt: skip
+def test_code_between_parts_that_needs_data_is_refused(how: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        split(Branches(how), (torch.randn(2, 4),), stages=3, frontend="slice")
+
+
+def test_what_cannot_be_sliced_is_traced_and_that_is_said() -> None:
+    model = Branches("fill").double()
+    example = (floats(2, 4),)
+    with pytest.warns(UserWarning, match="writes what another stage computes"):
+        pipe = split(model, example, stages=3)
+    _, wanted, gradients = outcome(model, model, example, {})
+    _, got, found = outcome(model, pipe, example, {})
+    torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-15)
+    with pytest.raises(PlanError, match=r"layers\.0.*Nor can the model be traced"):
+        split(Branches("branch"), (torch.randn(2, 4),), stages=3)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arclight.parallel.pipeline.graph import UnitGraph, Value
+from arclight.parallel.pipeline.holes import HoleError
 from arclight.parallel.plan import PlanError
 
 MultiUse = Literal["replicate", "transmit"] | Mapping[str, Literal["replicate", "transmit"]]
@@ -94,7 +95,7 @@ def _settings(multi_use: MultiUse, graph: UnitGraph, users: Mapping[str, Any]) -
 
 
 def _refuse_apart(graph: UnitGraph, begins: Sequence[int]) -> None:
-    """Raise PlanError for random numbers that two stages need, and for values that are changed before a cut and read after it."""
+    """Raise HoleError for random numbers that two stages need, and for values that are changed before a cut and read after it."""
     ends = graph.ranges(begins)
     stage_of = {call: stage for stage, (begin, end) in enumerate(ends) for call in range(begin, end)}
     drawn: dict[int, int] = {}
@@ -102,7 +103,7 @@ def _refuse_apart(graph: UnitGraph, begins: Sequence[int]) -> None:
     for place, numbers, name in [*users, (len(graph.calls) - 1, graph.result_draws, "the result")]:
         for number in numbers:
             if drawn.setdefault(number, stage_of[place]) != stage_of[place]:
-                raise PlanError(
+                raise HoleError(
                     f"random numbers that are drawn between the parts of the model are needed by stage {drawn[number]} and by stage "
                     f"{stage_of[place]} ({name}), which would draw different ones: draw them in a module (nn.Dropout), or cut elsewhere"
                 )
@@ -110,7 +111,7 @@ def _refuse_apart(graph: UnitGraph, begins: Sequence[int]) -> None:
         for value in call.modifies:
             late = next((at for at in begins if at > index and value in graph.live(at)), None)
             if late is not None:
-                raise PlanError(
+                raise HoleError(
                     f"{call.name} changes in place what {graph.calls[value.call].name} returned, and a later stage needs it: use the "
                     f"module without inplace, or do not cut before {graph.calls[late].name}"
                 )

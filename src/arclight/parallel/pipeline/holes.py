@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 class HoleError(PlanError):
-    """Code between the parts of a model needs data that another stage computes."""
+    """Stages cannot run the code between the parts of a model: it needs data that another stage computes, or would do things twice."""
 
 
 @dataclass(frozen=True)

@@ -240,8 +240,8 @@ class _Observer:
                 self.memories[key] = (memory, memory.writes)
 
 
-def _shared_memory(path: str) -> PlanError:
-    return PlanError(
+def _shared_memory(path: str) -> HoleError:
+    return HoleError(
         f"{path} and what comes after it return views of one memory, which is changed in place: stages would change copies of it. "
         "Compute a new tensor in its place"
     )

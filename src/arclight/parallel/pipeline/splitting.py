@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.beginning import begin
 from arclight.parallel.pipeline.cuts import Cuts, MultiUse
 from arclight.parallel.pipeline.graph import UnitGraph, Value
 from arclight.parallel.pipeline.holding import outline
+from arclight.parallel.pipeline.holes import HoleError
 from arclight.parallel.pipeline.loading import Loaded, load
 from arclight.parallel.pipeline.observe import observe
 from arclight.parallel.pipeline.partition import balance
 from arclight.parallel.pipeline.saving import save
 from arclight.parallel.pipeline.slicing import Sliced
 from arclight.parallel.pipeline.templates import Templates
+from arclight.parallel.pipeline.tracing import TracedStage, trace
 from arclight.parallel.pipeline.turns import parameter_names
 from arclight.parallel.plan import PlanError
 
@@ -75,10 +78,12 @@ def _tied(module: nn.Module) -> dict[str, str]:
 class Pipe:
     """A model cut into stages, which run in this process one after another when it is called."""
 
-    def __init__(self, cuts: Cuts, stages: list[StageModule], names: Mapping[str, str], model: nn.Module) -> None:
+    def __init__(
+        self, cuts: Cuts, stages: Sequence[StageModule | TracedStage], names: Mapping[str, str], model: nn.Module
+    ) -> None:
         """model: only its tree is kept, not what it holds."""
         self._model = outline(model)
-        self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, stages
+        self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, list(stages)
         self.shared: dict[str, tuple[int, ...]] = cuts.shared
         """For each parameter that several stages have (by its first name) their numbers: their gradients are to be summed."""
         self._names = dict(names)
@@ -185,27 +190,57 @@ def split(
         raise PlanError(
             "say either into how many stages the model is cut (stages = 4), or where (at = [names of modules])"
         )
-    if frontend not in ("auto", "slice"):
-        raise PlanError(f"frontend is {frontend!r}: say 'auto' or 'slice'")
+    if frontend not in ("auto", "slice", "trace"):
+        raise PlanError(f"frontend is {frontend!r}: say 'auto', 'slice' or 'trace'")
     paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
     for name in at or ():
         if name not in paths:
             raise PlanError(f"{name} is no module of {type(model).__name__}; did you mean {_nearest(name, paths)}?")
-    graph = observe(model, None, args, kwargs, at or ())
     names, parameters = parameter_names(model)
-    _refuse_unused(graph, names, parameters)
-    if at is not None:
-        begins = cuts_at(graph, at)
-    else:
+
+    def cut(graph: UnitGraph) -> Cuts:
+        graph = _with_unused(graph, parameters)
+        if at is not None:
+            return Cuts.of(graph, cuts_at(graph, at), multi_use)
         assert stages is not None
-        sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-        costs = [float(sum(sizes[name] for name in call.parameters)) for call in graph.calls]
-        begins = tuple(policy(graph, stages)) if policy is not None else default_cuts(graph, costs, stages)
-    cuts = Cuts.of(graph, begins, multi_use)
-    given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and not leaf.is_meta]
-    home = given[0].device if given else None
-    templates = Templates(model, {call.name for call in graph.calls}, home)
-    return Pipe(cuts, [StageModule(model, cuts, number, templates) for number in range(len(begins))], names, model)
+        if policy is not None:
+            return Cuts.of(graph, policy(graph, stages), multi_use)
+        costs = [float(sum(parameters[name].numel() for name in call.parameters)) for call in graph.calls]
+        return Cuts.of(graph, default_cuts(graph, costs, stages), multi_use)
+
+    reason: PlanError | None = None
+    if frontend != "trace":
+        try:
+            cuts = cut(observe(model, None, args, kwargs, at or ()))
+            templates = Templates(model, {call.name for call in cuts.graph.calls})
+            parts = [StageModule(model, cuts, number, templates) for number in range(len(cuts.begins))]
+            return Pipe(cuts, parts, names, model)
+        except HoleError as error:
+            if frontend == "slice":
+                raise
+            reason = error
+    return _traced(model, args, kwargs, cut, names, reason)
+
+
+def _traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[[UnitGraph], Cuts], names: Mapping[str, str],
+    reason: PlanError | None,
+) -> Pipe:  # fmt: skip
+    """Stages of a traced graph. reason: why there are no stages of the model's own code."""
+    try:
+        traced = trace(model, args, kwargs)
+        cuts = cut(traced.graph)
+    except PlanError as error:
+        if reason is None:
+            raise
+        raise PlanError(f"{reason}. Nor can the model be traced: {error}") from error
+    if cuts.sent:
+        raise PlanError(
+            f"{cuts.sent[0]} is to be sent between stages, and stages of a traced graph each have it: use 'replicate'"
+        )
+    if reason is not None:
+        rank_zero_warn(f"the model is cut as a traced graph, for shapes and mode of the example only: {reason}")
+    return Pipe(cuts, traced.stages(cuts.begins), names, model)
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -250,15 +285,18 @@ def cuts_at(graph: UnitGraph, at: Sequence[str]) -> tuple[int, ...]:
     return tuple(begins)
 
 
-def _refuse_unused(graph: UnitGraph, names: Mapping[str, str], parameters: Mapping[str, nn.Parameter]) -> None:
+def _with_unused(graph: UnitGraph, parameters: Mapping[str, nn.Parameter]) -> UnitGraph:
+    """``graph``, whose last stage keeps frozen parameters that are not used. Raises PlanError for those that would train."""
     used = set(graph.result_parameters).union(*(call.parameters for call in graph.calls))
     unused = [name for name in parameters if name not in used]
-    if unused:
-        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+    training = [name for name in unused if parameters[name].requires_grad]
+    if training:
+        shown = ", ".join(training[:5]) + (f" and {len(training) - 5} more" if len(training) > 5 else "")
         raise PlanError(
-            f"no call of the model uses {shown}, so no stage would have them: leave them out of the model, or give example arguments "
-            "that use them"
+            f"the model does not use {shown} for these arguments, so no stage has them: call requires_grad_(False) on what shall not train "
+            "(the last stage keeps it), leave it out of the model, or give example arguments that use it"
         )
+    return replace(graph, result_parameters=(*graph.result_parameters, *unused))
 
 
 def _nearest(name: str, known: set[str]) -> str:
