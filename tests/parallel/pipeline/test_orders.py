@@ -130,7 +130,7 @@ def figures(name: str, processes: int, micro_batches: int) -> tuple[float, float
     """
     order = order_of(name, processes, micro_batches)
     own = shape_of(order)[0] // processes
-    trace = simulate(order, [UnitCost(1 / own, 1 / own, 1 / own)] * (own * processes))
+    trace = simulate(order, [UnitCost(1 / own, 1 / own, 1 / own)] * (own * processes), whole_first=False)
     spans = [trace.of(rank) for rank in range(processes)]
     longest = max(own[-1].end - own[0].start for own in spans)
     work = 3 * micro_batches

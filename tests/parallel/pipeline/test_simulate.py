@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -14,8 +14,11 @@ from arclight.parallel.pipeline.actions import Action, Order, write_csv
 from arclight.parallel.pipeline.bubbles import bubble, busy, idle, peak_bytes
 from arclight.parallel.pipeline.costs import Link, UnitCost
 from arclight.parallel.pipeline.orders import RECIPES, held_at_most, order_of, shape_of
-from arclight.parallel.pipeline.simulate import Prediction, idle_seconds, simulate
+from arclight.parallel.pipeline.simulate import Prediction, idle_seconds
+from arclight.parallel.pipeline.simulate import simulate as simulate_as_run
 
+simulate = partial(simulate_as_run, whole_first=False)
+"""As in papers: the first stage splits its backward like all others."""
 NAMES = [*RECIPES, "Interleaved1F1B:3"]
 
 
@@ -189,6 +192,18 @@ def test_after_the_last_action_gradients_are_reduced_and_the_optimizer_steps() -
     # Then the next step of each process begins a whole step later: there is no bubble.
     begins = [free.of(rank)[0].start for rank in range(4)]
     assert {end - begin for begin, end in zip(begins, last, strict=True)} == {36.0}
+
+
+def test_nobody_waits_for_the_gradient_of_the_input() -> None:
+    costs = [UnitCost(1, 1, 1, held=100)] * 4
+    for name in ("1F1B", "GPipe"):
+        assert simulate_as_run(name, costs, 4, 8) == simulate(name, costs, 4, 8)
+    trace = simulate_as_run("ZB-H1", costs, 4, 8)
+    took = {(s.action.stage, s.action.kind): s.end - s.start for s in trace.spans}
+    assert [took[0, kind] for kind in "FIW"] == [1, 0, 2]
+    assert [took[1, kind] for kind in "FIW"] == [1, 1, 1]
+    assert peak_bytes(trace)[0] == 400
+    assert busy(trace) == pytest.approx([24] * 4)
 
 
 def test_each_boundary_has_its_link() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from arclight.parallel.pipeline.actions import Action, Order, Span, Trace
@@ -43,6 +43,7 @@ def simulate(
     link: Link | Sequence[Link] = AT_ONCE,
     overlap: bool = True,
     receives: Receives | None = None,
+    whole_first: bool = True,
     freed_by_inputs: float | Sequence[float] = 0.5,
     shares: Sequence[float] | None = None,
     reduction: float | Sequence[float] = 0.0,
@@ -64,6 +65,8 @@ def simulate(
         link: between all processes, or one for each boundary between stages (from stage n to n + 1 and back).
         overlap: whether sending leaves the sender free to compute; otherwise it waits until all has arrived.
         receives: see :data:`Receives`; None for what is done for a schedule of this name.
+        whole_first: whether the first stage leaves all of a split backward to W, as it does here, since nobody waits for the
+            gradient of its input. False for figures as in papers.
         freed_by_inputs: of what a stage holds for backward, the part that the backward of the inputs (I) frees (for each
             stage, or for all). The rest is freed by W; B frees all.
         shares: sizes of the micro-batches, where 1 is the one that costs are of. None: all alike.
@@ -82,9 +85,13 @@ def simulate(
         raise PlanError(f"{name} has {number} micro-batches: {len(shares)} shares were given")
     if receives is None:
         receives = "due" if name.lower() in ("gpipe", "1f1b") else "early"
+    freed = list(_each(freed_by_inputs, stages))
+    if whole_first:
+        costs = [replace(costs[0], inputs=0.0, weights=costs[0].backward), *costs[1:]]
+        freed[0] = 0.0
     run = _Run(order, costs, _each(link, max(1, stages - 1)), overlap, receives == "early", shares or [1.0] * number)
     run.all()
-    spans = _with_memory(run, costs, _each(freed_by_inputs, stages))
+    spans = _with_memory(run, costs, freed)
     ends = _ends(run.clocks, _each(reduction, len(order)), _each(optimizer, len(order)), synchronous)
     return Prediction(name, len(order), stages, number, spans, run.waits, ends)
 
@@ -205,9 +212,12 @@ def _with_memory(run: _Run, costs: Sequence[UnitCost], freed: Sequence[float]) -
 
 
 def idle_seconds(schedule: str, ranks: int, micro_batches: int, forward: float, inputs: float, weights: float) -> float:
-    """For which a process does nothing in a step of equal stages, without communication; times of a process's whole share of F, I, W."""
+    """For which a process does nothing in a step of equal stages that split backward alike, without communication.
+
+    forward, inputs, weights: seconds of a process's whole share of F, I, W.
+    """
     order = order_of(schedule, ranks, micro_batches)
     stages, number, _ = shape_of(order)
     part = ranks / stages
-    trace = simulate(order, [UnitCost(forward * part, inputs * part, weights * part)] * stages)
+    trace = simulate(order, [UnitCost(forward * part, inputs * part, weights * part)] * stages, whole_first=False)
     return trace.seconds - number * (forward + inputs + weights)
