@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.stage_loading import load_peak
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -295,3 +296,25 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
         load(on_meta(Net), tmp_path / "none")
     folder_of(weights(net()), tmp_path / "n", lambda _: "w.safetensors")
     assert "embed.weight" in WeightFiles(tmp_path / "n" / "model.safetensors.index.json")
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def limit(found: dict[str, float]) -> float:
+    return found["stage"] + found["largest"] + 64e6
+
+
+def test_one_of_four_stages_is_loaded_in_little_more_memory_than_it_takes(tmp_path: Path) -> None:
+    found = load_peak(tmp_path, ["copied"], width=1024)["copied"]
+    assert found["stage"] * 3 < sum(file.stat().st_size for file in (tmp_path / "rows-1024").iterdir())
+    assert 0.9 * found["stage"] < found["peak"] < limit(found)
+
+
+@pytest.mark.slow
+def test_every_way_to_load_a_stage_stays_below_the_limit_and_the_naive_one_does_not(tmp_path: Path) -> None:
+    found = load_peak(tmp_path)
+    assert found["mapped"]["peak"] < 32e6
+    for way in ("copied", "converted"):
+        assert 0.9 * found[way]["stage"] < found[way]["peak"] < limit(found[way])
+    assert found["whole"]["peak"] > limit(found["whole"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,8 +92,7 @@ def _initialize(model: nn.Module, waiting: dict[torch.Tensor, str], device: torc
         for name in sorted(modules, key=_depth, reverse=True):
             if any(_is_below(other, name) for other in waiting.values()):
                 maker = next((makers[outer] for outer in _outwards(name) if outer in makers), None)
-                draws.enter(name)
-                with draws:
+                with draws.of(name, modules[name], device):
                     _run(modules[name], maker, draws)
     for tensor, data in kept.items():
         if tensor.data_ptr() != data.data_ptr():  # a module put other memory under what it thought was to begin
@@ -133,12 +133,37 @@ class _Draws(TorchDispatchMode):
         super().__init__()
         self._seed, self._names, self._waiting = seed, names, waiting
         self._written = set[torch.Tensor]()
-        self._homes = {tensor.untyped_storage().data_ptr(): tensor for tensor in names if not tensor.is_meta}
+        self._homes: dict[int, torch.Tensor] = {}
+        self._memory: list[torch.Tensor] = []  # so that nothing else gets it while it is known by its address
+        for tensor in names:
+            self._know(tensor)
         self._module, self._last, self._counts = "", "", dict[str, int]()
 
-    def enter(self, module: str) -> None:
-        """From here on ``module`` begins."""
-        self._module, self._last, self._counts = module, f"{module}*", {}
+    @contextmanager
+    def of(self, name: str, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """``module`` begins. What of its own is not of this stage has memory meanwhile, so that it takes the same way everywhere."""
+        self._module, self._last, self._counts = name, f"{name}*", {}
+        lent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            full = f"{name}.{own}" if name else own
+            if tensor is not None and tensor.is_meta and self._names[tensor] == full:
+                blank = like(torch.zeros_like(tensor, device=device), tensor)
+                lent[own] = tensor, blank
+                self._names[blank] = self._waiting[blank] = full
+                self._know(blank)
+                setattr(module, own, blank)
+        try:
+            with self:
+                yield
+        finally:
+            for own, (tensor, blank) in lent.items():
+                setattr(module, own, tensor)
+                del self._names[blank], self._waiting[blank]
+
+    def _know(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta and tensor.numel():
+            self._homes[tensor.untyped_storage().data_ptr()] = tensor
+            self._memory.append(tensor.detach())
 
     def has_value(self, tensor: torch.Tensor, now: torch.Tensor | None = None) -> bool:
         """Whether what waited for a value has one, in its place or in what a module put there ``now``."""
@@ -154,7 +179,7 @@ class _Draws(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         for given in _changed(func, args, kwargs):
             tensor = self._tensor_of(given)
-            if tensor is None:
+            if tensor is None or tensor not in self._names:
                 continue
             self._last = self._names[tensor]
             if not tensor.is_meta and (tensor not in self._waiting or not _is_below(self._last, self._module)):
