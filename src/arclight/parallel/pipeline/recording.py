@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,13 +18,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from arclight.parallel.pipeline.actions import Action, Span, Trace
 from arclight.parallel.pipeline.bubbles import by_process, describe, source
+from arclight.parallel.pipeline.costs import UnitCost
 from arclight.parallel.plan import PlanError
 
 _ROUND_TRIPS = 16
 """Messages there and back to compare two clocks by; the fastest says most."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Recording:
     """Steps of one pipeline; filled on all of its processes when :func:`record` ends."""
 
@@ -51,23 +53,49 @@ class Recording:
     def __str__(self) -> str:
         return describe(self.typical)
 
+    @property
+    def simulated(self) -> Trace:
+        """The :attr:`typical` step again, as it would be if each action took what its kind takes on its stage on average and what is
+        sent were there at once: all that it lacks is noise, and time on the way.
+        """
+        from arclight.parallel.pipeline.simulate import simulate
+
+        typical = self.typical
+        order = tuple(tuple(span.action for span in lane) for lane in by_process(typical))
+        return replace(simulate(order, stage_costs(typical)), schedule=typical.schedule)
+
+    def start(self) -> None:
+        """Record from now on, on all processes of the pipeline. Raises PlanError where another recording is under way."""
+        if _current.get() not in (None, self):
+            raise PlanError("steps are being recorded already: one `with pipeline.record()` cannot lie within another")
+        _current.set(self)
+
+    def stop(self) -> None:
+        """Record no more. :meth:`gather` puts together what there is."""
+        _current.set(None)
+
+    def gather(self) -> None:
+        """Exchange what the processes of the pipeline took down, each on its own clock; all of them call it."""
+        if not self._taken:
+            return
+        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        parts: list[Any] = [self._taken]
+        if self._group is not None:
+            offset = _clock_offset(self._group, self._device)
+            parts *= dist.get_world_size(self._group)
+            own = [(trace, begin + offset) for trace, begin in self._taken]
+            dist.all_gather_object(parts, own, group=self._group)
+        self.traces = [_together(step) for step in zip(*parts, strict=True)]
+        self._taken = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has as many steps as were asked for."""
+        return self.steps is not None and len(self._taken) + len(self.traces) >= self.steps
+
     def _wants_next(self) -> bool:
         self._seen += 1
-        return self._seen > self.skip and (self.steps is None or len(self._taken) < self.steps)
-
-    def _gather(self) -> None:
-        """Put together what the processes of the pipeline took down, each on its own clock."""
-        if self._group is None:  # one process, or nothing was run
-            self.traces = [_together([one]) for one in self._taken]
-            self._taken.clear()
-            return
-        self.first = dist.get_rank() == 0
-        offset = _clock_offset(self._group, self._device)
-        own = [(trace, begin + offset) for trace, begin in self._taken]
-        parts: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(parts, own, group=self._group)
-        self.traces = [_together(step) for step in zip(*parts, strict=True)]
-        self._taken.clear()
+        return self._seen > self.skip and not self.complete
 
 
 _current: ContextVar[Recording | None] = ContextVar("recording of a pipeline", default=None)
@@ -85,15 +113,29 @@ def record(skip: int = 0, steps: int | None = None, *, activations: bool = False
     whether memory is that of all tensors saved for backward (which slows forwards), else of what crosses the cuts only. On a
     GPU it is always all memory allocated since the step began, and times are the device's own. Raises PlanError within another.
     """
-    if _current.get() is not None:
-        raise PlanError("steps are being recorded already: one `with pipeline.record()` cannot lie within another")
     run = Recording(skip, steps, activations)
-    token = _current.set(run)
+    run.start()
     try:
         yield run
     finally:
-        _current.reset(token)
-    run._gather()
+        run.stop()
+    run.gather()
+
+
+def stage_costs(trace: Trace) -> list[UnitCost]:
+    """What each stage took of a micro-batch on average; a backward in one counts as that of inputs."""
+    times: dict[tuple[int, str], list[float]] = {}
+    for span in trace.spans:
+        times.setdefault((span.action.stage, span.action.kind), []).append(span.end - span.start)
+
+    def mean(stage: int, kind: str) -> float:
+        return fmean(times.get((stage, kind), [0.0]))
+
+    split = {stage for stage, kind in times if kind == "I"}
+    return [
+        UnitCost(mean(stage, "F"), mean(stage, "I" if stage in split else "B"), mean(stage, "W"))
+        for stage in range(trace.stages)
+    ]
 
 
 @contextmanager

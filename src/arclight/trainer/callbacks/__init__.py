@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks.model_summary import ModelSummary, RichModelSummary
     from arclight.trainer.callbacks.monitored import MissingMetricError
     from arclight.trainer.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+    from arclight.trainer.callbacks.pipeline_timeline import PipelineTimeline
     from arclight.trainer.callbacks.prediction_writer import BasePredictionWriter
     from arclight.trainer.callbacks.progress_bar import ProgressBar
     from arclight.trainer.callbacks.progress_columns import RichProgressBarTheme
@@ -55,6 +56,7 @@ _FILES = {
     "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
+    "PipelineTimeline": "pipeline_timeline",
     "ProgressBar": "progress_bar",
     "RichModelSummary": "model_summary",
     "RichProgressBar": "rich_progress_bar",

@@ -1,0 +1,87 @@
+"""A page that shows what the processes of a pipeline do."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.parallel.pipeline.recording import Recording
+from arclight.parallel.strategy import PlanStrategy
+from arclight.trainer.callback import Callback
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class PipelineTimeline(Callback):
+    """``plots/pipeline.html`` in the run folder, and ``plots/pipeline.json`` in Chrome's format: one training step of a pipeline.
+
+    Of ``steps`` training steps, after the first ``after`` of this fit, it is the one of median length; above it the page has the same
+    step simulated with the mean times of each stage, and transfers that take none. ``activations``: see
+    `arclight.parallel.pipeline.record`. The processes measure without waiting for each other; they exchange what they have once,
+    after the last of these steps. Raises MisconfigurationError in a fit without a pipeline.
+    """
+
+    def __init__(self, after: int = 3, steps: int = 5, *, activations: bool = False) -> None:
+        if after < 0 or steps < 1:
+            raise MisconfigurationError(
+                f"PipelineTimeline needs after >= 0 and steps >= 1, not after = {after} and steps = {steps}"
+            )
+        self.after, self.steps, self.activations = after, steps, activations
+        self._run: Recording | None = None
+        self._recording = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, PlanStrategy) or strategy.plan.pp < 2:
+            raise MisconfigurationError(
+                'PipelineTimeline shows the processes of a pipeline, and this run has none: use strategy = "pipeline", or a plan with '
+                "pp = 2 or more"
+            )
+        self._run = Recording(self.after, self.steps, self.activations)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
+        if self._run is not None:
+            self._run.start()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._run is None:
+            return
+        self._run.stop()
+        if self._run.complete:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
+        if self._run is not None:
+            self._write(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        if self._run is not None:
+            self._run.stop()
+            self._run = None
+
+    def _write(self, trainer: Trainer) -> None:
+        from arclight.parallel.pipeline.chrome import chrome_trace
+        from arclight.parallel.pipeline.timelines import timeline
+
+        run, self._run = self._run, None
+        assert run is not None
+        run.gather()
+        if not run.traces:
+            log.warning("PipelineTimeline has nothing to show: fewer than %s steps were trained", self.after + 1)
+            return
+        folder = trainer.run_folder.plots
+        simulated = run.simulated
+        path = timeline(
+            run,
+            simulated,
+            folder / "pipeline.html",
+            f"{trainer.run_folder.name} {trainer.run_folder.number}: {run.typical.schedule}",
+        )
+        chrome_trace(run, folder / "pipeline.json", simulated)
+        if trainer.is_global_zero:
+            log.info("timeline of the pipeline: %s\n%s", path, run)

@@ -1,0 +1,83 @@
+"""A Trainer's run shows what its pipeline does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.parallel.pipeline.naps import Sleeper
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import arclight as al
+from arclight.fabric.errors import MisconfigurationError
+from arclight.parallel import Plan
+from arclight.parallel.pipeline import record
+from arclight.parallel.running import batch_loss
+from arclight.trainer.callbacks import PipelineTimeline
+
+SECONDS = 0.004
+
+
+class Module(al.Module):
+    """Layers that sleep, trained as any module is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = Sleeper([(SECONDS, SECONDS, SECONDS)] * 4)
+        self.model, self.runner = inner.model, None
+        self.split_batch, self.loss = inner.split_batch, inner.loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        total, count = batch_loss(self, batch)
+        return total / count
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        batch_loss(self, batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def fit(folder: Path, callback: PipelineTimeline, plan: Plan | None, steps: int = 4) -> None:
+    trainer = al.Trainer(
+        accelerator="cpu", devices=1 if plan is None else plan.world_size, default_root_dir=folder, max_steps=steps, logger=False,
+        strategy="auto" if plan is None else plan.strategy(start_method="fork"), enable_checkpointing=False,
+        enable_progress_bar=False, callbacks=[callback], limit_val_batches=1, val_check_interval=2,
+    )  # fmt: skip
+    batches = DataLoader(torch.randn(64, 16), batch_size=8)
+    trainer.fit(Module(), batches, batches)
+
+
+def data(page: Path) -> Any:
+    text = page.read_text(encoding="utf-8")
+    return json.loads(text.split('id="data">')[1].split("</script>")[0])
+
+
+def test_a_run_writes_the_timeline_of_a_step_once_it_has_seen_enough(tmp_path: Path) -> None:
+    fit(tmp_path, PipelineTimeline(after=1, steps=2), Plan(pp=2, schedule="1F1B", micro_batches=4))
+    (plots,) = tmp_path.glob("**/plots")
+    assert sorted(file.name for file in plots.iterdir()) == ["pipeline.html", "pipeline.json"]
+    found = data(plots / "pipeline.html")
+    simulated, measured = found["traces"]
+    assert (simulated["name"], measured["name"]) == ("predicted", "measured")
+    assert simulated["microseconds"] <= measured["microseconds"]
+    for lane, other in zip(measured["lanes"], simulated["lanes"], strict=True):
+        assert len(lane["spans"]) == len(other["spans"]) == 6 * 8
+        kinds = [found["letters"][int(kind)] for kind in lane["spans"][::6]]
+        assert sorted(kinds) == ["B"] * 4 + ["F"] * 4  # a training step, none of validation
+        took = [end - start for start, end in zip(lane["spans"][3::6], lane["spans"][4::6], strict=True)]
+        assert min(took) > 2 * SECONDS * 1e6 * 0.99
+    assert {event["ph"] for event in json.loads((plots / "pipeline.json").read_text())["traceEvents"]} == set("XsfMC")
+    with record():  # no recording was left open
+        pass
+
+
+def test_without_a_pipeline_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationError, match='this run has none: use strategy = "pipeline"'):
+        fit(tmp_path, PipelineTimeline(), None)
+    with pytest.raises(MisconfigurationError, match="not after = -1 and steps = 5"):
+        PipelineTimeline(after=-1)
