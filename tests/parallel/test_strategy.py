@@ -172,7 +172,7 @@ class Plain(al.Module):
 @pytest.mark.parametrize(
     ("plan", "precision", "module", "message"),
     [
-        (Plan(pp=2), "32-true", Plain, "Plain has no runner, so its steps cannot be run by a pipeline"),
+        (Plan(pp=2, cp=2), "32-true", Plain, "cannot spread over cp = 2: write them as arclight.parallel.running says"),
         (Plan(cp=2), "32-true", Plain, "Plain has no runner, so nothing can cut its sequences"),
         (Plan(pp=2), "16-mixed", Language, "use precision bf16-mixed or 32, or pp = 1"),
         (Plan(cp=3, context="ulysses"), "32-true", Plain, "cannot be shared out among cp = 3 processes"),

@@ -207,10 +207,13 @@ def copy_from_rank_zero(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def materialize(module: nn.Module, device: torch.device, seed: Callable[[str], int] | None = None) -> None:
+def materialize(
+    module: nn.Module, device: torch.device, seed: Callable[[str], int] | None = None, apart: bool = False
+) -> None:
     """Memory and first values for parameters and buffers on the meta device, in modules' own ``reset_parameters``.
 
-    With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are.
+    With ``seed`` each module draws from generators seeded by its name, and the global ones stay as they are. ``apart`` says that
+    processes have different modules: each keeps what it drew, which the seed makes the same wherever it is drawn.
 
     The values do not depend on how tensors are spread: each module's are drawn whole, as one process would, and its share
     kept. (Drawing into shares would give every process the same numbers on some devices.) Warns of modules that have no
@@ -229,7 +232,7 @@ def materialize(module: nn.Module, device: torch.device, seed: Callable[[str], i
                 _draw(part, own, reset if callable(reset) else None, device)
         for name, tensor in own.items():
             if name in new:
-                made[tensor] = _kept(_tensor(part, name), tensor, device)
+                made[tensor] = _kept(_tensor(part, name), tensor, device, apart)
             _put(part, name, made[tensor])
     if without:
         warnings.warn(
@@ -271,10 +274,10 @@ def _draw(module: nn.Module, own: dict[str, torch.Tensor], reset: Any, device: t
         tensor.copy_(value)
 
 
-def _kept(value: torch.Tensor, place: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _kept(value: torch.Tensor, place: torch.Tensor, device: torch.device, apart: bool) -> torch.Tensor:
     """What of the whole ``value`` (rank 0's) this process keeps in ``place``."""
     whole = value.detach()
-    if dist.is_available() and dist.is_initialized():
+    if not apart and dist.is_available() and dist.is_initialized():
         dist.broadcast(whole, 0)
     kept = share_of(whole, place, device)
     return nn.Parameter(kept, place.requires_grad) if isinstance(value, nn.Parameter) else kept

@@ -19,9 +19,13 @@ def checkpoint_blocks(model: nn.Module, how: str | float) -> None:
 
     A number is left to the compiler: see `arclight.parallel.compiling`.
     """
-    if how == "none" or not isinstance(how, str):
-        return
     for _, block in blocks(model):
+        checkpoint_block(block, how)
+
+
+def checkpoint_block(block: nn.Module, how: str | float) -> None:
+    """The same for one block."""
+    if how != "none" and isinstance(how, str):
         block.forward = _checkpointed(block.forward, how == "selective")
 
 

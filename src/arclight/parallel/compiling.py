@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,11 @@ from arclight.parallel.units import blocks
 
 def compile_blocks(model: nn.Module, plan: Plan) -> None:
     """Compile each block below ``model`` in place, as the plan says; names stay."""
+    compile_each([block for _, block in blocks(model)], plan)
+
+
+def compile_each(parts: Iterable[nn.Module], plan: Plan) -> None:
+    """The same for these blocks."""
     if plan.compile == "none":
         return
     options: dict[str, Any] = {"backend": plan.compile}
@@ -21,8 +27,8 @@ def compile_blocks(model: nn.Module, plan: Plan) -> None:
     if not isinstance(plan.activation_checkpointing, str):
         options["backend"] = _within_budget(plan.activation_checkpointing, options.get("options"))
         options.pop("options", None)
-    for _, block in blocks(model):
-        block.compile(**options)
+    for part in parts:
+        part.compile(**options)
 
 
 def enable_async_tp(mesh: Mesh) -> None:

@@ -30,6 +30,8 @@ from arclight.parallel.context import install_context
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.pipeline.install import check as check_pipeline
 from arclight.parallel.pipeline.install import install
+from arclight.parallel.pipeline.spreading import Wishes, check_steps, is_runnable, spread_steps
+from arclight.parallel.pipeline.steps import Steps
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.shard import Types
 
@@ -57,8 +59,15 @@ class PlanStrategy(ShardedStrategy):
         if plan.pp > 1:
             check_pipeline(plan)
         self.plan, self.sequence_length = plan, sequence_length
+        self.wishes = Wishes()
+        self._steps: dict[nn.Module, Steps] = {}
         self._mesh: Mesh | None = None
         self._roots: dict[nn.Module, nn.Module] = {}
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether a schedule takes micro-batches through stages."""
+        return self.plan.pp > 1
 
     @property
     def mesh(self) -> Mesh:
@@ -102,7 +111,7 @@ class PlanStrategy(ShardedStrategy):
 
     @property
     def evaluates_together(self) -> bool:  # type: ignore[override]
-        return not self.plan.only_replicates
+        return self.in_stages or not self.plan.only_replicates
 
     @property
     def counts(self) -> bool:  # type: ignore[override]
@@ -117,7 +126,7 @@ class PlanStrategy(ShardedStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        if self.plan.pp > 1:
+        if self.in_stages:
             raise PlanError(
                 "stages of a pipeline have other parameters than the whole: make optimizers after setup_module"
             )
@@ -134,11 +143,15 @@ class PlanStrategy(ShardedStrategy):
 
     def _spread(self, module: nn.Module, whole: bool) -> nn.Module:
         """Spread ``module`` in place; what is called in its place."""
-        if not whole and not self.plan.only_replicates:
+        if not whole and (self.in_stages or not self.plan.only_replicates):
             raise PlanError(
                 "automatic_optimization=False hides from the plan what a step calls: use strategy='fsdp', or let the Trainer step"
             )
-        check(module, self.plan, self.sequence_length)
+        own_steps = self.in_stages and not is_runnable(module)
+        if own_steps:
+            check_steps(self.plan, module)
+        else:
+            check(module, self.plan, self.sequence_length)
         if self.plan.float8 != "none" and isinstance(self.precision, Float8Precision):
             raise PlanError(
                 f'precision="float8" and the plan\'s float8 = "{self.plan.float8}" are two ways to one thing: choose one'
@@ -146,7 +159,9 @@ class PlanStrategy(ShardedStrategy):
         sharding.copy_from_rank_zero(module, self.device)
         seed = self.broadcast(torch.initial_seed() % 2**32)
         options: dict[str, Any] = {"device": self.device, "types": self.types(), "seed": seed}
-        if self.plan.pp > 1:
+        if own_steps:
+            root = self._cut_steps(module, options)
+        elif self.in_stages:
             root = self._spread_stages(module, options)
         else:
             if self.plan.cp > 1:
@@ -159,12 +174,36 @@ class PlanStrategy(ShardedStrategy):
 
     def _spread_stages(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         """Of the module's model this process's stages, each spread; a schedule calls them, so that nothing need be called around a step."""
+        self._refuse_scaler()
+        install(module, self.mesh, lambda model, part: parallelize(model, self.mesh, root=part, **options), self.device)
+        return StepRoot(module, shared=False)
+
+    def _cut_steps(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+        """The module's own steps cut into stages: it keeps what this process's have."""
+        self._refuse_scaler()
+        if self.example is None:
+            raise PlanError(
+                f"{type(module).__name__} has steps of its own, which a Trainer runs: a loop by hand needs a module that is written as "
+                "arclight.parallel.running says, or pp = 1"
+            )
+        self._draw_alike()
+        self._steps[module] = spread_steps(
+            module, self.mesh, example=self.example(self.wishes.example), wishes=self.wishes, **options
+        )
+        return StepRoot(module, shared=False)
+
+    def _refuse_scaler(self) -> None:
         if self.precision.scaler is not None:
             raise PlanError(
                 "a pipeline computes gradients before the scale of 16-bit losses is known: use precision bf16-mixed or 32, or pp = 1"
             )
-        install(module, self.mesh, lambda model, part: parallelize(model, self.mesh, root=part, **options), self.device)
-        return StepRoot(module, shared=False)
+
+    def _draw_alike(self) -> None:
+        """From here on the processes of a pipeline draw the same random numbers outside of the parts of the model."""
+        if (group := self.mesh.group("pp")) is not None and self.plan.pp > 1:
+            box = [torch.get_rng_state()]
+            dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
+            torch.set_rng_state(box[0])
 
     def types(self) -> Types:
         """Parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
@@ -175,6 +214,8 @@ class PlanStrategy(ShardedStrategy):
         return Types(None, torch.float32 if self.precision.dtype in half else None)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
+        if module in self._steps:
+            return self._steps[module].bound(step)
         if self.plan.only_replicates:  # other parameters may train than when the module was spread
             root = self._roots[module]
             bare = root.module if isinstance(root, DistributedDataParallel) else root
@@ -183,7 +224,11 @@ class PlanStrategy(ShardedStrategy):
 
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         """Where each process has the whole model, nothing is exchanged: their numbers of batches may differ."""
-        return step if self.plan.only_replicates else self.wrap_step(module, step)
+        return step if self.plan.only_replicates and not self.in_stages else self.wrap_step(module, step)
+
+    def settle(self, module: nn.Module) -> None:
+        if module in self._steps:
+            self._steps[module].settle()
 
     def root_of(self, module: nn.Module) -> nn.Module:
         return self._roots.get(module, module)
@@ -213,6 +258,7 @@ class PlanStrategy(ShardedStrategy):
         """What only other stages have comes from the processes that stand where rank 0 does in them."""
         if self.plan.pp == 1:
             return super().portable(tree)
+        tree = self._of_last_stage(tree)
         first = all(self.mesh.rank(dimension) == 0 for dimension in ("dp_replicate", "dp_shard", "cp", "tp"))
         whole = sharding.gathered(tree, keep=first)
         if not first:
@@ -221,12 +267,19 @@ class PlanStrategy(ShardedStrategy):
         dist.gather_object(whole, stages, dst=0, group=self.mesh.group("pp"))
         return whole if stages is None else functools.reduce(_united, stages)
 
+    def _of_last_stage(self, tree: Any) -> Any:
+        """``tree`` without what belongs to no part of a model and other processes than the last stage's have older values of."""
+        names = {name for steps in self._steps.values() if not steps.last for name in steps.everybodys}
+        return _without(tree, names) if names else tree
+
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip by the norm over all parameters of all processes, each parameter once; one exchange of one number."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        total = self.total_norm(gradients, norm_type)
+        copies = {p for steps in self._steps.values() for p in steps.copies()}
+        counted = [p.grad for p in parameters if p.grad is not None and p not in copies]
+        total = self.total_norm(counted, norm_type)
         sharding.scale_to_norm(gradients, total, max_norm, error_if_nonfinite)
         return total
 
@@ -253,6 +306,14 @@ class PlanStrategy(ShardedStrategy):
             total = total + norm**norm_type / count
         dist.all_reduce(total, group=self.step_group)
         return total ** (1 / norm_type)
+
+
+def _without(tree: Any, names: set[str]) -> Any:
+    """``tree`` without tensors under ``names``."""
+    if isinstance(tree, dict):
+        kept = {k: v for k, v in tree.items() if not (k in names and isinstance(v, torch.Tensor))}
+        return type(tree)({k: _without(v, names) for k, v in kept.items()}) if type(tree) is dict else kept
+    return [_without(member, names) for member in tree] if type(tree) is list else tree
 
 
 def _united(one: Any, other: Any) -> Any:

@@ -98,6 +98,7 @@ def run_evaluation(trainer: Trainer, module: Module, data: StageData) -> list[di
                 pass
             parts.append(reporting.end_batches(trainer, values))
         values.loader = None
+        trainer.strategy.settle(module)
         trainer.call(f"on_{hook}_epoch_end", monitors=False)
         results = reporting.end_evaluation(trainer, values, parts)
         trainer.call(f"on_{hook}_end", monitors=False)
@@ -136,6 +137,7 @@ def predictions(trainer: Trainer, module: Module, data: StageData, keep: bool) -
                     break
                 state.add(output, number)
                 yield output
+        trainer.strategy.settle(module)
         with without_gradients(trainer):
             trainer.call(f"on_{hook}_epoch_end")
             trainer.call(f"on_{hook}_end")

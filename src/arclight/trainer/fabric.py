@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from arclight.data import ResumableLoader
 from arclight.fabric.batches import move_batch
 from arclight.fabric.rank_zero import rank_zero_deprecation, rank_zero_warn
-from arclight.fabric.selection import select
 from arclight.fabric.strategies import SingleDeviceStrategy, Strategy
 from arclight.trainer.fabric_checkpoint import StateIO
 from arclight.trainer.fabric_checks import check_filter, check_loaders, check_module, check_optimizers, warn_of_devices
@@ -32,6 +31,7 @@ from arclight.trainer.fabric_modules import (
 )
 from arclight.trainer.fabric_processes import FabricProcesses
 from arclight.trainer.fabric_values import as_scalars
+from arclight.trainer.strategies import select
 
 _SCALER = "precision_state"
 

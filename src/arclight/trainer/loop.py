@@ -203,6 +203,7 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     if complete and trainer.validates_when_epoch_is_over():
         validate_during_fit(trainer, module)
     progress.ended = complete
+    trainer.strategy.settle(module)
     reporting.end_epoch(trainer, plan.plateau_schedulers if complete else [])
     return complete
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from arclight.trainer.checking import as_module, check_module, check_validation,
 from arclight.trainer.dataloading import StageData, attach, load, restore_position, told_apart
 from arclight.trainer.defaults import check_state_keys, checkpoints_last
 from arclight.trainer.evaluation import predictions, run_evaluation
+from arclight.trainer.example import example_of
 from arclight.trainer.hooks import overridden
 from arclight.trainer.hparams import hyperparameters_to_log
 from arclight.trainer.logged import LoggedValues
@@ -174,9 +176,10 @@ def _add_callbacks(trainer: Trainer, module: Module) -> None:
     check_state_keys(trainer.callbacks)
 
 
-def _place(trainer: Trainer, module: Module) -> None:
+def _place(trainer: Trainer, module: Module, stage: str) -> None:
     """Parameters to their type and device."""
     trainer.strategy.precision = trainer.precision_plugin
+    trainer.strategy.example = partial(example_of, trainer, module, stage)
     trainer.strategy.place(trainer.precision_plugin.convert_module(module), module.automatic_optimization)
 
 
@@ -224,7 +227,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
         loops = saved.get("loops", {})
         trainer.data_seed = loops.get("data", {}).get("seed", trainer.data_seed)
         trainer.adopt_precision(loops.get("precision", {}).get("name"))
-    _place(trainer, module)  # before the weights come: some are nowhere yet, some will be shares
+    _place(trainer, module, "train")  # before the weights come: some are nowhere yet, some will be shares
     if saved is not None:
         state.restore_model(trainer, saved)
     trainer.optimizers, trainer.lr_scheduler_configs = configured(module, module.configure_optimizers())
@@ -339,7 +342,7 @@ def _begin_evaluation(
     module = _attach(trainer, model, datamodule, stage, **{stage: loaders})
     path = checkpoint_path(trainer, ckpt_path, fit_before)
     saved = state.load(trainer, path) if path is not None else None
-    _place(trainer, module)
+    _place(trainer, module, stage)
     if saved is not None:
         weights = {**saved["state_dict"], **saved.get("ema", {})}
         state.load_weights(module, weights, strict=module.strict_loading)

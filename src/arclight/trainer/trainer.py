@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
-from arclight.fabric.selection import select
 from arclight.trainer import arguments, defaults, session, state
 from arclight.trainer.batch_iterator import BatchIterator
 from arclight.trainer.callback import Callback
@@ -38,6 +37,7 @@ from arclight.trainer.reporting import LoggedMetrics
 from arclight.trainer.run import RunFolder
 from arclight.trainer.settings import TrainerSettings
 from arclight.trainer.states import TrainerState
+from arclight.trainer.strategies import select
 from arclight.trainer.view import TrainerView
 from arclight.trainer.window import Window
 

@@ -51,6 +51,9 @@ class Strategy(Checkpointing):
         self.num_nodes = 1
         self.stop = StopSignal()
 
+    example: Callable[..., tuple[Callable[..., Any], Any]] | None = None
+    """What gives a step of the module and a batch for it (or the one it is given), without using it up; a Trainer says so before
+    :meth:`place`."""
     lightning_module: nn.Module | None = None
     """The module that the strategy was told to run; a Trainer tells it at each entry point."""
 
@@ -263,6 +266,9 @@ class Strategy(Checkpointing):
     def wrap_evaluation_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         """The same for a step that no backward follows."""
         return step
+
+    def settle(self, module: nn.Module) -> None:
+        """The last step of an epoch or an evaluation is over, and hooks come that look at what steps gathered in ``module``."""
 
     def copy_from_rank_zero(self, tensors: Iterable[torch.Tensor]) -> None:
         """Rank 0's values into every rank's tensors: weights that nobody else keeps alike, running statistics."""

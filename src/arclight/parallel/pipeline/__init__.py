@@ -1,5 +1,10 @@
 """Pipeline parallelism: a model cut into stages on several processes, micro-batches running through them by a schedule.
 
+An ordinary module needs nothing but the strategy: its own steps are cut, wherever they call which parts.
+
+    al.Trainer(strategy="pipeline")                      # one stage for each device
+    al.Trainer(strategy=Pipeline(stages=4, micro_batches=16, memory="22GiB"))
+
 The schedule owns forward and backward of a step, so a module's steps are written on one function and otherwise unaware of it:
 
     class LanguageModel(al.Module):
@@ -62,6 +67,7 @@ if TYPE_CHECKING:
     from arclight.parallel.pipeline.piperunner import PipeRunner
     from arclight.parallel.pipeline.recording import record
     from arclight.parallel.pipeline.splitting import Pipe, StageModule, split
+    from arclight.parallel.pipeline.strategy import Pipeline
     from arclight.parallel.pipeline.timelines import timeline
 
 __getattr__, __dir__, __all__ = lazy(
@@ -70,6 +76,7 @@ __getattr__, __dir__, __all__ = lazy(
         "Pipe": "arclight.parallel.pipeline.splitting",
         "PipeRunner": "arclight.parallel.pipeline.piperunner",
         "Reducer": "arclight.parallel.pipeline.chunks",
+        "Pipeline": "arclight.parallel.pipeline.strategy",
         "StageModule": "arclight.parallel.pipeline.splitting",
         "chrome_trace": "arclight.parallel.pipeline.chrome",
         "record": "arclight.parallel.pipeline.recording",

@@ -262,11 +262,14 @@ class Sliced:
             self._host.__dict__["training"] = self.holder.training
             try:
                 result = self._function(self._host)(*args, **kwargs)
+                ended = False
             except _Ended:
-                return tuple(self._sent(tree, value, run) for value in conductor.sends)
+                ended = True
             finally:
                 conductor.run = None
                 self._host.__dict__.update(members)
+            if ended:
+                return tuple(self._sent(tree, value, run) for value in conductor.sends)
         if conductor.sends or run.end < len(self.cuts.graph.calls):
             raise PlanError(
                 f"the model made {run.next} calls of its parts, and {len(self.cuts.graph.calls)} for the example arguments"
@@ -296,15 +299,15 @@ class _Tree:
 
     def __init__(self, stage: _Stage) -> None:
         self.stage = stage
-        self.holder: nn.Module | None = None
+        self.parts: dict[str, nn.Module] = {}
         self.modes: list[tuple[nn.Module, str]] = []
         self.live: list[tuple[nn.Module, str, str]] = []
         self.bound: list[tuple[nn.Module, str, Value]] = []
         self.lent: list[tuple[str, str, Value]] = []
 
     def sync(self, holder: nn.Module, values: Mapping[Value, Tensor]) -> None:
-        """Modes and parameters are those of ``holder`` now, whoever has wrapped, moved or gathered them."""
-        self.holder = holder
+        """Modes, parameters and parts are those of ``holder`` now, whoever has wrapped, moved or gathered them."""
+        self.parts = {path: holder.get_submodule(path) for path in self.stage.own}
         for module, path in self.modes:
             module.__dict__["training"] = holder.get_submodule(path).training if path else holder.training
         for module, name, path in self.live:
@@ -337,8 +340,7 @@ class _Tree:
 
 def _looked_up(tree: _Tree, path: str) -> Callable[[], nn.Module]:
     def now() -> nn.Module:
-        assert tree.holder is not None
-        return tree.holder.get_submodule(path)
+        return tree.parts[path]
 
     return now
 

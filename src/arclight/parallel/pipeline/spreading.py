@@ -1,0 +1,171 @@
+"""A module of the user's own on the mesh of a plan: its steps cut into stages, what is left spread over the plan's other dimensions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from arclight.parallel.checkpointing import checkpoint_block
+from arclight.parallel.compiling import compile_each
+from arclight.parallel.initial import materialize
+from arclight.parallel.pipeline.agreement import Statement
+from arclight.parallel.pipeline.choosing import bytes_of, cuts_of, largest_fitting
+from arclight.parallel.pipeline.engine import Engine
+from arclight.parallel.pipeline.parts import Line
+from arclight.parallel.pipeline.pieces import Reduction, parts
+from arclight.parallel.pipeline.runner import PipelineRunner
+from arclight.parallel.pipeline.steps import StagePart, StepOptions, Steps
+from arclight.parallel.pipeline.upstream import schedule_kind
+from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.shard import Types, unit_options
+
+if TYPE_CHECKING:
+    from arclight.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of a pipeline besides its plan."""
+
+    memory: str | float | None = None
+    evaluation_micro_batches: int = 1
+    reduction: Reduction = "token_mean"
+    automatic_micro_batches: bool = False
+    example: Any = None
+    """A batch to decide by; None: the first of the data."""
+
+
+def is_runnable(module: nn.Module) -> bool:
+    """Whether a module is written for runners (`arclight.parallel.running.Runnable`), so that its steps need not be cut."""
+    return all(hasattr(module, name) for name in ("model", "runner", "split_batch", "loss"))
+
+
+def check_steps(plan: Plan, module: nn.Module) -> None:
+    """Raise PlanError for a plan that a module's own steps cannot be run on."""
+    for name in ("cp", "tp", "ep"):
+        if getattr(plan, name) > 1:
+            raise PlanError(
+                f"{type(module).__name__} has steps of its own, which a pipeline cuts as they are, but cannot spread over {name} = "
+                f"{getattr(plan, name)}: write them as arclight.parallel.running says, or use {name} = 1"
+            )
+    for wish in ("cpu_offload",):
+        if getattr(plan, wish):
+            raise PlanError(f"{wish} is not done for pipelines of a module's own steps: leave it out")
+
+
+def spread_steps(
+    module: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    types: Types,
+    seed: int,
+    example: tuple[Any, Any],
+    wishes: Wishes,
+) -> Steps:
+    """Leave of ``module`` what this process's stages need, spread that, and give the steps that run on all of them.
+
+    example: the step that decides where to cut, and a batch for it. All processes of ``mesh`` call this. Raises PlanError for what
+    cannot be cut, before it is changed.
+    """
+    plan, (step, batch) = mesh.plan, example
+    check_steps(plan, module)
+    kind = schedule_kind(plan.schedule)
+    line = Line(mesh.group("pp") if plan.pp > 1 else None, plan.pp * kind.stages_per_process, kind, device)
+    number = plan.micro_batches or 2 * plan.pp
+    if wishes.automatic_micro_batches:
+        samples = sum(size for _, size in parts(module, batch, 1))
+        number = largest_fitting(samples, plan.pp, lambda count: kind.fits(count, plan.pp))
+    steps = Steps(module, line, StepOptions(number, wishes.evaluation_micro_batches, wishes.reduction))
+    piece, _ = parts(module, batch, number)[0]
+    args = _arguments(step, piece)
+    choose = functools.partial(
+        cuts_of, module, step, args, micro_batches=number, processes=plan.pp, memory=bytes_of(wishes.memory), device=device.type
+    )  # fmt: skip
+    steps.cut(step, args, choose)
+    names = {n: frozenset(name for name, stages in steps.names_of().items() if n in stages) for n in line.own}
+    found = {n: StagePart(steps, n, names[n] if len(line.own) > 1 else None) for n in line.own}
+    _spread(steps, found, mesh, device, types, seed)
+    statement = functools.partial(_statement, steps, found, plan, number)
+    engine = Engine(dict(found), line, statement, steps.shared)
+    data = mesh.loss_group if plan.data_parallel > 1 else None
+    steps.runner = PipelineRunner(engine, number, data=data)
+    return steps
+
+
+def _arguments(step: Any, piece: Any) -> tuple[Any, ...]:
+    import inspect
+
+    wanted = [
+        p for p in inspect.signature(step).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    required = [p for p in wanted if p.default is p.empty]
+    several = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(step).parameters.values())
+    return (piece, 0) if len(wanted) > 1 or several else (piece,) if required or wanted else ()
+
+
+def _spread(
+    steps: Steps, found: dict[int, StagePart], mesh: Mesh, device: torch.device, types: Types, seed: int
+) -> None:
+    """Memory on the device, and shares of it, for what the module has now."""
+    module, plan = steps.module, mesh.plan
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
+    units = steps.parts_here()
+    for block in steps.blocks_here():
+        checkpoint_block(block, plan.activation_checkpointing)
+    compile_each(steps.blocks_here(), plan)
+    if plan.data_parallel > 1:
+        _shard(steps, found, units, mesh, types)
+    materialize(module, device, seed, apart=True)
+    steps.spread_shared()
+
+
+def _shard(steps: Steps, found: dict[int, StagePart], units: Iterable[nn.Module], mesh: Mesh, types: Types) -> None:
+    options = unit_options(mesh, types)
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for unit in units:
+        for parameter in unit.parameters():
+            if owners.setdefault(parameter, unit) is not unit:
+                raise PlanError(
+                    "a parameter is in two parts of one process that are gathered one by one: use dp_replicate * dp_shard = 1, or a schedule "
+                    "with one stage for each process"
+                )
+    for unit in units:
+        if any(True for _ in unit.parameters()):
+            fully_shard(unit, **options)
+    for part in found.values():
+        others = {p for p in steps.module.parameters() if p not in set(part.parameters())}
+        fully_shard(part, **(options | {"reshard_after_forward": False}), ignored_params=others)
+        if dist.get_backend() == "gloo":  # which has no averaging reductions
+            for inner in part.modules():
+                if isinstance(inner, FSDPModule):
+                    inner.set_force_sum_reduction_for_comms(True)
+
+
+class _Named(nn.Module):
+    """A stage's parameters under their names in the module."""
+
+    def __init__(self, part: StagePart) -> None:
+        super().__init__()
+        self.__dict__["part"] = part
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return ((name.removeprefix("inner."), p) for name, p in self.__dict__["part"].named_parameters())
+
+
+def _statement(steps: Steps, found: dict[int, StagePart], plan: Plan, micro_batches: int) -> Statement:
+    said = {
+        "plan": str(plan),
+        "micro_batches": micro_batches,
+        "options": repr(steps.options),
+        "cuts": steps.written_cuts(),
+    }
+    return Statement.of({n: _Named(part) for n, part in found.items()}, said, steps.shared)
