@@ -13,16 +13,14 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
 
 from arclight.parallel import PlanError
-from arclight.parallel.pipeline.tracing import TracedStage, trace
+from arclight.parallel.pipeline import Pipe, split
 
 
-def run(stages: Sequence[TracedStage], *args: Any, **kwargs: Any) -> Any:
-    """What the stages give one after another, each being given what the one before it sent."""
-    sent: dict[Any, Tensor] = {}
-    for stage in stages:
-        out = stage(*(sent[value] for value in stage.receives), args=args, kwargs=kwargs)
-        sent = dict(zip(stage.sends, out, strict=True)) if stage.sends else {}
-    return out
+def traced(model: nn.Module, stages: int | Sequence[int], *args: Any, **kwargs: Any) -> Pipe:
+    """``model`` cut as a graph into so many stages, or from these calls on."""
+    if isinstance(stages, int):
+        return split(model, (args, kwargs), stages=stages, frontend="trace")
+    return split(model, (args, kwargs), stages=len(stages), policy=lambda *_: stages, frontend="trace")
 
 
 def loss(result: Any) -> Tensor:
@@ -32,22 +30,15 @@ def loss(result: Any) -> Tensor:
     ).sum()
 
 
-def every(graph: Any, stages: int) -> list[int]:
-    return [number * len(graph.calls) // stages for number in range(stages)]
-
-
-def same(
-    model: nn.Module, stages: int, *args: Any, cuts: Sequence[int] | None = None, **kwargs: Any
-) -> list[TracedStage]:
-    """Cut ``model`` and require results, gradients, changed buffers and names to be those of the whole. Gives the stages."""
+def same(model: nn.Module, stages: int | Sequence[int], *args: Any, **kwargs: Any) -> Pipe:
+    """Cut ``model`` and require results, gradients, changed buffers and names to be those of the whole."""
     whole, before = copy.deepcopy(model), dict(model.named_parameters(remove_duplicate=False))
-    traced = trace(model, args, kwargs)
-    parts = traced.stages(cuts or every(traced.graph, stages))
-    assert len(parts) == stages
+    pipe = traced(model, stages, *args, **kwargs)
+    assert len(pipe.stages) == (stages if isinstance(stages, int) else len(stages))
     torch.manual_seed(3)
     expected = whole(*args, **kwargs)
     torch.manual_seed(3)
-    result = run(parts, *args, **kwargs)
+    result = pipe(*args, **kwargs)
     leaves, structure = tree_flatten(result)
     expected_leaves, expected_structure = tree_flatten(expected)
     assert structure == expected_structure
@@ -61,9 +52,9 @@ def same(
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-12, atol=1e-12, msg=name)
     for (name, buffer), (_, other) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
         torch.testing.assert_close(buffer, other, msg=name)
-    names = [set(part.state_dict()) for part in parts]
+    names = [set(part.state_dict()) for part in pipe.stages]
     assert set.union(*names) == set(model.state_dict())
-    return parts
+    return pipe
 
 
 @pytest.fixture(autouse=True)
@@ -124,37 +115,38 @@ class Tied(nn.Module):
 
 def test_one_expression_is_cut_at_its_parameters() -> None:
     model = Expression()
-    traced = trace(model, (torch.randn(4, 8),), {})
-    assert [call.parameters for call in traced.graph.calls] == [("first",), ("second",), ("scale",), ("third",)]
-    assert [call.name for call in traced.graph.calls] == ["first", "second", "scale", "third"]
+    graph = traced(model, 1, torch.randn(4, 8)).graph
+    assert [call.parameters for call in graph.calls] == [("first",), ("second",), ("scale",), ("third",)]
+    assert [call.name for call in graph.calls] == ["first", "second", "scale", "third"]
     # before "scale" only the activation crosses: x itself is an argument, which every stage has
-    assert [traced.graph.crossing(at) for at in range(1, 4)] == [4 * 6 * 8, 4 * 8 * 8, 4 * 8 * 8]
+    assert [graph.crossing(at) for at in range(1, 4)] == [4 * 6 * 8, 4 * 8 * 8, 4 * 8 * 8]
     for stages in (1, 2, 4):
         model.zero_grad()
-        parts = same(model, stages, torch.randn(4, 8))
-    assert [list(part.state_dict()) for part in parts] == [["first"], ["second"], ["scale"], ["third"]]
+        pipe = same(model, stages, torch.randn(4, 8))
+    assert [list(stage.state_dict()) for stage in pipe.stages] == [["first"], ["second"], ["scale"], ["third"]]
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_side_effects_chance_and_structure_are_those_of_the_whole(training: bool) -> None:
     model = Everything().train(training)
-    parts = same(model, 3, torch.randn(4, 8), 4, mask=torch.rand(4, 8))
-    assert "offset" in dict(parts[2].named_buffers())
-    assert "offset" not in parts[2].state_dict()
+    stages = same(model, 3, torch.randn(4, 8), 4, mask=torch.rand(4, 8)).stages
+    assert "offset" in dict(stages[2].named_buffers())
+    assert "offset" not in stages[2].state_dict()
     assert int(model.norm.num_batches_tracked) == int(training)
 
 
 def test_a_tied_parameter_is_in_each_stage_that_uses_it_under_all_names() -> None:
     model = Tied()
-    traced = trace(model, (torch.randint(11, (2, 5)),), {})
-    assert traced.graph.aliases == {"head.weight": "embed.weight"}
-    cuts = [0, len(traced.graph.calls) - 1]
-    assert traced.graph.users(cuts)["embed.weight"] == (0, 1)
-    parts = same(model, 2, torch.randint(11, (2, 5)), cuts=cuts)
-    assert [list(dict(part.named_parameters())) for part in parts] == [
+    graph = traced(model, 1, torch.randint(11, (2, 5))).graph
+    assert graph.aliases == {"head.weight": "embed.weight"}
+    cuts = [0, len(graph.calls) - 1]
+    assert graph.users(cuts)["embed.weight"] == (0, 1)
+    pipe = same(model, cuts, torch.randint(11, (2, 5)))
+    assert pipe.shared == {"embed.weight": (0, 1)}
+    assert [list(dict(part.named_parameters())) for part in pipe.stages] == [
         ["places", "embed.weight", "inner.weight", "inner.bias"], ["embed.weight"],
     ]  # fmt: skip
-    assert list(parts[1].state_dict()) == ["embed.weight", "head.weight"]
+    assert list(pipe.stages[1].state_dict()) == ["embed.weight", "head.weight"]
 
 
 def test_a_value_that_is_used_later_than_next_is_carried() -> None:
@@ -169,8 +161,8 @@ def test_a_value_that_is_used_later_than_next_is_carried() -> None:
                 h = torch.tanh(h @ weight)
             return h + first
 
-    parts = same(Skips(), 5, torch.randn(4, 8))
-    for part in parts[2:4]:
+    pipe = same(Skips(), 5, torch.randn(4, 8))
+    for part in pipe.stages[2:4]:
         assert {value.call for value in part.receives} == {0, part.number - 1}
         assert {value.call for value in part.sends} == {0, part.number}
 
@@ -188,8 +180,8 @@ def test_what_depends_on_inputs_alone_is_computed_where_it_is_needed() -> None:
                 x = torch.softmax(mask, -1) @ x @ weight
             return x
 
-    parts = same(Masked(), 3, torch.randn(2, 6, 8))
-    assert [len(part.receives) for part in parts] == [0, 1, 1]
+    pipe = same(Masked(), 3, torch.randn(2, 6, 8))
+    assert [len(part.receives) for part in pipe.stages] == [0, 1, 1]
 
 
 def test_a_tensor_that_is_written_to_is_not_cut_apart_from_its_views() -> None:
@@ -206,12 +198,14 @@ def test_a_tensor_that_is_written_to_is_not_cut_apart_from_its_views() -> None:
             return self.c(h)
 
     model = Writes()
-    traced = trace(model, (torch.randn(4, 8),), {})
-    assert [call.name for call in traced.graph.calls] == ["a", "c"]
-    assert "row.add_(y[1])" in traced.calls.inside["b"]
+    assert [call.name for call in traced(model, 1, torch.randn(4, 8)).graph.calls] == ["a", "c"]
+    with pytest.raises(
+        PlanError, match=r"no stage can begin with b: a tensor is written to in place.*row.add_\(y\[1\]\)"
+    ):
+        split(model, (torch.randn(4, 8),), at=["b"], frontend="trace")
     model = Writes()  # its backward would fail on a tensor that was changed after use: results only
     x = torch.randn(4, 8)
-    torch.testing.assert_close(run(trace(model, (x,), {}).stages([0, 1]), x), model(x))
+    torch.testing.assert_close(traced(model, 2, x)(x), model(x))
 
 
 def test_a_batch_norm_that_is_called_twice_counts_in_one_stage() -> None:
@@ -224,7 +218,7 @@ def test_a_batch_norm_that_is_called_twice_counts_in_one_stage() -> None:
             return self.out(self.norm(self.mid(self.norm(x))))
 
     model = Twice()
-    assert [call.name for call in trace(model, (torch.randn(4, 8),), {}).graph.calls] == ["norm", "out"]
+    assert [call.name for call in traced(model, 1, torch.randn(4, 8)).graph.calls] == ["norm", "out"]
     same(model, 2, torch.randn(4, 8))
 
 
@@ -245,13 +239,12 @@ def test_the_model_may_be_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Tied()
     tokens = torch.randint(11, (2, 5))
-    traced = trace(model, (tokens,), {})
     real = Tied()
-    parts = traced.stages(every(traced.graph, 2))
-    assert all(parameter.is_meta for part in parts for parameter in part.parameters())
-    for part in parts:
+    pipe = traced(model, 2, tokens)
+    assert all(parameter.is_meta for stage in pipe.stages for parameter in stage.parameters())
+    for part in pipe.stages:
         part.load_state_dict({name: real.state_dict()[name] for name in part.state_dict()}, assign=True)
-    torch.testing.assert_close(run(parts, tokens), real(tokens))
+    torch.testing.assert_close(pipe(tokens), real(tokens))
 
 
 X = torch.randn(4, 8, dtype=torch.float64)
@@ -314,7 +307,7 @@ class Empty(Branches):
 )
 def test_what_no_graph_can_say_is_refused_with_the_line(kind: type[nn.Module], said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        trace(kind(), (torch.randn(4, 8),), {})
+        traced(kind(), 1, torch.randn(4, 8))
 
 
 @pytest.mark.parametrize(
@@ -328,14 +321,14 @@ def test_what_no_graph_can_say_is_refused_with_the_line(kind: type[nn.Module], s
     ],
 )  # fmt: skip
 def test_arguments_unlike_the_example_are_refused(args: Any, kwargs: Mapping[str, Any], said: str) -> None:
-    stage = trace(Everything(), (torch.randn(4, 8), 4), {}).stages([0, 1])[0]
+    stage = traced(Everything(), 2, torch.randn(4, 8), 4).stages[0]
     with pytest.raises(PlanError, match=said):
         stage(args=args, kwargs=kwargs)
 
 
 def test_another_mode_or_precision_than_the_traced_one_is_refused() -> None:
     x = torch.randn(4, 8)
-    stage = trace(Everything(), (x,), {}).stages([0, 1])[0]
+    stage = traced(Everything(), 2, x).stages[0]
     assert stage.training
     assert stage.train() is stage
     with pytest.raises(PlanError, match=r"traced in train mode.*\.eval\(\) cannot change it"):
@@ -348,7 +341,7 @@ def test_another_mode_or_precision_than_the_traced_one_is_refused() -> None:
         stage(args=(x,))
     with pytest.raises(PlanError, match=r"is torch\.float32, and was traced as torch\.float64"):
         stage.float()(args=(x,))
-    evaluated = trace(Everything().eval(), (x,), {}).stages([0, 1])[0]
+    evaluated = traced(Everything().eval(), 2, x).stages[0]
     with pytest.raises(PlanError, match=r"traced in eval mode.*\.train\(\)"):
         evaluated.train()
 
@@ -356,9 +349,9 @@ def test_another_mode_or_precision_than_the_traced_one_is_refused() -> None:
 def test_autocast_at_the_split_is_part_of_the_graph() -> None:
     model, x = Expression().float(), torch.randn(4, 8, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        parts = trace(model, (x,), {}).stages([0, 2])
-        torch.testing.assert_close(run(parts, x), model(x), rtol=0, atol=0)
-        assert run(parts, x).dtype is torch.bfloat16
+        pipe = traced(model, 2, x)
+        torch.testing.assert_close(pipe(x), model(x), rtol=0, atol=0)
+        assert pipe(x).dtype is torch.bfloat16
 
 
 def test_a_stage_that_is_moved_makes_its_tensors_where_it_is() -> None:
@@ -370,8 +363,86 @@ def test_a_stage_that_is_moved_makes_its_tensors_where_it_is() -> None:
             return super().forward(tokens) + (far + near)[:, None]
 
     tokens = torch.randint(11, (2, 5))
-    parts = same(Placed(), 2, tokens)
-    for part in parts:
+    pipe = same(Placed(), 2, tokens)
+    for part in pipe.stages:
         part.to("meta")
-    assert run(parts, tokens.to("meta")).is_meta
-    assert run(parts, tokens.to("meta")).shape == (2, 5, 11)
+    assert pipe(tokens.to("meta")).is_meta
+    assert pipe(tokens.to("meta")).shape == (2, 5, 11)
+
+
+# -- which way is taken ----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_sliced_is_traced_and_that_is_said() -> None:
+    x = torch.randn(4, 8)
+    with pytest.warns(
+        UserWarning, match=r"cut as a traced graph.*3 stages are more than the 0 parts.*computes with first"
+    ):
+        pipe = split(Expression(), (x,), stages=3)
+    assert len(pipe.stages) == 3
+    with pytest.raises(PlanError, match="more than the 0 parts"):
+        split(Expression(), (x,), stages=3, frontend="slice")
+    with pytest.raises(
+        PlanError,
+        match=r"5 stages are more than the 0 parts.*Nor can the model be traced: 5 stages are more than the 4",
+    ):
+        split(Expression(), (x,), stages=5)
+    with pytest.raises(PlanError, match="9 stages are more than the 2 parts"):  # nothing that a graph would help with
+        split(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (x,), stages=9)
+    with pytest.raises(PlanError, match="say 'auto', 'slice' or 'trace'"):
+        split(Expression(), (x,), stages=2, frontend="both")  # type: ignore[arg-type]
+
+
+def test_chance_between_parts_is_drawn_once_in_a_graph() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = torch.randn_like(x)
+            for layer in self.layers:
+                x = layer(x + noise)
+            return x
+
+    model, x = Noisy(), torch.randn(4, 8)
+    with pytest.raises(PlanError, match="random numbers"):
+        split(model, (x,), stages=3, frontend="slice")
+    with pytest.warns(UserWarning, match=r"traced graph.*random numbers"):
+        pipe = split(model, (x,), stages=3)
+    torch.manual_seed(5)
+    expected = model(x)
+    torch.manual_seed(5)
+    torch.testing.assert_close(pipe(x), expected, rtol=0, atol=0)
+
+
+def test_parameters_that_are_sent_come_back_with_their_gradients() -> None:
+    model, tokens = Tied(), torch.randint(11, (2, 5))
+    whole = copy.deepcopy(model)
+    pipe = split(model, (tokens,), stages=3, frontend="trace", multi_use="transmit")
+    assert pipe.shared == {}
+    assert sum("embed.weight" in dict(stage.named_parameters()) for stage in pipe.stages) == 1
+    loss(whole(tokens)).backward()
+    loss(pipe(tokens)).backward()
+    for (name, parameter), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, msg=name)
+
+
+def test_a_graph_is_cut_where_little_crosses() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = (
+                nn.LayerNorm(8),
+                nn.Parameter(torch.randn(8, 32)),
+                nn.Parameter(torch.randn(32, 8)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.relu(self.norm(x) @ self.up) @ self.down
+
+    pipe = same(nn.Sequential(*(Block() for _ in range(4))), 4, torch.randn(2, 8))
+    assert [call.name for call in (pipe.graph.calls[at] for at in pipe.cuts)] == [
+        f"{number}.norm" for number in range(4)
+    ]
+    assert [len(stage.receives) for stage in pipe.stages] == [0, 1, 1, 1]

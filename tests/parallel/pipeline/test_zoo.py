@@ -73,3 +73,16 @@ def test_a_model_is_cut_without_its_authors_help(name: str, stages: int) -> None
         for batch, length in ((2, kind.lengths[0]), (3, kind.lengths[1])):
             if stages > 2 or training == (batch == 2):
                 compare(whole, model, pipe, given(kind, batch, length))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied", "bert-classifier", "albert", "t5", "timm-vit", "timm-resnet"])
+def test_a_model_is_cut_as_a_graph(name: str) -> None:
+    kind = ZOO[name]
+    torch.manual_seed(0)
+    model = kind.build().double()
+    whole = copy.deepcopy(model)
+    for training in (True, False):
+        example = given(kind, 2, kind.lengths[0])
+        pipe = split(model.train(training), example, stages=3, frontend="trace")
+        names_are_the_models(model, pipe)
+        compare(whole.train(training), model, pipe, example)

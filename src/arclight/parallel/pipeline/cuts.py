@@ -70,6 +70,10 @@ class Cuts:
 
 def _settings(multi_use: MultiUse, graph: UnitGraph, users: Mapping[str, Any]) -> dict[str, str]:
     """For each parameter that several stages use, what is done. Raises PlanError, naming it, for what cannot be."""
+    if isinstance(multi_use, str) and multi_use not in ("replicate", "transmit"):
+        raise PlanError(
+            f"multi_use is {multi_use!r}: say 'replicate' (each stage has a parameter) or 'transmit' (it is sent)"
+        )
     if isinstance(multi_use, str):
         settings = dict.fromkeys(users, str(multi_use))
     elif isinstance(multi_use, Mapping):
@@ -87,10 +91,6 @@ def _settings(multi_use: MultiUse, graph: UnitGraph, users: Mapping[str, Any]) -
             raise PlanError(
                 f"multi_use of {name} is {how!r}: say 'replicate' (each stage has it) or 'transmit' (it is sent)"
             )
-    if isinstance(multi_use, str) and multi_use not in ("replicate", "transmit"):
-        raise PlanError(
-            f"multi_use is {multi_use!r}: say 'replicate' (each stage has a parameter) or 'transmit' (it is sent)"
-        )
     return settings
 
 

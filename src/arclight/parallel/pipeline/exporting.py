@@ -28,8 +28,11 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from arclight.parallel.pipeline.turns import parameter_names
 from arclight.parallel.plan import PlanError
 
+_NO_DATA = "its data is not allocated"
+"""What torch says where values of a tensor without memory are read."""
 _LIBRARIES = ("/torch/", "/arclight/parallel/pipeline/", "<")
 
 
@@ -170,10 +173,16 @@ def _read(model: nn.Module, program: Any, frame: Frame) -> Exported:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """For each name of a parameter or buffer the first name of the same one."""
-    first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    """For each name of a parameter or buffer the first name of the same one. Raises PlanError for two that are one memory."""
+    names, _ = parameter_names(model)
+    for name, first in names.items():
+        if model.get_parameter(name) is not model.get_parameter(first):
+            raise PlanError(
+                f"{first} and {name} are two parameters over one memory: make them one (b.weight = a.weight)"
+            )
+    found: dict[int, str] = {}
+    buffers = model.named_buffers(remove_duplicate=False)
+    return names | {name: found.setdefault(id(buffer), name) for name, buffer in buffers}
 
 
 # -- a model and an example without memory ---------------------------------------------------------------------------
@@ -260,16 +269,15 @@ def _errors_of(model: nn.Module) -> Iterator[None]:
         yield
     except PlanError:
         raise
-    except GuardOnDataDependentSymNode as error:
+    except Exception as error:
+        if not (isinstance(error, GuardOnDataDependentSymNode) or _NO_DATA in str(error)):
+            said = str(error).strip().splitlines()
+            hint = ": call it with use_cache=False" if "Cache" in str(error) else ""
+            first = f"{type(error).__name__}: {said[0] if said else ''}{hint}"
+            raise PlanError(f"{name} cannot be traced{_place(error)}: {first}") from error
         raise PlanError(
             f"{name} goes a way that depends on values of tensors, which no graph has{_place(error)}: write it with torch.where or torch.cond; "
             'or put it into a module with the parameters next to it and use frontend="slice", which runs the real code of a module'
-        ) from error
-    except Exception as error:
-        said = str(error).strip().splitlines()
-        hint = ": call it with use_cache=False" if "Cache" in str(error) else ""
-        raise PlanError(
-            f"{name} cannot be traced{_place(error)}: {type(error).__name__}: {said[0] if said else ''}{hint}"
         ) from error
 
 

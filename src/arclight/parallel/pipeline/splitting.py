@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -183,6 +184,10 @@ def split(
     its own modules, parameters and buffers. policy: chooses the first call of each stage; otherwise parameters are shared out
     evenly. multi_use: what is done with parameters that several stages use.
 
+    frontend: "slice" runs the model's own code in each stage; "trace" cuts a graph of its operations, which is true for shapes, mode and
+    precision of the example only (`arclight.parallel.pipeline.tracing`), but may be cut where code computes with parameters
+    between modules; "auto" slices, and traces with a warning where that cannot be.
+
     Raises PlanError for a model that cannot be cut so, and says what can be done.
     """
     args, kwargs = arguments_of(example_inputs)
@@ -198,7 +203,7 @@ def split(
             raise PlanError(f"{name} is no module of {type(model).__name__}; did you mean {_nearest(name, paths)}?")
     names, parameters = parameter_names(model)
 
-    def cut(graph: UnitGraph) -> Cuts:
+    def cut(graph: UnitGraph, begins: Sequence[int] | None = None) -> Cuts:
         graph = _with_unused(graph, parameters)
         if at is not None:
             return Cuts.of(graph, cuts_at(graph, at), multi_use)
@@ -206,12 +211,14 @@ def split(
         if policy is not None:
             return Cuts.of(graph, policy(graph, stages), multi_use)
         costs = [float(sum(parameters[name].numel() for name in call.parameters)) for call in graph.calls]
-        return Cuts.of(graph, default_cuts(graph, costs, stages), multi_use)
+        return Cuts.of(graph, default_cuts(graph, costs, stages, begins), multi_use)
 
     reason: PlanError | None = None
     if frontend != "trace":
         try:
-            cuts = cut(observe(model, None, args, kwargs, at or ()))
+            graph = observe(model, None, args, kwargs, at or ())
+            _refuse_few(graph, stages or 0)
+            cuts = cut(graph)
             templates = Templates(model, {call.name for call in cuts.graph.calls})
             parts = [StageModule(model, cuts, number, templates) for number in range(len(cuts.begins))]
             return Pipe(cuts, parts, names, model)
@@ -219,28 +226,26 @@ def split(
             if frontend == "slice":
                 raise
             reason = error
-    return _traced(model, args, kwargs, cut, names, reason)
+    return _traced(model, (args, kwargs, at or ()), cut, names, reason)
 
 
 def _traced(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cut: Callable[[UnitGraph], Cuts], names: Mapping[str, str],
-    reason: PlanError | None,
+    model: nn.Module, asked: tuple[tuple[Any, ...], dict[str, Any], Sequence[str]], cut: Callable[[UnitGraph, Sequence[int]], Cuts],
+    names: Mapping[str, str], reason: PlanError | None,
 ) -> Pipe:  # fmt: skip
-    """Stages of a traced graph. reason: why there are no stages of the model's own code."""
+    """Stages of a traced graph. asked: arguments, and names of modules where stages begin. reason: why there are no stages of the model's own code."""
     try:
+        args, kwargs, at = asked
         traced = trace(model, args, kwargs)
-        cuts = cut(traced.graph)
+        traced.refuse_inside(at)
+        cuts = cut(traced.graph, narrow(traced.graph))
     except PlanError as error:
         if reason is None:
             raise
         raise PlanError(f"{reason}. Nor can the model be traced: {error}") from error
-    if cuts.sent:
-        raise PlanError(
-            f"{cuts.sent[0]} is to be sent between stages, and stages of a traced graph each have it: use 'replicate'"
-        )
     if reason is not None:
         rank_zero_warn(f"the model is cut as a traced graph, for shapes and mode of the example only: {reason}")
-    return Pipe(cuts, traced.stages(cuts.begins), names, model)
+    return Pipe(cuts, traced.stages(cuts), names, model)
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -256,13 +261,38 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def default_cuts(graph: UnitGraph, costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """First call of each of ``stages`` such that the largest sum of ``costs`` (one for each call) is least. Raises PlanError."""
+def default_cuts(
+    graph: UnitGraph, costs: Sequence[float], stages: int, begins: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """First call of each of ``stages`` such that the largest sum of ``costs`` (one for each call) is least. Raises PlanError.
+
+    begins: calls with which stages begin as long as these are enough (None: any); the first is 0.
+    """
     if stages > len(graph.calls):
         raise PlanError(
             f"{stages} stages are more than the {len(graph.calls)} parts that the model has: use stages = {len(graph.calls)} or fewer"
         )
-    return tuple(members.start for members in balance(costs, stages))
+    if begins is None or len(begins) < stages:
+        begins = range(len(graph.calls))
+    sums = [sum(costs[begin:end]) for begin, end in pairwise([*begins, len(costs)])]
+    return tuple(begins[members.start] for members in balance(sums, stages))
+
+
+def narrow(graph: UnitGraph) -> list[int]:
+    """Calls before which no more crosses a cut than before the calls next to them; and the first."""
+    bytes_at = [graph.crossing(at) for at in range(1, len(graph.calls))]
+    around = zip([*bytes_at[:1], *bytes_at], bytes_at, [*bytes_at[1:], *bytes_at[-1:]], strict=False)
+    return [0, *(at for at, (before, here, after) in enumerate(around, 1) if here <= min(before, after))]
+
+
+def _refuse_few(graph: UnitGraph, stages: int) -> None:
+    """Raise HoleError where there are too few parts because the model computes with parameters between them."""
+    loose = [n for call in graph.calls for n in call.parameters if not n.startswith(f"{call.name}.")]
+    loose = [name for name in (*loose, *graph.result_parameters) if name not in graph.aliases.values()]
+    if stages > len(graph.calls) and loose:
+        raise HoleError(
+            f"{stages} stages are more than the {len(graph.calls)} parts that the model has, and it computes with {loose[0]} between them"
+        )
 
 
 def cuts_at(graph: UnitGraph, at: Sequence[str]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ of the example, and anything else is refused when it comes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from arclight.parallel.pipeline.cuts import SENT, Cuts
 from arclight.parallel.pipeline.exporting import Exported, Frame, export
 from arclight.parallel.pipeline.graph import UnitGraph, Value
 from arclight.parallel.pipeline.traced_calls import TracedCalls, find_calls
@@ -44,7 +45,7 @@ class TracedStage(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, program: _Program, owned: tuple[str, ...], names: Mapping[str, str], frame: Frame
+        self, model: nn.Module, program: _Program, owned: Collection[str], names: Mapping[str, str], frame: Frame
     ) -> None:
         """owned: first names of parameters and buffers. names: for all names their first ones."""
         super().__init__()
@@ -52,10 +53,13 @@ class TracedStage(nn.Module):
         self._frame, self._program = frame, program
         self._programs = {frame.device: program.module}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._tied: dict[str, str] = {}
         for name, first in names.items():
             if first in owned:
                 tensor = _at(model, first)
                 self._dtypes[first] = tensor.dtype
+                if name != first and isinstance(tensor, nn.Parameter):
+                    self._tied[name] = first
                 _put(self, name, tensor, persistent=_is_persistent(model, name))
         super().train(frame.skeleton.training)
 
@@ -77,12 +81,28 @@ class TracedStage(nn.Module):
         device = next((tensor.device for tensor in tensors), frame.device)
         constants = [constant.to(device) if constant.ndim else constant for constant in program.constants]
         out = self._on(device)(*received, *inputs, *states, *constants)
-        return out if program.result_spec is None else tree_unflatten(list(out), program.result_spec)
+        if program.result_spec is not None:
+            return tree_unflatten(list(out), program.result_spec)
+        return tuple(tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor for tensor in out)
 
     def train(self, mode: bool = True) -> TracedStage:
         """Raises PlanError unless that is the mode of the trace."""
         self._frame.refuse_mode(mode)
         return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TracedStage:
+        super()._apply(fn, recurse)
+        for name, first in self._tied.items():
+            _put(self, name, _at(self, first), persistent=True)
+        return self
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        """Modules that this stage calls, by path: none."""
+        return {}
+
+    def extra_repr(self) -> str:
+        return f"stage {self.number} of a traced graph, receives {len(self.receives)}, sends {len(self.sends)}"
 
     def _on(self, device: torch.device) -> fx.GraphModule:
         """The graph where tensors that it makes (masks, positions) are made on ``device``."""
@@ -111,49 +131,64 @@ class TracedModel:
     def graph(self) -> UnitGraph:
         return self.calls.graph
 
-    def stages(self, cuts: Sequence[int]) -> list[TracedStage]:
-        """A stage from each of ``cuts`` (numbers of calls, the first is 0) to the next. They share the model's live parameters."""
-        ranges = self.graph.ranges(cuts)
-        programs = [self._program(number, begin, end, len(ranges)) for number, (begin, end) in enumerate(ranges)]
-        owned = [dict.fromkeys(program.states) for program in programs]
+    def refuse_inside(self, names: Sequence[str]) -> None:
+        """Raise PlanError for a module before which no cut can be, though it is called."""
+        for name in names:
+            begun = [call.name for call in self.graph.calls]
+            reasons = [why for inner, why in self.calls.inside.items() if _within(inner, name)]
+            if reasons and not any(_within(inner, name) for inner in begun):
+                raise PlanError(
+                    f"no stage can begin with {name}: {reasons[0]}, and that is within one stage. Cut elsewhere"
+                )
+
+    def stages(self, cuts: Cuts | Sequence[int]) -> list[TracedStage]:
+        """The stages of ``cuts`` (or from each of these calls, the first is 0, to the next). They share the model's live parameters."""
+        if not isinstance(cuts, Cuts):
+            cuts = Cuts.of(self.graph, cuts)
+        programs = [self._program(cuts, number) for number in range(len(cuts.begins))]
+        owned = [cuts.parameters(number) | set(program.states) for number, program in enumerate(programs)]
         self._place_unused(owned)
+        names, frame = self.exported.first, self.exported.frame
         return [
-            TracedStage(self.model, program, tuple(names), self.exported.first, self.exported.frame)
-            for program, names in zip(programs, owned, strict=True)
-        ]
+            TracedStage(self.model, program, mine, names, frame)
+            for program, mine in zip(programs, owned, strict=True)
+        ]  # fmt: skip
 
-    def _place_unused(self, owned: list[dict[str, None]]) -> None:
+    def _place_unused(self, owned: list[set[str]]) -> None:
         """Buffers that this mode does not use (counts of batches) lie where their modules' other tensors do."""
-        used = {name for names in owned for name in names}
-        for name in dict.fromkeys(self.exported.first.values()):
-            if name in used:
-                continue
-            module = name.rpartition(".")[0]
-            beside = (n for n, names in enumerate(owned) if any(other.rpartition(".")[0] == module for other in names))
-            owned[next(beside, 0)][name] = None
+        used = set().union(*owned)
+        for name, _ in self.model.named_buffers():
+            if name not in used:
+                module = name.rpartition(".")[0]
+                beside = (n for n, names in enumerate(owned) if any(o.rpartition(".")[0] == module for o in names))
+                owned[next(beside, 0)].add(name)
 
-    def _program(self, number: int, begin: int, end: int, stages: int) -> _Program:
-        """The graph of the calls from ``begin`` to ``end``, and what goes into it."""
+    def _program(self, cuts: Cuts, number: int) -> _Program:
+        """The graph of one stage, and what goes into it."""
         exported, calls = self.exported, self.calls
-        last = number == stages - 1
-        receives, sends = self.graph.live(begin), () if last else self.graph.live(end)
+        last = number == len(cuts.begins) - 1
+        receives, sends = cuts.crossing(number), cuts.crossing(number + 1)
         results = [leaf for leaf in exported.results if isinstance(leaf, fx.Node)] if last else []
-        members = {node for part in calls.members[begin:end] for node in part}
-        received = {calls.nodes[value] for value in receives}
-        wanted = members | self._glue_for(members, {node for node in results if node not in received})
-        graph, given = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph, given, arrived = fx.Graph(), dict[fx.Node, fx.Node](), dict[Value, fx.Node]()
         for value in receives:
-            given[calls.nodes[value]] = graph.placeholder(f"received_{value.call}_{value.leaf}")
+            arrived[value] = graph.placeholder(
+                f"received_{value.leaf}" if value.call == SENT else str(calls.nodes[value])
+            )
+            given |= dict.fromkeys(self._nodes(cuts, value), arrived[value])
+        begin, end = cuts.range(number)
+        members = {node for part in calls.members[begin:end] for node in part}
+        wanted = members | self._glue_for(members, {node for node in results if node not in given})
         used = {before for node in wanted for before in node.all_input_nodes} | set(results)
+        used.update(node for value in sends if value.call == SENT for node in self._nodes(cuts, value))
         sources: dict[str, list[fx.Node]] = {}
         for kind in ("inputs", "states", "constants"):
-            sources[kind] = [node for node in getattr(exported, kind) if node in used]
+            sources[kind] = [node for node in getattr(exported, kind) if node in used and node not in given]
             given |= {node: graph.placeholder(node.name) for node in sources[kind]}
         for node in exported.graph.nodes:  # also those of calls: they are in order
             if node in wanted:
                 given[node] = graph.node_copy(node, given.__getitem__)
-        out = [given[calls.nodes[value]] for value in sends] if not last else [
-            given[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in exported.results
+        out = [given[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in exported.results] if last else [
+            arrived[value] if value in arrived else given[self._nodes(cuts, value)[0]] for value in sends
         ]  # fmt: skip
         graph.output(tuple(out))
         return _Program(
@@ -163,6 +198,12 @@ class TracedModel:
             [exported.constants[node] for node in sources["constants"]],
             exported.result_spec if last else None,
         )  # fmt: skip
+
+    def _nodes(self, cuts: Cuts, value: Value) -> list[fx.Node]:
+        """What of the whole graph a value is: the result of an operation, or all that stands for a parameter that is sent."""
+        if value.call != SENT:
+            return [self.calls.nodes[value]]
+        return [node for node, name in self.exported.states.items() if name == cuts.sent[value.leaf]]
 
     def _glue_for(self, members: set[fx.Node], results: set[fx.Node]) -> set[fx.Node]:
         """What belongs to no call and is needed by these operations, with all that writes to it."""
@@ -190,6 +231,10 @@ def _moved(module: fx.GraphModule, before: torch.device, after: torch.device) ->
         name: _moved(part, before, after) for name, part in module.named_children() if isinstance(part, fx.GraphModule)
     }
     return fx.GraphModule(parts, graph)
+
+
+def _within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
 
 
 def _at(module: nn.Module, name: str) -> Tensor:
