@@ -82,7 +82,8 @@ def _initialize(model: nn.Module, waiting: dict[torch.Tensor, str], device: torc
     first: dict[torch.Tensor, str] = {}
     for name, tensor in named_tensors(model):
         first.setdefault(tensor, name)
-    kept = {tensor: tensor.data for tensor in first if not tensor.is_meta and tensor not in waiting}
+    here = [tensor for tensor in first if not tensor.is_meta and not is_spread(tensor)]
+    kept = {tensor: tensor.data for tensor in here if tensor not in waiting}
     draws = _Draws(seed, first, waiting)
     modules = dict(model.named_modules())
     makers = {
@@ -161,7 +162,7 @@ class _Draws(TorchDispatchMode):
                 del self._names[blank], self._waiting[blank]
 
     def _know(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_meta and tensor.numel():
+        if not tensor.is_meta and tensor.numel() and not is_spread(tensor):
             self._homes[tensor.untyped_storage().data_ptr()] = tensor
             self._memory.append(tensor.detach())
 
@@ -195,7 +196,7 @@ class _Draws(TorchDispatchMode):
 
     def _tensor_of(self, given: torch.Tensor) -> torch.Tensor | None:
         """The tensor of the model that ``given`` is, or is a view of."""
-        if not given.is_meta:
+        if not given.is_meta and not is_spread(given):
             return self._homes.get(given.untyped_storage().data_ptr()) if given.numel() else None
         return given if given in self._names else None
 

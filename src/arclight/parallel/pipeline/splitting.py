@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.beginning import begin
@@ -219,7 +220,7 @@ def split(
             graph = observe(model, None, args, kwargs, at or ())
             _refuse_few(graph, stages or 0)
             cuts = cut(graph)
-            templates = Templates(model, {call.name for call in cuts.graph.calls})
+            templates = Templates(model, {call.name for call in cuts.graph.calls}, _home(args, kwargs))
             parts = [StageModule(model, cuts, number, templates) for number in range(len(cuts.begins))]
             return Pipe(cuts, parts, names, model)
         except HoleError as error:
@@ -227,6 +228,12 @@ def split(
                 raise
             reason = error
     return _traced(model, (args, kwargs, at or ()), cut, names, reason)
+
+
+def _home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Where a model on the meta device will compute: where its example lies."""
+    given = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return next((leaf.device for leaf in given), None)
 
 
 def _traced(
