@@ -64,6 +64,23 @@ def test_a_plan_is_shown_written_and_read_again(recipe: str, typed: Typed) -> No
     assert "is there already" in err
 
 
+def test_the_pipeline_of_a_plan_is_drawn_as_it_is_predicted(recipe: str, typed: Typed) -> None:
+    fixed = "--fix pp=2 --fix tp=2 --fix schedule=Interleaved1F1B"
+    status, out, err = typed(f"plan {recipe} --gpus 4 --gpu cpu {fixed} --timeline plots/step.html --json plan.json")
+    assert (status, err) == (0, "")
+    assert "plots/step.html: the pipeline of plan 1, pp 2" in out
+    best = json.loads(Path("plan.json").read_text())["plans"][0]
+    page = Path("plots/step.html").read_text(encoding="utf-8")
+    shown = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    (step,) = shown["traces"]
+    assert [lane["stages"] for lane in step["lanes"]] == [[0, 2], [1, 3]]
+    assert step["microseconds"] / 1e6 == pytest.approx(best["seconds"], rel=0.25)
+    status, _, err = typed(f"plan {recipe} --gpus 2 --gpu cpu --fix pp=1 --timeline none.html")
+    assert status == 2
+    assert "no plan above has one: decide it (--fix pp=4)" in err
+    assert not Path("none.html").exists()
+
+
 @pytest.mark.slow
 def test_a_plan_is_verified_at_its_real_size(recipe: str, typed: Typed) -> None:
     fixed = "--fix dp_shard=128 --fix tp=2 --fix pp=4"

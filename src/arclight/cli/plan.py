@@ -51,6 +51,8 @@ def plan(arguments: list[str]) -> int:
         options.json.write_text(json.dumps(as_json(chain, device, found), indent=2) + "\n", encoding="utf-8")
     if options.write is not None:
         write(recipe, found.best[0], options)
+    if options.timeline is not None:
+        _timeline(found, device, options.timeline)
     return 0 if verified else 1
 
 
@@ -62,6 +64,25 @@ def _verified(task: Language, best: Estimate) -> bool:
     shares = verify(best, task.model, fields(task, _vocabulary(task)))
     print("\n" + line(best, shares))
     return all(share.bytes == share.predicted for share in shares)
+
+
+def _timeline(found: Found, device: Hardware, file: Path) -> None:
+    """Write a page with a step of the best plan that has a pipeline, as it is predicted."""
+    from arclight.parallel.pipeline.timelines import timeline
+    from arclight.parallel.planning.reasons import describe
+    from arclight.parallel.planning.simulation import simulated
+
+    place, best = next(((n, e) for n, e in enumerate(found.best, 1) if e.plan.pp > 1), (0, None))
+    if best is None:
+        raise UsageError(
+            "--timeline shows pipelines, and no plan above has one: decide it (--fix pp=4), or show more plans (--top)"
+        )
+    timeline(
+        simulated(best, device),
+        file=file,
+        title=f"{best.plan.schedule} on {best.plan.world_size} x {device.name}, predicted",
+    )
+    print(f"\n{file}: the pipeline of plan {place}, {describe(best.plan)}")
 
 
 def _parser() -> Parser:
@@ -94,6 +115,9 @@ def _parser() -> Parser:
         help="build the best plan's first, middle and last process, and compare weights",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here too")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="draw a step of the best plan with a pipeline (.html)"
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the best plan here")
     return parser
 
