@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 from arclight.parallel.pipeline.actions import Action, Order, Span, Trace
@@ -98,7 +99,6 @@ def simulate(
 
 def _order(schedule: str | Order, stages: int, ranks: int | None, micro_batches: int | None) -> Order:
     if not isinstance(schedule, str):
-        check_order(schedule)
         return schedule
     if ranks is None or micro_batches is None:
         raise PlanError(f"to simulate {schedule}, say for how many processes (ranks) and micro_batches")
@@ -123,6 +123,47 @@ def _ends(
     return tuple((last if synchronous else own) + step for own, step in zip(reduced, optimizer, strict=True))
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """An action as the simulator goes through it."""
+
+    rank: int
+    action: Action
+    before: tuple[tuple[int, bool], ...]
+    """Numbers of the turns that it needs, each with whether another process has it."""
+    to: int | None
+    """The other process that needs what it makes, if any."""
+    boundary: int
+    """The stage before what it sends crosses, there or back."""
+
+
+@lru_cache(maxsize=64)
+def _turns(order: Order) -> tuple[_Turn, ...]:
+    """All actions, each after what it needs and after those before it on its process. Raises PlanError where there is no such order."""
+    stages = shape_of(order)[0]
+    owner = {action.stage: rank for rank, one in enumerate(order) for action in one}
+    numbers: dict[Action, int] = {}
+    found: list[_Turn] = []
+    at, moved = [0] * len(order), True
+    while moved:
+        moved = False
+        for rank, one in enumerate(order):
+            while at[rank] < len(one):
+                action = one[at[rank]]
+                before = [next((a for a in choice if a in numbers), None) for choice in needs(action, stages)]
+                if None in before:
+                    break
+                needed = tuple((numbers[a], owner[a.stage] != rank) for a in before if a is not None)
+                next_stage = {"F": action.stage + 1, "W": -1}.get(action.kind, action.stage - 1)
+                to, boundary = owner.get(next_stage), min(action.stage, next_stage)
+                numbers[action] = len(found)
+                found.append(_Turn(rank, action, needed, to if to != rank else None, boundary))
+                at[rank] += 1
+                moved = True
+    check_order(order)
+    return tuple(found)
+
+
 class _Run:
     """Clocks of processes and links, moved on action by action."""
 
@@ -130,72 +171,44 @@ class _Run:
         self, order: Order, costs: Sequence[UnitCost], links: Sequence[Link], overlap: bool, early: bool,
         shares: Sequence[float],
     ) -> None:  # fmt: skip
-        self.order, self.costs, self.links, self.overlap, self.early = order, costs, links, overlap, early
-        self.shares = shares
-        self.owner = {action.stage: rank for rank, one in enumerate(order) for action in one}
+        self.order, self.costs, self.links, self.shares = order, costs, links, shares
+        self.overlap, self.early = overlap, early or not overlap
         self.clocks = [0.0] * len(order)
-        self.done: dict[Action, tuple[float, float]] = {}
-        """When each action was over, and when what it makes is with the process that needs it (unless that asks for it late)."""
         self.busy: dict[tuple[int, int], float] = {}
         """Until when messages from one process to another are on their way."""
         self.times: list[tuple[int, Action, float, float]] = []
         self.waits: dict[Action, float] = {}
 
     def all(self) -> None:
-        at, moved, stages = [0] * len(self.order), True, len(self.costs)
-        while moved:
-            moved = False
-            for rank, one in enumerate(self.order):
-                while at[rank] < len(one):
-                    action = one[at[rank]]
-                    before = [next((a for a in choice if a in self.done), None) for choice in needs(action, stages)]
-                    if None in before:
-                        break
-                    self._do(rank, action, [a for a in before if a is not None])
-                    at[rank] += 1
-                    moved = True
-        if any(place < len(one) for place, one in zip(at, self.order, strict=True)):
-            check_order(self.order)
-            raise AssertionError("an order that passes the check was not run to its end")
+        turns = _turns(self.order)
+        took = [{"F": c.forward, "B": c.backward, "I": c.inputs, "W": c.weights} for c in self.costs]
+        ends: list[float] = []
+        arrived: list[float] = []
+        for turn in turns:
+            action, rank = turn.action, turn.rank
+            start = free = self.clocks[rank]
+            for number, elsewhere in turn.before:
+                if not elsewhere:
+                    ready = ends[number]
+                elif self.early:
+                    ready = arrived[number]
+                else:
+                    ready = self._send(turns[number], max(ends[number], free))
+                start = max(start, ready)
+            end = start + took[action.stage][action.kind] * self.shares[action.micro_batch]
+            self.times.append((rank, action, start, end))
+            if start > free:
+                self.waits[action] = start - free
+            ends.append(end)
+            arrived.append(self._send(turn, end) if self.early and turn.to is not None else end)
+            self.clocks[rank] = end if self.overlap else arrived[-1]
 
-    def _do(self, rank: int, action: Action, before: list[Action]) -> None:
-        free = self.clocks[rank]
-        start = max([free, *(self._arrival(a, rank, free) for a in before)])
-        end = start + self._seconds(action)
-        self.times.append((rank, action, start, end))
-        if start > free:
-            self.waits[action] = start - free
-        to = self._receiver(action)
-        arrived = end
-        if to is not None and to != rank and (self.early or not self.overlap):
-            arrived = self._send(action, rank, to, end)
-        self.done[action] = end, arrived
-        self.clocks[rank] = end if self.overlap else arrived
-
-    def _seconds(self, action: Action) -> float:
-        cost, share = self.costs[action.stage], self.shares[action.micro_batch]
-        return {"F": cost.forward, "B": cost.backward, "I": cost.inputs, "W": cost.weights}[action.kind] * share
-
-    def _receiver(self, action: Action) -> int | None:
-        """The process that needs what an action makes, if any."""
-        if action.kind == "F":
-            return self.owner.get(action.stage + 1)
-        return self.owner.get(action.stage - 1) if action.kind in "BI" else None
-
-    def _arrival(self, action: Action, rank: int, free: float) -> float:
-        """When ``rank``, which has been free since ``free``, has what ``action`` makes."""
-        end, arrived = self.done[action]
-        sender = self.owner[action.stage]
-        if sender == rank or self.early or not self.overlap:
-            return end if sender == rank else arrived
-        return self._send(action, sender, rank, max(end, free))
-
-    def _send(self, action: Action, sender: int, receiver: int, at: float) -> float:
+    def _send(self, turn: _Turn, at: float) -> float:
         """When a message arrives that could leave at ``at``."""
-        boundary = action.stage if action.kind == "F" else action.stage - 1
-        link, size = self.links[boundary], self.costs[boundary].output * self.shares[action.micro_batch]
-        begin = max(at, self.busy.get((sender, receiver), 0.0))
-        self.busy[sender, receiver] = begin + size / link.bandwidth
+        assert turn.to is not None
+        link, size = self.links[turn.boundary], self.costs[turn.boundary].output * self.shares[turn.action.micro_batch]
+        begin = max(at, self.busy.get((turn.rank, turn.to), 0.0))
+        self.busy[turn.rank, turn.to] = begin + size / link.bandwidth
         return begin + link.seconds(size)
 
 
