@@ -11,7 +11,7 @@ from arclight.parallel.pipeline.actions import Trace
 from arclight.parallel.pipeline.bubbles import bubble
 from arclight.parallel.pipeline.costs import UnitCost
 from arclight.parallel.pipeline.orders import RECIPES, order_of
-from arclight.parallel.pipeline.simulate import simulate
+from arclight.parallel.pipeline.simulation import simulate
 
 RANKS, MICRO_BATCHES = 4, 8
 

@@ -24,7 +24,7 @@ from arclight.parallel.pipeline.orders import (
     shape_of,
     splits_backward,
 )
-from arclight.parallel.pipeline.simulate import simulate
+from arclight.parallel.pipeline.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind, that_fits
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

@@ -15,7 +15,7 @@ from arclight.parallel import PlanError
 from arclight.parallel.pipeline.bubbles import peak_bytes
 from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
 from arclight.parallel.pipeline.planner import Choice, agreed, bytes_of, choose, micro_batch_numbers
-from arclight.parallel.pipeline.simulate import simulate
+from arclight.parallel.pipeline.simulation import simulate
 
 
 def blocks(*seconds: float, held: int = 100, output: int = 10, parameters: int = 50, samples: int = 1) -> ModelCosts:

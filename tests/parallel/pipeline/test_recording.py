@@ -21,7 +21,7 @@ from arclight.parallel.pipeline.bubbles import bubble, busy, idle
 from arclight.parallel.pipeline.costs import UnitCost
 from arclight.parallel.pipeline.install import install
 from arclight.parallel.pipeline.recording import _clock_offset, record, recorded_step
-from arclight.parallel.pipeline.simulate import simulate
+from arclight.parallel.pipeline.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model

@@ -46,8 +46,9 @@ On the processes of a group, all of which do the same, it trains without a Train
     runner.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
     runner.evaluate(input_ids=tokens, outputs="everywhere").outputs
 
-What a pipeline does can be seen, step by step:
+What a step will do is known before any process is started, and what it does can be seen:
 
+    predicted = pipeline.simulate(model, {"input_ids": tokens}, "ZBVZeroBubble", micro_batches=16, processes=4)
     with pipeline.record(skip=2) as run:                 # on every process; skip: steps that allocate and compile
         trainer.fit(module, data)
     print(run)                                           # who was busy, who was not, and why
@@ -64,6 +65,7 @@ from arclight._lazy import lazy
 if TYPE_CHECKING:
     from arclight.parallel.pipeline.chrome import chrome_trace
     from arclight.parallel.pipeline.chunks import Reducer
+    from arclight.parallel.pipeline.forecasts import simulate
     from arclight.parallel.pipeline.piperunner import PipeRunner
     from arclight.parallel.pipeline.recording import record
     from arclight.parallel.pipeline.splitting import Pipe, StageModule, split
@@ -80,6 +82,7 @@ __getattr__, __dir__, __all__ = lazy(
         "StageModule": "arclight.parallel.pipeline.splitting",
         "chrome_trace": "arclight.parallel.pipeline.chrome",
         "record": "arclight.parallel.pipeline.recording",
+        "simulate": "arclight.parallel.pipeline.forecasts",
         "split": "arclight.parallel.pipeline.splitting",
         "timeline": "arclight.parallel.pipeline.timelines",
     },

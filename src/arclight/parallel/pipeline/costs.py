@@ -1,6 +1,6 @@
 """What parts of a model cost: seconds of their forward and of the two halves of their backward, and bytes.
 
-`measuring` finds them out, on a device or in theory; `partition`, `simulate` and `planner` work with them.
+`measuring` finds them out, on a device or in theory; `partition`, `simulation` and `planner` work with them.
 """
 
 from __future__ import annotations

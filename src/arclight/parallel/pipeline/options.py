@@ -11,7 +11,7 @@ from arclight.parallel.pipeline.bubbles import bubble, peak_bytes
 from arclight.parallel.pipeline.costs import Link, ModelCosts, UnitCost
 from arclight.parallel.pipeline.orders import held_at_most, order_of
 from arclight.parallel.pipeline.partition import Judge, Room, partition, refine, stages_of
-from arclight.parallel.pipeline.simulate import Prediction, simulate
+from arclight.parallel.pipeline.simulation import Prediction, simulate
 from arclight.parallel.pipeline.upstream import ScheduleKind, schedule_kind
 from arclight.parallel.plan import PlanError
 

@@ -58,7 +58,7 @@ class Recording:
         """The :attr:`typical` step again, as it would be if each action took what its kind takes on its stage on average and what is
         sent were there at once: all that it lacks is noise, and time on the way.
         """
-        from arclight.parallel.pipeline.simulate import simulate
+        from arclight.parallel.pipeline.simulation import simulate
 
         typical = self.typical
         order = tuple(tuple(span.action for span in lane) for lane in by_process(typical))

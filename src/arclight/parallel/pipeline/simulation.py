@@ -77,15 +77,14 @@ def simulate(
 
     Raises PlanError for an order that cannot be run, and for costs of another number of stages.
     """
-    name = schedule if isinstance(schedule, str) else "order"
-    order = _order(schedule, len(costs), ranks, micro_batches)
+    name, order = _order(schedule, len(costs), ranks, micro_batches)
     stages, number, _ = shape_of(order)
     if len(costs) != stages:
         raise PlanError(f"{name} has {stages} stages: {len(costs)} costs were given")
     if shares is not None and len(shares) != number:
         raise PlanError(f"{name} has {number} micro-batches: {len(shares)} shares were given")
     if receives is None:
-        receives = "due" if name.lower() in ("gpipe", "1f1b") else "early"
+        receives = "due" if name in ("GPipe", "1F1B") else "early"
     freed = list(_each(freed_by_inputs, stages))
     if whole_first:
         costs = [replace(costs[0], inputs=0.0, weights=costs[0].backward), *costs[1:]]
@@ -97,13 +96,21 @@ def simulate(
     return Prediction(name, len(order), stages, number, spans, run.waits, ends)
 
 
-def _order(schedule: str | Order, stages: int, ranks: int | None, micro_batches: int | None) -> Order:
+def _order(
+    schedule: str | Order, stages: int, ranks: int | None, micro_batches: int | None
+) -> tuple[str, Order]:  # fmt: skip
+    """A schedule's name, as it is written here, and its order."""
     if not isinstance(schedule, str):
-        return schedule
+        return "order", schedule
     if ranks is None or micro_batches is None:
         raise PlanError(f"to simulate {schedule}, say for how many processes (ranks) and micro_batches")
-    several = not is_file(schedule) and RECIPES[parse_name(schedule)[0]].any_number
-    return order_of(schedule, ranks, micro_batches, stages // ranks if several else None)
+    if is_file(schedule):
+        return schedule, order_of(schedule, ranks, micro_batches)
+    name, own = parse_name(schedule)
+    if RECIPES[name].any_number and stages % ranks == 0:
+        own = stages // ranks
+    full = name if own == RECIPES[name].stages_per_process else f"{name}:{own}"
+    return full, order_of(name, ranks, micro_batches, own)
 
 
 def _each(value: T | Sequence[T], number: int) -> Sequence[T]:
