@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from tests.parallel.pipeline.steps import gpipe, one_forward_one_backward, run
@@ -139,6 +140,24 @@ def test_of_a_recording_the_first_process_writes_the_step_of_median_length(tmp_p
     assert timeline(other, file=tmp_path / "other.html") == tmp_path / "other.html"
     assert chrome_trace(other, tmp_path / "other.json") == tmp_path / "other.json"
     assert [file.name for file in tmp_path.iterdir()] == ["timeline.html"]
+
+
+def test_a_figure_is_sound_svg_with_a_box_for_every_action(tmp_path: Path) -> None:
+    path = timeline(MEASURED, PREDICTED, tmp_path / "step.svg", title=HOSTILE)
+    tree = ElementTree.parse(path)  # written just now
+    name = "{http://www.w3.org/2000/svg}"
+    assert tree.getroot().tag == f"{name}svg"
+    assert [text.text for text in tree.iter(f"{name}text") if text.get("class") == "title"] == [HOSTILE]
+    scale = (1200 - 84 - 16) / MEASURED.seconds
+    for group, trace in zip(("low", "step"), (PREDICTED, MEASURED), strict=True):
+        (lanes,) = (g for g in tree.iter(f"{name}g") if g.get("class") == group)
+        boxes = [r for r in lanes.iter(f"{name}rect") if r.get("class") in ("F", "B")]
+        assert Counter(r.get("class") for r in boxes) == {"F": 32, "B": 32}
+        wanted = sorted(84 + span.start * scale for span in trace.spans)
+        assert sorted(float(r.get("x", "nan")) for r in boxes) == pytest.approx(wanted, abs=0.01)
+        assert [r.get("class") for r in lanes.iter(f"{name}rect")].count("lane") == 4
+        texts = Counter(text.text for text in lanes.iter(f"{name}text"))
+        assert texts["B3"] == 4
 
 
 # -- in a browser --------------------------------------------------------------------------------------------------

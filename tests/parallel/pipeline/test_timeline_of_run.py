@@ -18,6 +18,7 @@ from arclight.parallel import Plan
 from arclight.parallel.pipeline import record
 from arclight.parallel.running import batch_loss
 from arclight.trainer.callbacks import PipelineTimeline
+from arclight.trainer.report import write_report
 
 SECONDS = 0.004
 
@@ -60,7 +61,12 @@ def data(page: Path) -> Any:
 def test_a_run_writes_the_timeline_of_a_step_once_it_has_seen_enough(tmp_path: Path) -> None:
     fit(tmp_path, PipelineTimeline(after=1, steps=2), Plan(pp=2, schedule="1F1B", micro_batches=4))
     (plots,) = tmp_path.glob("**/plots")
-    assert sorted(file.name for file in plots.iterdir()) == ["pipeline.html", "pipeline.json"]
+    assert sorted(file.name for file in plots.iterdir()) == [
+        "captions.json", "pipeline.html", "pipeline.json", "pipeline.svg",
+    ]  # fmt: skip
+    report = write_report(plots.parent).read_text(encoding="utf-8")
+    assert "One training step of the pipeline" in report
+    assert report.count('<figure class="wide"><img alt="One training step') == 1
     found = data(plots / "pipeline.html")
     simulated, measured = found["traces"]
     assert (simulated["name"], measured["name"]) == ("predicted", "measured")

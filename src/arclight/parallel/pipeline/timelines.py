@@ -13,6 +13,7 @@ from typing import Any
 
 from arclight.parallel.pipeline.actions import Trace
 from arclight.parallel.pipeline.bubbles import busy, by_process, idle, peak_bytes
+from arclight.parallel.pipeline.figures import figure
 from arclight.parallel.pipeline.recording import Recording
 from arclight.parallel.plan import PlanError
 
@@ -34,9 +35,9 @@ def timeline(
     """Write one page that shows a step of a pipeline; it opens anywhere, without a network or another file.
 
     run: what was recorded (its training step of median length is shown), or one step, measured or simulated. predicted: the
-    same step as simulated, shown above what was measured. Of the processes of a recording the first of all writes. Gives the
-    page's path; an older page is replaced in one step. Raises PlanError where there is nothing to show, or the two steps
-    are not of the same pipeline.
+    same step as simulated, shown above what was measured. file: ``.svg`` is a figure of the lanes alone, for papers and slides.
+    Of the processes of a recording the first of all writes. Gives the page's path; an older page is replaced in one step. Raises
+    PlanError where there is nothing to show, or the two steps are not of the same pipeline.
     """
     trace = run.typical if isinstance(run, Recording) else run
     path = Path(file)
@@ -47,7 +48,9 @@ def timeline(
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
         recorded = run.traces if isinstance(run, Recording) else ()
-        draft.write_text(_page(trace, predicted, title, recorded), encoding="utf-8")
+        drawn = path.suffix.lower() == ".svg"
+        made = figure(trace, predicted, title) if drawn else _page(trace, predicted, title, recorded)
+        draft.write_text(made, encoding="utf-8")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

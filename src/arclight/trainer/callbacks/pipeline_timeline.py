@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
     from arclight.trainer.module import Module
     from arclight.trainer.trainer import Trainer
 
+CAPTION = "One training step of the pipeline, and above it the same simulated with mean times and free transfers. More is in plots/pipeline.html."
+
 log = logging.getLogger(__name__)
 
 
 class PipelineTimeline(Callback):
-    """``plots/pipeline.html`` in the run folder, and ``plots/pipeline.json`` in Chrome's format: one training step of a pipeline.
+    """One training step of a pipeline in the run folder: ``plots/pipeline.html``, ``.json`` in Chrome's format, ``.svg`` in the report.
 
     Of ``steps`` training steps, after the first ``after`` of this fit, it is the one of median length; above it the page has the same
     step simulated with the mean times of each stage, and transfers that take none. ``activations``: see
@@ -74,14 +77,13 @@ class PipelineTimeline(Callback):
         if not run.traces:
             log.warning("PipelineTimeline has nothing to show: fewer than %s steps were trained", self.after + 1)
             return
-        folder = trainer.run_folder.plots
-        simulated = run.simulated
-        path = timeline(
-            run,
-            simulated,
-            folder / "pipeline.html",
-            f"{trainer.run_folder.name} {trainer.run_folder.number}: {run.typical.schedule}",
-        )
+        folder, simulated = trainer.run_folder.plots, run.simulated
+        title = f"{trainer.run_folder.name} {trainer.run_folder.number}: {run.typical.schedule}"
+        path = timeline(run, simulated, folder / "pipeline.html", title)
+        timeline(run, simulated, folder / "pipeline.svg")
         chrome_trace(run, folder / "pipeline.json", simulated)
         if trainer.is_global_zero:
+            captions = folder / "captions.json"
+            told = json.loads(captions.read_text("utf-8")) if captions.exists() else {}
+            captions.write_text(json.dumps(told | {"pipeline.svg": CAPTION}, indent=1), encoding="utf-8")
             log.info("timeline of the pipeline: %s\n%s", path, run)
