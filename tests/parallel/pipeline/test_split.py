@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -218,7 +220,7 @@ def test_tied_embeddings(by_use: bool, multi_use: Any) -> None:
     for args, kwargs in calls:
         _, wanted, gradients = outcome(model, model, args, kwargs)
         _, got, found = outcome(model, pipe, args, kwargs)
-        torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-15)
+        torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-13)
 
 
 def test_what_cannot_be_done_with_shared_parameters_names_them() -> None:
@@ -295,6 +297,107 @@ def test_what_cannot_be_sliced_is_traced_and_that_is_said() -> None:
         pipe = split(model, example, stages=3)
     _, wanted, gradients = outcome(model, model, example, {})
     _, got, found = outcome(model, pipe, example, {})
-    torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-15)
+    torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-13)
     with pytest.raises(PlanError, match=r"layers\.0.*Nor can the model be traced"):
         split(Branches("branch"), (torch.randn(2, 4),), stages=3)
+
+
+class Glued(nn.Module):
+    """Code between its parts asks for the device and type of whatever parameter comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.full((), 2.0, dtype=next(self.parameters()).dtype, device=next(self.parameters()).device)
+        x = x + self.start
+        for layer in self.layers:
+            x = x + layer(x) * scale.to(self.layers[0].weight.device)
+            assert x.dtype == self.layers[0].weight.dtype
+        assert self.end.dtype == x.dtype
+        return x * self.end
+
+
+def test_stages_of_a_model_without_memory_get_it_and_change_their_type() -> None:
+    with torch.device("meta"):
+        model = Glued()
+    pipe = split(model, (torch.randn(2, 4),), stages=4)
+    whole = Glued().double()
+    for stage in pipe.stages:
+        stage.to_empty(device="cpu").double()
+        stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
+    x = floats(3, 4)
+    torch.testing.assert_close(pipe(x), whole(x), rtol=0, atol=0)
+    for stage in pipe.stages:
+        stage.bfloat16()
+    torch.testing.assert_close(pipe(x.bfloat16()), whole.bfloat16()(x.bfloat16()), rtol=0, atol=0)
+
+
+def test_tied_parameters_of_a_stage_stay_tied_when_it_gets_memory() -> None:
+    with torch.device("meta"):
+        model = Tied(False)
+    stage = split(model, (torch.zeros(1, 2, dtype=torch.int64),), stages=2).stages[1].to_empty(device="cpu")
+    assert stage.get_parameter("output.weight") is stage.get_parameter("embedding.weight")
+
+
+def test_parts_may_be_checkpointed_afterwards() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = Tied(False).double()
+    example = (torch.randint(0, 11, (3, 5)),)
+    _, wanted, gradients = outcome(model, model, example, {})
+    for multi_use in ("replicate", "transmit"):
+        pipe = split(model, example, at=["layers.1", "layers.3"], multi_use=multi_use)
+        for stage in pipe.stages:
+            for path, part in stage.parts.items():
+                parent, _, name = path.rpartition(".")
+                setattr(stage.get_submodule(parent), name, checkpoint_wrapper(part))
+        _, got, found = outcome(model, pipe, example, {})
+        torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-13)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh()
+
+
+def test_parts_may_be_compiled_afterwards() -> None:
+    model, example = nn.Sequential(*(Block() for _ in range(4))).double(), (floats(3, 4),)
+    _, wanted, gradients = outcome(model, model, example, {})
+    pipe = split(model, example, stages=2)
+    seen = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    for stage in pipe.stages:
+        for part in stage.parts.values():
+            part.compile(backend=backend)
+    _, got, found = outcome(model, pipe, example, {})
+    torch.testing.assert_close((got, found), (wanted, gradients), rtol=0, atol=1e-13)
+    assert seen
+    with pytest.raises(PlanError, match="2 is compiled already"):
+        split(nn.Sequential(Block(), Block(), torch.compile(Block(), backend=backend)), example, stages=2)
+
+
+def test_stages_do_not_keep_the_model() -> None:
+    model = Skips()
+    pipe = split(model, (torch.randn(2, 6),), stages=3)
+    gone = [
+        weakref.ref(p) for name, p in model.named_parameters() if name not in dict(pipe.stages[1].named_parameters())
+    ]
+    kept = [weakref.ref(p) for p in pipe.stages[1].parameters()]
+    pipe.stages[:] = [pipe.stages[1]]
+    del model
+    gc.collect()
+    assert gone
+    assert all(parameter() is None for parameter in gone)
+    assert kept
+    assert all(parameter() is not None for parameter in kept)

@@ -107,8 +107,8 @@ def hole(payload: Tensor, device: torch.device, of: str, origin: Origin | None =
 
 
 def hole_like(tensor: Tensor, of: str, origin: Origin | None = None, home: torch.device | None = None) -> Hole:
-    """A hole in place of ``tensor``. home: where one on the meta device claims to be."""
-    device = home if home is not None and tensor.is_meta else tensor.device
+    """A hole in place of ``tensor``. home: where one that has no data itself claims to be."""
+    device = home if home is not None and (tensor.is_meta or isinstance(tensor, Hole)) else tensor.device
     return hole(_on_meta(tensor), device, of, origin)
 
 

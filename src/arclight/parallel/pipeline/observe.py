@@ -48,6 +48,9 @@ def observe(
 
     Raises PlanError where code between the parts needs data, or two values share memory that is written.
     """
+    for name, module in root.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            raise PlanError(f"{name or 'the model'} is compiled already: compile the parts of stages after the cut")
     for name, parameter in root.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise PlanError(f"{name} has no shape yet: call the model once before it is cut")

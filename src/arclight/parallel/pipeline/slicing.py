@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from arclight.parallel.pipeline.cuts import SENT, Cuts
 from arclight.parallel.pipeline.graph import Value
-from arclight.parallel.pipeline.holes import hole_like, holes_of
-from arclight.parallel.pipeline.templates import Templates
+from arclight.parallel.pipeline.holes import Hole, hole_like, holes_of
+from arclight.parallel.pipeline.templates import Templates, moved
 from arclight.parallel.pipeline.turns import Turn, bound, copy_tree, parameter_names, shell, turn, walk
 from arclight.parallel.plan import PlanError
 
@@ -50,8 +50,8 @@ class _Stage:
         self.receives, self.sends = cuts.crossing(number), cuts.crossing(number + 1)
         self.training = True
         self.run: _Run | None = None
-        self.own: dict[str, Callable[[], nn.Module]] = {}
-        """Looks up the module at a path, which may have been wrapped or replaced since."""
+        self.own: dict[str, tuple[nn.Module, str]] = {}
+        """For the path of a part the module above it, and its name there: it may be wrapped or replaced later."""
 
     def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, path = self.run, turn.turn_path
@@ -73,7 +73,8 @@ class _Stage:
                 f"{path} on stage {self.number} needs what {lacking.of} returned, and the example arguments did not show that: a model "
                 "that is cut must take the same way for all arguments"
             )
-        kept = self._keep(run, number, self.own[path]()(*args, **kwargs))
+        parent, name = self.own[path]
+        kept = self._keep(run, number, parent._modules[name](*args, **kwargs))  # type: ignore[misc]
         if run.next == run.end < len(calls):
             raise _Ended
         return kept
@@ -110,18 +111,20 @@ class Sliced:
 
     def __init__(
         self, root: nn.Module, function: str | Callable[..., Any] | None, cuts: Cuts, own: Sequence[int], holder: nn.Module,
-        templates: Templates | None = None,
-    ) -> None:  # fmt: skip
-        """function: as for `observe`. own: numbers of this process's stages."""
+        home: torch.device | None = None,
+    ) -> None:  # fmt: skip  # fmt: skip
+        """function: as for `observe`. own: numbers of this process's stages. home: where what is on the meta device will be."""
         self.cuts, self.own = cuts, tuple(own)
         self.holder, self.in_place = holder, holder is root
         self.units = {call.name for call in cuts.graph.calls}
         self.names, _ = parameter_names(root)
-        self.templates = templates if templates is not None else Templates(root, self.units)
+        self.templates = Templates(root, self.units, home)
         self._function = bound(function, root)
         view = self._view(root)
         self._trees = {number: self._tree(root, view, number) for number in self.own}
         self.templates.let_go()
+        place = next((p for p in view.parameters() if p.is_floating_point()), None)
+        self._place = None if place is None else (place.device, place.dtype)
         self._host = root if self.in_place else shell(root)
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             holder.__dict__[name] = view.__dict__[name]
@@ -185,7 +188,7 @@ class Sliced:
             own = visible(path)
             if own is not None:
                 module._buffers = own._buffers
-                tree.modes.append((module, path))
+                tree.modes.append((module, own if path else self.holder))
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -193,11 +196,12 @@ class Sliced:
                 if first in sent:
                     tree.bound.append((module, name, sent[first]))
                 elif first in mine and own is not None and name in own._parameters:
-                    tree.live.append((module, name, path))
+                    tree.live.append((module, name, own))
                     continue
                 made = hole_like(parameter, first, home=self.templates.home)
                 made._is_param = True
                 module._parameters[name] = made  # type: ignore[assignment]
+                tree.absent.append((module, name))
 
         def visit(path: str, module: nn.Module) -> nn.Module | None:
             if path not in self.units:
@@ -205,12 +209,16 @@ class Sliced:
                 beneath = any(unit.startswith(path + ".") for unit in self.units)
                 return own if path and own is module and not beneath else None
             if path in called:
-                stage.own[path] = _looked_up(tree, path)
+                above, _, name = path.rpartition(".")
+                parent = visible(above)
+                assert parent is not None
+                stage.own[path] = (parent, name)
                 for inner, part in walk(module):
-                    for name in part._parameters:
-                        first = self.names.get(_join(_join(path, inner), name), "")
-                        if first in sent:
-                            tree.lent.append((_join(path, inner), name, sent[first]))
+                    here = visible(_join(path, inner))
+                    for name, parameter in part._parameters.items():
+                        first = self.names[_join(_join(path, inner), name)] if parameter is not None else ""
+                        if first in sent and here is not None:
+                            tree.lent.append((here, name, sent[first]))
             uses = {self.names[_join(path, n)] for n, _ in module.named_parameters(remove_duplicate=False)}
             if path in called and not uses & set(sent):
                 shown = module
@@ -228,10 +236,11 @@ class Sliced:
     @property
     def parts(self) -> dict[str, nn.Module]:
         """The modules of this process that are called, by path, as they are now."""
-        found = {}
+        found: dict[str, Any] = {}
         for number in self.own:
             for path in self._called(number):
-                found[path] = self.holder.get_submodule(path)
+                parent, name = self._trees[number].stage.own[path]
+                found[path] = parent._modules[name]
         return found
 
     def receives(self, stage: int) -> tuple[Value, ...]:
@@ -255,8 +264,9 @@ class Sliced:
         run = _Run(conductor.begin, conductor.end, values, frozenset(conductor.sends))
         conductor.training = self.holder.training
         members = {name: self.holder.__dict__[name] for name in ("_modules", "_parameters")}
-        tree.sync(self.holder, values)
-        with tree.lending(self.holder, values):
+        self._follow()
+        tree.sync(values)
+        with tree.lending(values):
             conductor.run = run
             self._host.__dict__.update(_modules=tree.root._modules, _parameters=tree.root._parameters)
             self._host.__dict__["training"] = self.holder.training
@@ -279,6 +289,20 @@ class Sliced:
             raise PlanError(f"the result needs what {lacking.of} returned, and the example arguments did not show that")
         return result
 
+    def _follow(self) -> None:
+        """Holes are where the parameters of this process are now, and of the type that they have."""
+        tensor = next((p for p in self.holder.parameters() if p.is_floating_point()), None)
+        if tensor is None or self._place == (tensor.device, tensor.dtype):
+            return
+        types = {self._place[1]: tensor.dtype} if self._place is not None else {}
+        self._place = (tensor.device, tensor.dtype)
+        self.templates.move(tensor.device, types)
+        for tree in self._trees.values():
+            for module, name in tree.absent:
+                absent = module._parameters[name]
+                if isinstance(absent, Hole):
+                    module._parameters[name] = moved(absent, tensor.device, types)
+
     def _sent(self, tree: _Tree, value: Value, run: _Run) -> Any:
         if value.call == SENT and value not in run.received:
             name = self.cuts.sent[value.leaf]
@@ -299,28 +323,26 @@ class _Tree:
 
     def __init__(self, stage: _Stage) -> None:
         self.stage = stage
-        self.parts: dict[str, nn.Module] = {}
-        self.modes: list[tuple[nn.Module, str]] = []
-        self.live: list[tuple[nn.Module, str, str]] = []
+        self.modes: list[tuple[nn.Module, nn.Module]] = []
+        self.absent: list[tuple[nn.Module, str]] = []
+        self.live: list[tuple[nn.Module, str, nn.Module]] = []
         self.bound: list[tuple[nn.Module, str, Value]] = []
-        self.lent: list[tuple[str, str, Value]] = []
+        self.lent: list[tuple[nn.Module, str, Value]] = []
 
-    def sync(self, holder: nn.Module, values: Mapping[Value, Tensor]) -> None:
-        """Modes, parameters and parts are those of ``holder`` now, whoever has wrapped, moved or gathered them."""
-        self.parts = {path: holder.get_submodule(path) for path in self.stage.own}
-        for module, path in self.modes:
-            module.__dict__["training"] = holder.get_submodule(path).training if path else holder.training
-        for module, name, path in self.live:
-            module._parameters[name] = holder.get_submodule(path)._parameters[name]
+    def sync(self, values: Mapping[Value, Tensor]) -> None:
+        """Modes and parameters are those that the process's modules have now, whoever has moved or gathered them."""
+        for module, original in self.modes:
+            module.__dict__["training"] = original.training
+        for module, name, original in self.live:
+            module._parameters[name] = original._parameters[name]
         for module, name, value in self.bound:
             module._parameters[name] = values[value]  # type: ignore[assignment]
 
     @contextmanager
-    def lending(self, holder: nn.Module, values: Mapping[Value, Tensor]) -> Iterator[None]:
+    def lending(self, values: Mapping[Value, Tensor]) -> Iterator[None]:
         """Parts compute with parameters that were sent. They keep the last ones, which a recomputation in backward needs."""
         held = []
-        for path, name, value in self.lent:
-            module = holder.get_submodule(path)
+        for module, name, value in self.lent:
             if name in module._parameters:
                 held.append((module, name, module._parameters[name]))
                 module._parameters[name] = values[value]  # type: ignore[assignment]
@@ -331,18 +353,10 @@ class _Tree:
         finally:
             for module, name, before in held:
                 module._parameters[name] = before
-            for path, name, value in self.lent:
-                module = holder.get_submodule(path)
+            for module, name, value in self.lent:
                 if name not in module._parameters:
                     sent = values[value]
                     module.__dict__[name] = sent.detach().requires_grad_(sent.requires_grad)
-
-
-def _looked_up(tree: _Tree, path: str) -> Callable[[], nn.Module]:
-    def now() -> nn.Module:
-        return tree.parts[path]
-
-    return now
 
 
 def _inside(path: str, units: set[str]) -> bool:

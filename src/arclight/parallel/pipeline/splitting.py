@@ -25,7 +25,6 @@ from arclight.parallel.pipeline.observe import observe
 from arclight.parallel.pipeline.partition import balance
 from arclight.parallel.pipeline.saving import save
 from arclight.parallel.pipeline.slicing import Sliced
-from arclight.parallel.pipeline.templates import Templates
 from arclight.parallel.pipeline.tracing import TracedStage, trace
 from arclight.parallel.pipeline.turns import parameter_names
 from arclight.parallel.plan import PlanError
@@ -40,12 +39,12 @@ Policy = Callable[[UnitGraph, int], Sequence[int]]
 class StageModule(nn.Module):
     """One stage of a model: its parameters under their names in the model, and its part of the forward."""
 
-    def __init__(self, root: nn.Module, cuts: Cuts, number: int, templates: Templates) -> None:
+    def __init__(self, root: nn.Module, cuts: Cuts, number: int, home: torch.device | None = None) -> None:
         super().__init__()
         self.number = number
         self.receives: tuple[Value, ...] = cuts.crossing(number)
         self.sends: tuple[Value, ...] = cuts.crossing(number + 1)
-        self._sliced = Sliced(root, None, cuts, [number], self, templates)
+        self._sliced = Sliced(root, None, cuts, [number], self, home)
         self.training = root.training
 
     def forward(self, *received: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -220,8 +219,8 @@ def split(
             graph = observe(model, None, args, kwargs, at or ())
             _refuse_few(graph, stages or 0)
             cuts = cut(graph)
-            templates = Templates(model, {call.name for call in cuts.graph.calls}, _home(args, kwargs))
-            parts = [StageModule(model, cuts, number, templates) for number in range(len(cuts.begins))]
+            home = _home(args, kwargs)
+            parts = [StageModule(model, cuts, number, home) for number in range(len(cuts.begins))]
             return Pipe(cuts, parts, names, model)
         except HoleError as error:
             if frontend == "slice":

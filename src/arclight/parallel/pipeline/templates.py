@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,43 +58,77 @@ class Templates:
                         made._is_param = True
                     members[name] = made  # type: ignore[assignment]
 
+    def move(self, device: torch.device, types: Mapping[torch.dtype, torch.dtype]) -> None:
+        """From now on parts are on ``device``, and have tensors of one type in ``types`` as the other: where the model went."""
+        self.home = device
+        self._known.clear()
+        for part in self._parts.values():
+            for module in part.modules():
+                for members in (module._parameters, module._buffers):
+                    for name, tensor in members.items():
+                        if isinstance(tensor, Hole):
+                            members[name] = moved(tensor, device, types)  # type: ignore[assignment]
+
     def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Template:
         """What the part at ``path`` returns for such arguments. Raises PlanError where that depends on their data."""
-        key = (path, training, torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-               torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None, signature((args, kwargs)))  # fmt: skip
+        key = (path, training, *_autocast(), signature((args, kwargs)))
         found = self._known.get(key)
         if found is None:
             part = self.part(path)
             if part.training is not training:
                 part.train(training)
-            try:
-                found = self._run(part, path, args, kwargs)
-            except HoleError:
-                found = self._run_on_zeros(part, path, args, kwargs)
-            self._known[key] = found
+            found = self._known[key] = self._first(part, path, args, kwargs)
         return found
 
-    def _run(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Template:
+    def _first(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Template:
+        try:
+            return self._run(part, path, args, kwargs)
+        except HoleError:
+            return self._run_on_zeros(part, path, args, kwargs)
+        except RuntimeError:
+            # Who spreads a part over processes may let it compute in another type than that of its parameters.
+            weights = {p.dtype for p in part.parameters() if p.is_floating_point()}
+            floats = (x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and x.is_floating_point())
+            given = {x.dtype for x in floats}
+            if len(weights) != 1 or len(given) != 1 or weights == given:
+                raise
+            (inside,), (outside,) = weights, given
+            return self._run(part, path, args, kwargs, {outside: inside})
+
+    def _run(
+        self, part: nn.Module, path: str, args: Any, kwargs: Any, types: Mapping[torch.dtype, torch.dtype] | None = None
+    ) -> Template:
+        """types: of floating tensors, for others as which the part is given them, and gives back what it returns of those."""
+        into = types or {}
+        back = {inside: outside for outside, inside in into.items()}
+
         def prepared(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, Hole):
-                return hole_like(tensor.payload, path, home=tensor.device)
-            if tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
-                return hole_like(tensor, path, home=self.home)
+            if isinstance(tensor, Hole) or tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta:
+                return moved(hole_like(tensor, path), self._home_of(tensor), into)
             return tensor.detach().clone()
 
-        places = [isinstance(leaf, Hole) for leaf in tree_flatten((args, kwargs))[0]]
+        before = tree_flatten((args, kwargs))[0]
+        device = next((self._home_of(x) for x in before if isinstance(x, Tensor)), self.home)
         args, kwargs = tree_map_only(Tensor, prepared, (args, kwargs))
-        given = [leaf for leaf, was in zip(tree_flatten((args, kwargs))[0], places, strict=True) if was]
+        given = [x for x, was in zip(tree_flatten((args, kwargs))[0], before, strict=True) if isinstance(was, Hole)]
         with torch.no_grad():
             leaves, structure = tree_flatten(part(*args, **kwargs))
         changed = tuple(index for index, one in enumerate(given) if one.origin.memory.writes)
         memories: list[int] = []
+        made: list[Any] = []
         known = {id(one.origin.memory): index for index, one in enumerate(given)}
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, Hole):
-                leaf = hole_like(leaf, path)
-            memories.append(known.setdefault(id(leaf.origin.memory), -1 - len(known)) if isinstance(leaf, Hole) else -1)
-        return Template(tuple(_fresh(leaf, path) for leaf in leaves), structure, changed, tuple(memories))
+            if isinstance(leaf, Tensor):
+                one = leaf if isinstance(leaf, Hole) else hole_like(leaf, path)
+                memories.append(known.setdefault(id(one.origin.memory), -1 - len(known)))
+                made.append(moved(hole_like(one, path), device, back))
+            else:
+                memories.append(-1)
+                made.append(leaf)
+        return Template(tuple(made), structure, changed, tuple(memories))
+
+    def _home_of(self, tensor: Tensor) -> torch.device:
+        return self.home if tensor.device.type == "meta" and self.home is not None else tensor.device
 
     def _run_on_zeros(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Template:
         """For a part whose own way depends on data: run on zeros and on ones, which must give the same."""
@@ -104,7 +138,7 @@ class Templates:
             def data(tensor: Tensor, fill: float = fill) -> Tensor:
                 if not isinstance(tensor, Hole):
                     return tensor.detach().clone()
-                made = torch.full((), fill, dtype=tensor.dtype, device=tensor.device)
+                made = torch.full((), fill, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
                 return made.expand(tensor.shape).clone() if tensor.numel() < 2**20 else made.expand(tensor.shape)
 
             def real(_: str, new: nn.Module, data: Any = data) -> None:
@@ -125,13 +159,21 @@ class Templates:
                 f"what {path} returns has another shape for other data: stages before and after it cannot know it"
             )
         memories = tuple(-1 - index for index in range(len(leaves)))
-        return Template(tuple(_fresh(leaf, path) for leaf in leaves), structure, (), memories)
+        return Template(
+            tuple(hole_like(x, path) if isinstance(x, Tensor) else x for x in leaves), structure, (), memories
+        )
 
 
-def _fresh(leaf: Any, path: str) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return hole_like(leaf.payload, path, home=leaf.device) if isinstance(leaf, Hole) else hole_like(leaf, path)
+def moved(hole: Hole, device: torch.device | None, types: Mapping[torch.dtype, torch.dtype]) -> Hole:
+    """``hole`` as it would be on ``device`` (None: where it is), and of another type."""
+    made = hole_like(hole.to(types.get(hole.dtype, hole.dtype)), hole.of, home=device or hole.device)
+    if isinstance(hole, nn.Parameter):
+        made._is_param = True
+    return made
+
+
+def _autocast() -> tuple[torch.dtype | None, ...]:
+    return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
 
 
 def _shown(leaves: list[Any]) -> list[Any]:

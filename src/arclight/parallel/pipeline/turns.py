@@ -18,7 +18,11 @@ def shell(module: nn.Module) -> nn.Module:
     """``module`` without its depth: its class, its attributes, dicts (children, parameters, buffers, hooks) of its own."""
     made: nn.Module = object.__new__(type(module))
     for name, value in module.__dict__.items():
-        if isinstance(value, dict) and (name.startswith("_") or not value):
+        if name == "_compiled_call_impl":
+            continue  # compiled code of the original
+        if name.endswith("_hooks") and isinstance(value, dict):
+            value = type(value)((key, hook) for key, hook in value.items() if not _spreads(hook))
+        elif isinstance(value, dict) and (name.startswith("_") or not value):
             value = value.copy()
         elif isinstance(value, set):
             value = set(value)
@@ -26,6 +30,11 @@ def shell(module: nn.Module) -> nn.Module:
             value = types.MethodType(value.__func__, made)  # a forward that was put on the instance
         made.__dict__[name] = value
     return made
+
+
+def _spreads(hook: Any) -> bool:
+    """Whether a hook is there to bring together the parameters of its module, which copies do not have."""
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed")
 
 
 Visit = Callable[[str, nn.Module], "nn.Module | None"]
