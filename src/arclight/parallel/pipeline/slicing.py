@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -112,7 +113,7 @@ class Sliced:
     def __init__(
         self, root: nn.Module, function: str | Callable[..., Any] | None, cuts: Cuts, own: Sequence[int], holder: nn.Module,
         home: torch.device | None = None,
-    ) -> None:  # fmt: skip  # fmt: skip
+    ) -> None:  # fmt: skip
         """function: as for `observe`. own: numbers of this process's stages. home: where what is on the meta device will be."""
         self.cuts, self.own = cuts, tuple(own)
         self.holder, self.in_place = holder, holder is root
