@@ -28,9 +28,10 @@ from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.parallel.apply import check, parallelize, replicate
 from arclight.parallel.context import install_context
 from arclight.parallel.mesh import Mesh
+from arclight.parallel.pipeline.choosing import Wishes
 from arclight.parallel.pipeline.install import check as check_pipeline
 from arclight.parallel.pipeline.install import install
-from arclight.parallel.pipeline.spreading import Wishes, check_steps, is_runnable, spread_steps
+from arclight.parallel.pipeline.spreading import check_steps, is_runnable, spread_steps
 from arclight.parallel.pipeline.steps import Steps
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.shard import Types
@@ -277,7 +278,7 @@ class PlanStrategy(ShardedStrategy):
     ) -> torch.Tensor:
         """Clip by the norm over all parameters of all processes, each parameter once; one exchange of one number."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        copies = {p for steps in self._steps.values() for p in steps.copies()}
+        copies = {p for steps in self._steps.values() for p in steps.elsewhere}
         counted = [p.grad for p in parameters if p.grad is not None and p not in copies]
         total = self.total_norm(counted, norm_type)
         sharding.scale_to_norm(gradients, total, max_norm, error_if_nonfinite)

@@ -141,7 +141,109 @@ def test_names_and_wishes() -> None:
     assert chosen.plan.pp == chosen.world_size == 2
     with pytest.raises(PlanError, match="reduction = 'mean' is not known; choose one of token_mean, micro_mean, sum"):
         Pipeline(2, reduction="mean")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="memory = '22 apples' is no size: write a number"):
+    with pytest.raises(PlanError, match="memory = '22 apples': write a number and a unit, as 22GiB"):
         Pipeline(2, memory="22 apples")
     with pytest.raises(PlanError, match="no pipeline schedule 'ring'"):
         Pipeline(2, schedule="ring")
+
+
+class Tiny(al.Module):
+    """A language model of transformers, its two embeddings tied, with a loss over the tokens that are not masked."""
+
+    def __init__(self, own_loss: bool = True) -> None:
+        super().__init__()
+        self.own_loss = own_loss
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(7)
+        sizes = {"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 4, "n_head": 2, "use_cache": False}
+        config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+        self.model = GPT2LMHeadModel(config).double()
+
+    def loss_of(self, batch: Any) -> Tensor:
+        if not self.own_loss:  # that of transformers is computed in float32
+            return self.model(input_ids=batch["tokens"], labels=batch["labels"]).loss
+        logits = self.model(input_ids=batch["tokens"]).logits[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss_of(batch), batch_size=1)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch["tokens"]).logits
+
+    def batch_weight(self, batch: Any) -> Tensor:
+        return (batch["labels"][:, 1:] != -100).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def sentences(count: int, batch_size: int, shuffle: bool) -> DataLoader[Any]:
+    """Tokens, of which each sample hides another number."""
+    tokens = torch.randint(0, 40, (count, 12), generator=torch.Generator().manual_seed(2))
+    labels = torch.where(torch.arange(12) < torch.arange(count)[:, None] * 3 % 11, -100, tokens)
+    rows = [{"tokens": t, "labels": y} for t, y in zip(tokens, labels, strict=True)]
+    return DataLoader(rows, batch_size, shuffle)  # type: ignore[arg-type]
+
+
+class Record(al.Callback):
+    """The loss and the learning of each step; a checkpoint after one of them."""
+
+    def __init__(self, path: Path | None = None, after: int = 0) -> None:
+        self.losses: list[float] = []
+        self.path, self.after = path, after
+
+    def on_train_batch_end(
+        self, trainer: al.Trainer, module: al.Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if self.path is not None and trainer.global_step == self.after:
+            trainer.save_checkpoint(self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+def fit_tokens(
+    folder: Path, strategy: Any, record: Record | None = None, ckpt: Any = None, own_loss: bool = True, **options: Any
+) -> tuple[Record, Any]:
+    record, module = record or Record(), Tiny(own_loss)
+    options = {"max_epochs": 2, "gradient_clip_val": 0.5} | options
+    run = trainer(folder, strategy, record, **options)
+    run.fit(module, sentences(27, 6, True), sentences(8, 4, False), ckpt_path=ckpt)
+    return record, module
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pipeline(1), pipeline(2, micro_batches=3), pipeline(2, schedule="ZBVZeroBubble", micro_batches=3),
+        pytest.param(pipeline(4, schedule="ZB-H1", micro_batches=4), marks=pytest.mark.slow),
+    ],
+    ids=lambda strategy: str(strategy.plan),
+)  # fmt: skip
+def test_a_model_with_tied_embeddings_and_masked_tokens(tmp_path: Path, strategy: Any) -> None:
+    wanted, alone = fit_tokens(tmp_path / "1", "auto")
+    found, module = fit_tokens(tmp_path / "2", strategy)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-11)
+    assert found.losses[-1] < found.losses[0]
+    assert largest_difference(module, alone) < 1e-11
+    assert module.model.lm_head.weight is module.model.transformer.wte.weight
+
+
+def test_a_loss_that_the_model_computes_itself(tmp_path: Path) -> None:
+    wanted, _ = fit_tokens(tmp_path / "1", "auto", own_loss=False)
+    found, _ = fit_tokens(tmp_path / "2", pipeline(2), own_loss=False)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-6)

@@ -1,50 +1,82 @@
-"""Where the steps of a module are cut, from what their parts cost: predicted from their operations, without computing anything."""
+"""How the steps of a module are run: the schedule, the micro-batches and the cut, from what the parts are predicted to cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from arclight.parallel.pipeline.graph import UnitGraph
 from arclight.parallel.pipeline.measuring import predict
-from arclight.parallel.pipeline.partition import Room, partition
-from arclight.parallel.plan import PlanError
+from arclight.parallel.pipeline.pieces import Reduction
+from arclight.parallel.pipeline.planner import bytes_of, choose
+from arclight.parallel.pipeline.upstream import schedule_kind
+from arclight.parallel.plan import Plan, PlanError
 
 Step = Callable[..., Any]
+AUTOMATIC = ("1F1B", "ZB-H1", "ZBVZeroBubble", "V-Half")
+"""Schedules that "auto" chooses from: those whose memory is no more than that of 1F1B, and whose stages are no more than two."""
+OVERHEAD = 1e-4
+"""Seconds that an action takes besides computing: Python, and a message that is sent and received."""
 
 
-def cuts_of(
-    module: nn.Module, step: Step, args: tuple[Any, ...], graph: UnitGraph, stages: int, *, micro_batches: int, processes: int,
-    memory: float | None = None, device: str = "cpu",
-) -> Sequence[int]:  # fmt: skip
-    """The first call of each stage, so that a step takes least time. memory: bytes that a process may use, None for any number.
+@dataclass(frozen=True)
+class Wishes:
+    """What is asked of a pipeline besides its plan."""
 
-    Raises PlanError where no cut keeps the memory, and where the step cannot be followed without data.
+    memory: str | float | None = None
+    evaluation_micro_batches: int = 1
+    reduction: Reduction = "token_mean"
+    choose_schedule: bool = False
+    choose_micro_batches: bool = False
+    example: Any = None
+    """A batch to decide by; None: the first of the data."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How steps are run."""
+
+    schedule: str
+    micro_batches: int
+    cuts: tuple[int, ...]
+    """The first call of each stage."""
+
+
+def choose_for(
+    module: nn.Module, step: Step, args: tuple[Any, ...], graph: UnitGraph, samples: int, plan: Plan, wishes: Wishes
+) -> Chosen:
+    """What makes a step of ``samples`` shortest, of what the plan and the wishes leave open.
+
+    args: of the step, for one micro-batch. Every process that has the same model finds the same. Raises PlanError where nothing keeps
+    the memory, there are too few parts, or what they cost cannot be predicted.
     """
-    if stages == 1:
-        return (0,)
-    figures = "cpu" if device == "cpu" else None
+    number = plan.micro_batches or 2 * plan.pp
+    if plan.pp == 1:
+        return Chosen("GPipe", number, (0,))
+    schedules = AUTOMATIC if wishes.choose_schedule else (plan.schedule,)
+    least = plan.pp * min(schedule_kind(name).stages_per_process for name in schedules)
+    if len(graph.calls) < least:
+        fewer = max(1, len(graph.calls) * plan.pp // least)
+        raise PlanError(
+            f"{type(module).__name__}.{step.__name__} has {len(graph.calls)} parts that can be stages, and {least} stages are asked for: use "
+            f"stages = {fewer} or fewer"
+        )
     try:
-        costs = predict(_alone(module, step), graph, args, device=figures)
+        costs = predict(_alone(module, step), graph, args)
     except (RuntimeError, AttributeError) as error:
         raise PlanError(
             f"what the parts of {type(module).__name__} cost cannot be predicted: {step.__name__} failed with tensors that have no data ({error})"
         ) from error
-    room = None
-    if memory is not None:
-        room = Room(memory, tuple(_in_flight(stage, stages, micro_batches, processes) for stage in range(stages)))
-    found = partition(costs.units, stages, micro_batches, ties=costs.ties, crossing=costs.crossing, room=room)
-    return found.cuts
-
-
-def _in_flight(stage: int, stages: int, micro_batches: int, processes: int) -> float:
-    """Micro-batches whose activations a stage holds at once with 1F1B: as many as it is away from the end. Two stages of one process hold
-    theirs at the same time, and half of the memory each.
-    """
-    return float(min(micro_batches, stages - stage) * max(1, stages // processes))
+    best = choose(
+        costs, samples, plan.pp, stages=plan.pp, schedules=schedules, memory=wishes.memory,
+        micro_batches="auto" if wishes.choose_micro_batches else min(number, max(samples, 1)),
+        recompute=plan.activation_checkpointing == "full", compiled=plan.compile != "none",
+        overhead=OVERHEAD,
+    ).best[0]  # fmt: skip
+    return Chosen(best.setting.schedule, best.setting.micro_batches, best.cuts)
 
 
 def _alone(module: nn.Module, step: Step) -> nn.Module:
@@ -76,47 +108,7 @@ def _unheard(*_: Any, **__: Any) -> None:
     """In place of ``log``, where nothing happens that could be logged."""
 
 
-def largest_fitting(samples: int, processes: int, fits: Callable[[int], bool]) -> int:
-    """Micro-batches for a batch of ``samples``: four for each process, or as many as there are samples, that the schedule takes.
-
-    With four, 1F1B idles (p - 1) / (5 p - 1) of its time, less than a fifth; more make each product smaller.
-    """
-    for number in range(min(samples, 4 * processes), 0, -1):
-        if fits(number):
-            return number
-    return max(1, min(samples, processes))
-
-
-def bytes_of(memory: str | float | None) -> float | None:
-    """Bytes of "22GiB", "500 MB" or a number of bytes. Raises PlanError for anything else."""
-    if memory is None:
-        return None
-    if isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory > 0:
-        return float(memory)
-    units = {
-        "": 1,
-        "b": 1,
-        "kib": 2**10,
-        "mib": 2**20,
-        "gib": 2**30,
-        "tib": 2**40,
-        "kb": 1e3,
-        "mb": 1e6,
-        "gb": 1e9,
-        "tb": 1e12,
-    }
-    text = memory.strip().lower() if isinstance(memory, str) else ""
-    number = text.rstrip("bikmgt ")
-    unit = text[len(number) :].strip()
-    try:
-        found = float(number) * units[unit]
-    except (ValueError, KeyError):
-        found = 0.0
-    if not found > 0:
-        raise PlanError(f'memory = {memory!r} is no size: write a number of bytes, or one with its unit, as "22GiB"')
-    return found
-
-
-def device_kind(device: torch.device) -> str:
-    """What costs are predicted for."""
-    return "cpu" if device.type == "cpu" else device.type
+def check_memory(memory: str | float | None) -> None:
+    """Raise PlanError for what is no size."""
+    if isinstance(memory, str):
+        bytes_of(memory)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from arclight.fabric.spread import own_parts
 from arclight.parallel.context import over_sequences, shard_arguments
 from arclight.parallel.pipeline.engine import Engine, signature
+from arclight.parallel.pipeline.shared import Shared
 from arclight.parallel.plan import PlanError
 from arclight.parallel.running import Runnable, Split, with_positions
 
@@ -23,14 +24,15 @@ class PipelineRunner:
     A batch is cut along its samples into ``micro_batches`` parts, or fewer where it has fewer samples; parts may differ in size.
     With gradients switched off it is evaluated, by forwards only. The loss and its count are the same on all processes of the
     pipeline. cp: the mesh over which sequences are cut. data: the group of processes that see other tokens with the same layers, over
-    which FSDP averages gradients within the schedule; None where there are none.
+    which FSDP averages gradients within the schedule; None where there are none. shared: parameters of several stages.
     """
 
     def __init__(
-        self, engine: Engine, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None
-    ) -> None:
+        self, engine: Engine, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None,
+        shared: Shared | None = None,
+    ) -> None:  # fmt: skip
         self.engine, self.line, self.parts = engine, engine.line, engine.parts
-        self.micro_batches, self.cp, self.data = micro_batches, cp, data
+        self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
         pieces = self._pieces(module, batch)
@@ -46,6 +48,8 @@ class PipelineRunner:
         held = Gradients([p for part in self.parts.values() for p in part.parameters() if p.requires_grad])
         self.engine.run(pieces, key, backward=True)
         gradients = held.taken()
+        if self.shared is not None:
+            self.shared.sum(gradients.new)
         total, count = self._shared(*self._totals())
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.line.device, requires_grad=True)

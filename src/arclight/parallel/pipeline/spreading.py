@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +15,12 @@ from arclight.parallel.checkpointing import checkpoint_block
 from arclight.parallel.compiling import compile_each
 from arclight.parallel.initial import materialize
 from arclight.parallel.pipeline.agreement import Statement
-from arclight.parallel.pipeline.choosing import bytes_of, cuts_of, largest_fitting
+from arclight.parallel.pipeline.choosing import Chosen, Wishes, choose_for
 from arclight.parallel.pipeline.engine import Engine
 from arclight.parallel.pipeline.parts import Line
-from arclight.parallel.pipeline.pieces import Reduction, parts
+from arclight.parallel.pipeline.pieces import parts
 from arclight.parallel.pipeline.runner import PipelineRunner
+from arclight.parallel.pipeline.shared import Shared
 from arclight.parallel.pipeline.steps import StagePart, StepOptions, Steps
 from arclight.parallel.pipeline.upstream import schedule_kind
 from arclight.parallel.plan import Plan, PlanError
@@ -28,18 +28,6 @@ from arclight.parallel.shard import Types, unit_options
 
 if TYPE_CHECKING:
     from arclight.parallel.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What is asked of a pipeline besides its plan."""
-
-    memory: str | float | None = None
-    evaluation_micro_batches: int = 1
-    reduction: Reduction = "token_mean"
-    automatic_micro_batches: bool = False
-    example: Any = None
-    """A batch to decide by; None: the first of the data."""
 
 
 def is_runnable(module: nn.Module) -> bool:
@@ -76,26 +64,25 @@ def spread_steps(
     """
     plan, (step, batch) = mesh.plan, example
     check_steps(plan, module)
-    kind = schedule_kind(plan.schedule)
-    line = Line(mesh.group("pp") if plan.pp > 1 else None, plan.pp * kind.stages_per_process, kind, device)
-    number = plan.micro_batches or 2 * plan.pp
-    if wishes.automatic_micro_batches:
-        samples = sum(size for _, size in parts(module, batch, 1))
-        number = largest_fitting(samples, plan.pp, lambda count: kind.fits(count, plan.pp))
-    steps = Steps(module, line, StepOptions(number, wishes.evaluation_micro_batches, wishes.reduction))
-    piece, _ = parts(module, batch, number)[0]
+    steps = Steps(module, device)
+    piece, _ = parts(module, batch, plan.micro_batches or 2 * plan.pp)[0]
     args = _arguments(step, piece)
-    choose = functools.partial(
-        cuts_of, module, step, args, micro_batches=number, processes=plan.pp, memory=bytes_of(wishes.memory), device=device.type
-    )  # fmt: skip
-    steps.cut(step, args, choose)
-    names = {n: frozenset(name for name, stages in steps.names_of().items() if n in stages) for n in line.own}
-    found = {n: StagePart(steps, n, names[n] if len(line.own) > 1 else None) for n in line.own}
+    graph = steps.look(step, args)
+    chosen = choose_for(module, step, args, graph, parts(module, batch, 1)[0][1], plan, wishes)
+    kind = schedule_kind(chosen.schedule)
+    line = Line(mesh.group("pp") if plan.pp > 1 else None, len(chosen.cuts), kind, device)
+    options = StepOptions(chosen.micro_batches, wishes.evaluation_micro_batches, wishes.reduction)
+    steps.cut(step, graph, chosen.cuts, line, options)
+    names = steps.names_of()
+    own = {n: frozenset(name for name, stages in names.items() if n in stages) for n in line.own}
+    found = {n: StagePart(steps, n, own[n] if len(line.own) > 1 else None) for n in line.own}
     _spread(steps, found, mesh, device, types, seed)
-    statement = functools.partial(_statement, steps, found, plan, number)
-    engine = Engine(dict(found), line, statement, steps.shared)
-    data = mesh.loss_group if plan.data_parallel > 1 else None
-    steps.runner = PipelineRunner(engine, number, data=data)
+    named: dict[int, nn.Module] = {n: _Named(part) for n, part in found.items()}
+    engine = Engine(dict(found), line, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
+    steps.runner = PipelineRunner(
+        engine, chosen.micro_batches, data=mesh.loss_group if plan.data_parallel > 1 else None,
+        shared=Shared(line, named, steps.shared),
+    )  # fmt: skip
     return steps
 
 
@@ -160,12 +147,11 @@ class _Named(nn.Module):
     def named_parameters(self, *_: Any, **__: Any) -> Any:
         return ((name.removeprefix("inner."), p) for name, p in self.__dict__["part"].named_parameters())
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        found: nn.Parameter = self.__dict__["part"].inner.get_parameter(target)
+        return found
 
-def _statement(steps: Steps, found: dict[int, StagePart], plan: Plan, micro_batches: int) -> Statement:
-    said = {
-        "plan": str(plan),
-        "micro_batches": micro_batches,
-        "options": repr(steps.options),
-        "cuts": steps.written_cuts(),
-    }
-    return Statement.of({n: _Named(part) for n, part in found.items()}, said, steps.shared)
+
+def _statement(steps: Steps, named: dict[int, nn.Module], plan: Plan, chosen: Chosen) -> Statement:
+    said = {"the plan": str(plan), "what was chosen": repr(chosen), "how steps are run": repr(steps.options)}
+    return Statement.of(named, said, steps.shared)

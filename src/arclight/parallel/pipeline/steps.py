@@ -24,6 +24,7 @@ from arclight.parallel.pipeline.pieces import Piece, Reduction, pieces_of
 from arclight.parallel.pipeline.runner import PipelineRunner
 from arclight.parallel.pipeline.skeleton import Skeleton
 from arclight.parallel.pipeline.slicing import Sliced
+from arclight.parallel.pipeline.templates import Templates
 from arclight.parallel.plan import PlanError
 from arclight.parallel.running import Split
 from arclight.parallel.units import blocks
@@ -33,8 +34,6 @@ _SEEDS = 1 << 48
 
 Step = Callable[..., Any]
 """A method bound to the module that is cut."""
-Choice = Callable[[UnitGraph, int], Sequence[int]]
-"""Where to cut: the first call of each stage, for a graph and a number of stages."""
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,23 @@ class _Stage(nn.Module):
 class Steps:
     """The steps of ``module``, whose parts lie on the processes of ``line``.
 
-    The first one that is cut (:meth:`cut`) decides which calls are whose; the others follow, so that each parameter stays where
+    The first one that is looked at and cut decides which calls are whose; the others follow, so that each parameter stays where
     it is. They may call parts in another order only as far as no stage would come back after a later one.
     """
 
-    def __init__(self, module: nn.Module, line: Line, options: StepOptions) -> None:
-        self.module, self.line, self.options = module, line, options
+    line: Line
+    options: StepOptions
+    teller: Teller
+    last: bool
+    """Whether this process has the last stage."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device = module, device
         self.recorder, self.attributes = LogRecorder(module), Attributes(module)
-        self.teller = Teller(line.group, line.owner(line.stages - 1), line.device)
-        self.last = line.stages - 1 in line.own
         self.runner: PipelineRunner | None = None
         self.skeleton = Skeleton(module)
         self.shared: dict[str, tuple[int, ...]] = {}
-        """Parameters that several stages have."""
+        """Parameters that several stages have, by their first names."""
         self.stages_of: dict[str, tuple[int, ...]] = {}
         """For each parameter, by its first name, the stages that have it."""
         self.everybodys: frozenset[str] = frozenset()
@@ -113,22 +116,18 @@ class Steps:
 
     # -- cutting ---------------------------------------------------------------------------------------------------
 
-    def cut(self, step: Step, args: tuple[Any, ...], choose: Choice) -> None:
-        """Decide, for one micro-batch of the step's arguments, who has what; the module keeps this process's parts.
-
-        Raises PlanError, with nothing changed, where that cannot be.
-        """
+    def look(self, step: Step, args: tuple[Any, ...]) -> UnitGraph:
+        """What ``step`` does with one micro-batch of its arguments. Raises PlanError where that cannot be cut."""
         graph = self._observe(step, args, {})
-        units = len(graph.calls)
-        if units < self.line.stages:
-            fewer = max(1, units * self.line.ranks // self.line.stages)
-            raise PlanError(
-                f"{type(self.module).__name__}.{step.__name__} has {units} parts that can be stages, and {self.line.stages} stages are asked "
-                f"for: use stages = {fewer} or fewer"
-            )
         self._refuse_unused(graph, step.__name__)
-        graph = self._with_frozen(graph)
-        cuts = Cuts.of(graph, tuple(choose(graph, self.line.stages)))
+        return self._with_frozen(graph)
+
+    def cut(self, step: Step, graph: UnitGraph, begins: Sequence[int], line: Line, options: StepOptions) -> None:
+        """Share out the calls of ``graph``: stage n begins with call ``begins[n]``; the module keeps this process's parts."""
+        self.line, self.options = line, options
+        self.teller = Teller(line.group, line.owner(line.stages - 1), line.device)
+        self.last = line.stages - 1 in line.own
+        cuts = Cuts.of(graph, tuple(begins))
         for number in range(self.line.stages):
             for call in graph.calls[slice(*cuts.range(number))]:
                 self._calls.setdefault(call.name, []).append(number)
@@ -136,7 +135,7 @@ class Steps:
         parts = tuple(f"{call.name}." for call in graph.calls)
         self.everybodys = frozenset(name for name, _ in self.module.named_buffers() if not name.startswith(parts))
         with self._undisturbed():
-            self._sliced[step.__name__] = Sliced(self.module, step, cuts, self.line.own, self.module)
+            self._sliced[step.__name__] = self._cut(step, cuts)
         self.skeleton.let_go()
 
     def _observe(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitGraph:
@@ -195,7 +194,12 @@ class Steps:
         with self.skeleton.whole():
             graph = self._with_frozen(self._observe(step, piece.args, piece.kwargs))
             cuts = Cuts.of(graph, self._following_cuts(name, graph))
-            self._sliced[name] = Sliced(self.module, step, cuts, self.line.own, self.module)
+            self._sliced[name] = self._cut(step, cuts)
+
+    def _cut(self, step: Step, cuts: Cuts) -> Sliced:
+        """What of the model is on the meta device, or elsewhere, is thought to be on this process's device."""
+        templates = Templates(self.module, {call.name for call in cuts.graph.calls}, self.device)
+        return Sliced(self.module, step, cuts, self.line.own, self.module, templates)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -207,8 +211,8 @@ class Steps:
             yield
 
     def _own_randomness(self) -> Any:
-        devices = [self.line.device] if self.line.device.type == "cuda" else []
-        return torch.random.fork_rng(devices, device_type=self.line.device.type if devices else None)
+        devices = [self.device] if self.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, device_type=self.device.type if devices else None)
 
     # -- what the module has now -----------------------------------------------------------------------------------
 
@@ -243,14 +247,11 @@ class Steps:
             repeated = {part for _, block in blocks(self.module) for part in block.modules()}
         return [part for part in self.parts_here() if part in repeated and next(part.parameters(), None) is not None]
 
-    def copies(self) -> list[nn.Parameter]:
-        """Parameters that an earlier stage has too, on another process: all copies change alike, and count once."""
-        found, names = [], self._decided.names
-        for name, parameter in self.module.named_parameters():
-            stages = self.shared.get(names[name], ())
-            if stages and stages[0] not in self.line.own:
-                found.append(parameter)
-        return found
+    @property
+    def elsewhere(self) -> set[nn.Parameter]:
+        """Parameters that an earlier stage on another process has too: they count there."""
+        shared = self.runner.shared if self.runner is not None else None
+        return shared.elsewhere if shared is not None else set()
 
     @torch.no_grad()
     def spread_shared(self) -> None:
@@ -305,7 +306,7 @@ class Steps:
     def loss(self, output: Any, piece: Piece) -> tuple[Tensor, Tensor]:
         """Of what the last stage's step returned: the loss, weighed."""
         self._outputs[piece.number] = output
-        zero = torch.zeros((), dtype=torch.float64, device=self.line.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
         if not torch.is_grad_enabled():
             return zero, zero
         loss = output.get("loss") if isinstance(output, dict) else output
@@ -317,7 +318,7 @@ class Steps:
         return loss.reshape(()) * piece.weight, zero
 
     def _outcome(self, step: str, pieces: list[Piece], trains: bool) -> Outcome:
-        names, values = self.recorder.combined({p.number: p.counts for p in pieces}, self.line.device)
+        names, values = self.recorder.combined({p.number: p.counts for p in pieces}, self.device)
         output = put_together(
             [_besides(self._outputs[p.number], trains) for p in pieces],
             [p.samples for p in pieces], [p.counts for p in pieces], f"what {step} returned",
@@ -327,7 +328,7 @@ class Steps:
 
     def settle(self) -> None:
         """After the last step of an epoch or an evaluation: what steps gathered in the module is alike on the whole pipeline."""
-        self.attributes.settle(self.line.group, self.teller.source, self.line.device)
+        self.attributes.settle(self.line.group, self.teller.source, self.device)
 
 
 def _besides(output: Any, trains: bool) -> Any:

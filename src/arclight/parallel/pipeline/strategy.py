@@ -9,9 +9,8 @@ import torch
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
-from arclight.parallel.pipeline.choosing import bytes_of
+from arclight.parallel.pipeline.choosing import Wishes, check_memory
 from arclight.parallel.pipeline.pieces import REDUCTIONS, Reduction
-from arclight.parallel.pipeline.spreading import Wishes
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.strategy import PlanStrategy
 
@@ -40,17 +39,17 @@ class Pipeline(PlanStrategy):
         replicas: int = 1, shards: int = 1, reduction: Reduction = "token_mean", evaluation_micro_batches: int = 1, example: Any = None,
         plan: Plan | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """stages: processes that a batch passes; "auto": the devices there are. schedule, micro_batches: "auto" takes 1F1B, and four
-        micro-batches for each process where a batch has so many samples. memory: what a process may use, as "22GiB": no stage is
-        given more. replicas, shards: such pipelines beside each other, which read other samples and hold the same weights, or share them
-        out (FSDP). evaluation_micro_batches: parts of a batch that does not train. example: a batch, where the data give none before
-        they are read. plan: whatever else a `Plan` says. options: those of `PlanStrategy`. Raises PlanError for what cannot be run.
+        """stages: processes that a batch passes; "auto": the devices there are. schedule, micro_batches: "auto" is what is predicted to be
+        fastest for the first batch (`arclight.parallel.pipeline.choosing`). memory: what a process may use, as "22GiB". replicas,
+        shards: such pipelines beside each other, which read other samples and hold the same weights, or share them out (FSDP).
+        evaluation_micro_batches: parts of a batch that does not train. example: a batch, where the data give none before they are
+        read. plan: whatever else a `Plan` says. options: those of `PlanStrategy`. Raises PlanError for what cannot be run.
         """
         if reduction not in REDUCTIONS:
             raise PlanError(f"reduction = {reduction!r} is not known; choose one of {', '.join(REDUCTIONS)}")
         if evaluation_micro_batches < 1:
             raise PlanError(f"evaluation_micro_batches must be 1 or more, got {evaluation_micro_batches!r}")
-        bytes_of(memory)
+        check_memory(memory)
         self._stages = stages
         fields: dict[str, Any] = {
             "pp": 1 if stages == "auto" else stages,
@@ -60,7 +59,9 @@ class Pipeline(PlanStrategy):
             "dp_shard": shards,
         }
         super().__init__(_joined(plan, fields), **options)
-        self.wishes = Wishes(memory, evaluation_micro_batches, reduction, micro_batches == "auto", example)
+        self.wishes = Wishes(
+            memory, evaluation_micro_batches, reduction, schedule == "auto", micro_batches == "auto", example
+        )
 
     @property
     def in_stages(self) -> bool:
