@@ -12,12 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.optim.processes import run
+from tests.parallel.pipeline.zoo import ZOO
 from torch import Tensor, nn
 
 from arclight.parallel import PlanError
+from arclight.parallel.pipeline import split
 from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
+from arclight.parallel.pipeline.cuts import Cuts
 from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
-from arclight.parallel.pipeline.measuring import measure, measure_link, predict
+from arclight.parallel.pipeline.measuring import closed_places, measure, measure_link, predict, predict_stages
+from arclight.parallel.pipeline.observe import observe
+from arclight.parallel.pipeline.tracing import trace
 from arclight.parallel.planning.devices import hardware
 
 EXACT = replace(hardware("cpu"), fp32=1.0, bf16=1.0, achieved=1.0, attention=1.0, bandwidth=1e9, launch=1e-9)
@@ -153,6 +158,66 @@ def test_glue_belongs_to_the_call_after_it(how: Any) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "timm-vit", "timm-resnet", "yolov5"])
+def test_real_models_hold_what_is_predicted(name: str) -> None:
+    """Everything that autograd keeps of a real forward is foreseen to the byte, part by part (dropout off: its kernels differ)."""
+    torch.manual_seed(0)
+    kind = ZOO[name]
+    model = kind.build()
+    for module in model.modules():
+        module.dropout = (
+            0.0 if isinstance(getattr(module, "dropout", None), float) else getattr(module, "dropout", None)
+        )
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    example = kind.example(2, kind.lengths[0])
+    graph = observe(model, None, *example)
+    predicted, measured = predict(model, graph, example), measure(model, graph, example, repetitions=1)
+    for one, other, call in zip(predicted.units, measured.units, graph.calls, strict=True):
+        assert one.held == pytest.approx(other.held, rel=0.02), call.name
+        assert (one.parameters, one.output) == (other.parameters, other.output)
+        assert (one.forward > 0) == bool(one.held)
+        assert one.backward > 0 or not one.parameters
+    assert predicted.ties == measured.ties
+    assert bool(predicted.ties) == kind.shared
+    assert predicted.samples == 2
+
+
+def test_a_traced_graph_costs_what_its_modules_do() -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32), nn.Linear(32, 512))
+    example = (torch.randn(16, 64),)
+    traced = trace(model, example, {})
+    found = predict_stages(traced.stages(Cuts(traced.graph, (0, 1, 2))), model, traced.graph, example, device=EXACT)
+    expected = predict(model, chain(model, [0] * 3), example, device=EXACT)
+    assert len(found.units) == 3
+    for one, other in zip(found.units, expected.units, strict=True):
+        assert one.forward == pytest.approx(other.forward, rel=1e-3)
+        assert one.inputs == pytest.approx(other.inputs, rel=1e-3, abs=1e-12)
+        assert one.weights == pytest.approx(other.weights, rel=1e-3)
+        assert one.parameters == other.parameters
+
+
+def test_there_is_no_cut_between_a_change_in_place_and_its_reader() -> None:
+    first, second, third = (Call(name, outputs=(8,), reads=reads) for name, reads in
+                            (("a", frozenset[Value]()), ("b", frozenset({Value(0)})), ("c", frozenset({Value(0), Value(1)}))))  # fmt: skip
+    changing = replace(second, modifies=frozenset({Value(0)}))
+    assert closed_places(UnitGraph((first, second, third), frozenset({Value(2)}))) == ()
+    assert closed_places(UnitGraph((first, changing, third), frozenset({Value(2)}))) == (2,)
+    drawing = [replace(call, draws=frozenset({1})) for call in (first, third)]
+    assert closed_places(UnitGraph((drawing[0], second, drawing[1]), frozenset({Value(2)}))) == (1, 2)
+
+
+def test_a_large_vocabulary_counts_where_parameters_do_not_say() -> None:
+    """An embedding has as many parameters as the output, and computes next to nothing."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(50_000, 64), *(nn.Linear(64, 64) for _ in range(8)), nn.Linear(64, 50_000))
+    example = (torch.empty(64, 128, dtype=torch.long, device="meta"),)
+    pipe = split(model, example, stages=2)
+    assert pipe.cuts == (0, 9)
+    equal = tuple(UnitCost(1.0, 1.0, 1.0) for _ in pipe.graph.calls)
+    assert split(model, example, stages=2, costs=ModelCosts(equal)).cuts == (0, 5)
+
+
 def test_numbers_that_batches_draw_and_statistics_stay() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
     torch.manual_seed(3)
@@ -194,8 +259,8 @@ def test_costs_are_kept_where_a_folder_is_given(tmp_path: Path) -> None:
 
 
 def test_costs_of_other_sizes_lie_on_a_line() -> None:
-    one = ModelCosts((UnitCost(1.0, 2.0, 3.0, 10, 100, 20),), (0,), (), 1)
-    four = ModelCosts((UnitCost(2.5, 5.0, 3.0, 10, 400, 80),), (0,), (), 4)
+    one = ModelCosts((UnitCost(1.0, 2.0, 3.0, 10, 100, 20),), (0,), samples=1)
+    four = ModelCosts((UnitCost(2.5, 5.0, 3.0, 10, 400, 80),), (0,), samples=4)
     two = one.line_to(four, 2)
     assert two.samples == 2
     assert two.units[0] == UnitCost(1.5, 3.0, 3.0, 10, 200, 40)

@@ -45,6 +45,7 @@ class Case:
         ]
         self.ties = [Tie(tuple(m), min(self.units[unit].parameters for unit in m)) for m in members]
         self.together = draw.random() < 0.3 and self.stages > 1
+        self.closed = draw.sample(range(self.count), draw.choice([0, 0, 1]))
         flights = tuple(float(self.stages - stage) for stage in range(self.stages))
         self.room = draw.choice([None, Room(draw.uniform(0, 90), flights, draw.choice([1.0, 4.0]))])
 
@@ -81,7 +82,9 @@ class Case:
 
     def solve(self) -> Partition:
         options: dict[str, Any] = {"link": self.link, "ties": self.ties, "crossing": self.crossing, "room": self.room}
-        return partition(self.units, self.stages, self.micro_batches, together=self.together, **options)
+        return partition(
+            self.units, self.stages, self.micro_batches, together=self.together, closed=self.closed, **options
+        )
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -90,7 +93,11 @@ def test_no_cut_is_better(block: int) -> None:
     refused = bounded = 0
     for seed in range(40 * block, 40 * block + 40):
         case = Case(seed)
-        every = list(cuts_of(case.count, case.stages))
+        every = [cuts for cuts in cuts_of(case.count, case.stages) if not set(cuts[1:]).intersection(case.closed)]
+        if not every:
+            with pytest.raises(PlanError, match="are too few"):
+                case.solve()
+            continue
         room = case.room
         fits = [cuts for cuts in every if room is None or max(case.memory(cuts, room)) <= room.cap]
         if room is not None and not fits:
@@ -142,6 +149,10 @@ def test_a_shared_parameter_is_held_once_and_exchanged_between_processes() -> No
 def test_what_cannot_be_cut_is_said() -> None:
     with pytest.raises(PlanError, match=r"3 units are too few for 4 stages: use 3 or less"):
         partition(timed(1, 1, 1), 4)
+    with pytest.raises(
+        PlanError, match=r"3 units, which can be cut in 1 places, are too few for 3 stages: use 2 or less"
+    ):
+        partition(timed(1, 1, 1), 3, closed=[0, 2])
     with pytest.raises(PlanError, match=r"must be 1 or more"):
         partition(timed(1, 1, 1), 0)
     with pytest.raises(PlanError, match=r"2 stages hold in flight, and there are 3"):

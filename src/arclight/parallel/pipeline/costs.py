@@ -90,6 +90,8 @@ class ModelCosts:
     crossing: tuple[int, ...] = ()
     """Bytes that cross a cut before each unit; none where it is the output of the unit before."""
     ties: tuple[Tie, ...] = ()
+    closed: tuple[int, ...] = ()
+    """Units before which there can be no cut: what they do with earlier ones is done once."""
     samples: int = 1
     source: str = ""
     """Where the numbers come from, for a person."""
@@ -149,4 +151,4 @@ class ModelCosts:
         """What :meth:`as_json` gave. Raises TypeError or KeyError for anything else."""
         units = tuple(UnitCost(**unit) for unit in said["units"])
         ties = tuple(Tie(tuple(tie["units"]), tie["parameters"]) for tie in said["ties"])
-        return cls(units, tuple(said["crossing"]), ties, said["samples"], said["source"])
+        return cls(units, tuple(said["crossing"]), ties, tuple(said["closed"]), said["samples"], said["source"])

@@ -11,11 +11,11 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,71 +24,85 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
-from arclight.parallel.pipeline.graph import UnitGraph
-from arclight.parallel.pipeline.passes import Arguments, Clock, Pass, Roofline
+from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
+from arclight.parallel.pipeline.passes import Clock, Done, Pass, Roofline, arguments_of
+from arclight.parallel.pipeline.turns import bound
 from arclight.parallel.plan import PlanError
 from arclight.parallel.planning.devices import Hardware, hardware
 from arclight.parallel.planning.trace import Attending, Recorder, size_of
 
+Function = str | Callable[..., Any] | None
+"""What of a model is called: see `turns.bound`."""
 WARM = 2
 """Passes that are not counted: they fill caches and choose kernels."""
 
 
 def measure(
-    model: nn.Module, graph: UnitGraph, example: Any, *, repetitions: int = 5, timer: Literal["wall", "process"] = "wall",
-    folder: str | Path | None = None,
+    model: nn.Module, graph: UnitGraph, example: Any, *, function: Function = None, repetitions: int = 5,
+    timer: Literal["wall", "process"] = "wall", folder: str | Path | None = None,
 ) -> ModelCosts:  # fmt: skip
     """Costs of the calls of ``graph`` for ``example`` (a tuple of arguments, a dict of keywords, or both), on the model's device.
 
-    Medians of ``repetitions`` warm passes. timer: "process" counts the processor's time of this process alone, which others on a
-    CPU do not disturb. folder: where to keep what was measured, and to look for it: one JSON file for each graph, shapes, dtypes,
-    device and version of torch; None: nowhere. The model's mode stays; its buffers and the random state are put back.
+    Medians of ``repetitions`` warm passes. function: of the model, that the graph was observed of (None: its forward).
+    timer: "process" counts the processor's time of this process alone, which others on a CPU do not disturb. folder: where to keep
+    what was measured, and to look for it: one JSON file for each graph, shapes, dtypes, device and version of torch; None: nowhere.
+    The model's mode stays; its buffers and the random state are put back.
+
     Raises PlanError where the model is on the meta device, or does not call what the graph says.
     """
     device = _device(model)
     if device.type == "meta":
         raise PlanError("a model on the meta device cannot be timed: use predict, or bring it into memory")
-    kind = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type}, {torch.get_num_threads()} threads"
-    )
+    threads = f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {threads}"
     said = ("measured", kind, repetitions, timer)
-    return _kept(
-        folder, model, graph, example, said, lambda: _measured(model, graph, example, repetitions, timer, kind)
-    )
+    run = bound(function, model)(model)
+
+    def find() -> ModelCosts:
+        return _measured(model, run, graph, example, repetitions, timer, kind)
+
+    return _kept(folder, model, graph, example, said, find)
 
 
 def _measured(
-    model: nn.Module, graph: UnitGraph, example: Any, repetitions: int, timer: str, kind: str
+    model: nn.Module, run: Callable[..., Any], graph: UnitGraph, example: Any, repetitions: int, timer: str, kind: str
 ) -> ModelCosts:  # fmt: skip
     device = _device(model)
     clock = Clock(device, time.process_time if timer == "process" else time.perf_counter)
     arguments = arguments_of(example)
     with _undisturbed(model, device):
-        held = Pass(model, graph, Clock(device, lambda: 0.0), saving=True).run(arguments).held
-        passes = [Pass(model, graph, clock).run(arguments).phases for _ in range(WARM + repetitions)][WARM:]
+        held = Pass(model, run, graph, Clock(device, lambda: 0.0), saving=True).run(arguments).held
+        passes = [Pass(model, run, graph, clock).run(arguments).phases for _ in range(WARM + repetitions)][WARM:]
     phases = [tuple(median(one) for one in zip(*calls, strict=True)) for calls in zip(*passes, strict=True)]
     return _costs(model, graph, example, phases, held, f"measured on {kind}")
 
 
 def predict(
-    model: nn.Module, graph: UnitGraph, example: Any, *, device: Hardware | str | None = None, folder: str | Path | None = None
+    model: nn.Module, graph: UnitGraph, example: Any, *, function: Function = None, device: Hardware | str | None = None,
+    folder: str | Path | None = None,
 ) -> ModelCosts:  # fmt: skip
     """Costs of the calls of ``graph`` for ``example``, from their operations alone: nothing is computed, no memory is taken.
 
     Times are those of a roofline (`arclight.parallel.planning.devices`): what is computed or moved, whichever takes longer.
     device: its figures, or their name; None: those of a CPU for a model on one, else of an H100. The model may be on the meta device.
-    Raises PlanError where it does not call what the graph says, or a call's control flow depends on numbers.
+    The rest as for :func:`measure`.
+
+    Raises PlanError where the model does not call what the graph says, and where what it does depends on numbers.
     """
-    if device is None:
-        device = "cpu" if _device(model).type == "cpu" else "h100"
-    figures = hardware(device) if isinstance(device, str) else device
-    said = ("predicted", repr(figures))
-    return _kept(folder, model, graph, example, said, lambda: _predicted(model, graph, example, figures))
+    figures = _figures(model, device)
+    said = ("predicted", repr(figures), _name(function))
+    return _kept(folder, model, graph, example, said, lambda: _predicted(model, function, graph, example, figures))
 
 
-def _predicted(model: nn.Module, graph: UnitGraph, example: Any, figures: Hardware) -> ModelCosts:
+def _predicted(model: nn.Module, function: Function, graph: UnitGraph, example: Any, figures: Hardware) -> ModelCosts:
+    done = _done(model, bound(function, model), graph, example, figures)
+    return _costs(model, graph, example, done.phases, done.held, f"predicted for {figures.name}")
+
+
+def _done(
+    model: nn.Module, function: Callable[[nn.Module], Callable[..., Any]], graph: UnitGraph, example: Any, figures: Hardware
+) -> Done:  # fmt: skip
+    """A pass over a copy of the model that has shapes alone."""
     recorder, fake = Recorder(figures.seconds), FakeTensorMode(allow_non_fake_inputs=True)
 
     def stand_in(tensor: Tensor) -> Tensor:
@@ -108,19 +122,56 @@ def _predicted(model: nn.Module, graph: UnitGraph, example: Any, figures: Hardwa
             modes.enter_context(fake)
         modes.enter_context(Attending(recorder, figures.kind == "cpu"))
         modes.enter_context(recorder)
-        done = Pass(double, graph, Roofline(recorder), saving=True).run(arguments)
+        try:
+            return Pass(double, function(double), graph, Roofline(recorder), saving=True).run(arguments)
+        except (
+            RuntimeError
+        ) as error:  # of fake tensors: operations that they do not know, numbers that they do not have
+            first = str(error).strip().partition("\n")[0]
+            raise PlanError(
+                f"what the model costs cannot be predicted without its numbers ({first}): measure it on a device"
+            ) from error
+
+
+class OneCall(Protocol):
+    """A stage of one call; see `splitting.StageModule`."""
+
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+
+
+class _InTurn(nn.Module):
+    def __init__(self, stages: Sequence[Any]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        result: Any = ()
+        for stage in self.stages:
+            result = stage(*result, args=args, kwargs=kwargs)
+        return result
+
+
+def predict_stages(
+    stages: Sequence[OneCall], model: nn.Module, graph: UnitGraph, example: Any, *, device: Hardware | str | None = None
+) -> ModelCosts:  # fmt: skip
+    """As :func:`predict`, of stages that have a call of ``graph`` each, which need be no modules of ``model`` (a traced graph)."""
+    figures = _figures(model, device)
+    whole = _InTurn(stages)
+    calls = []
+    for number, stage in enumerate(whole.stages):
+        own = tuple(f"stages.{number}.{name}" for name, _ in stage.named_parameters())
+        reads = frozenset(Value(number - 1, leaf) for leaf in range(len(stages[number].receives)))
+        calls.append(Call(f"stages.{number}", own, reads, graph.calls[number].outputs))
+    in_turn = UnitGraph(tuple(calls), frozenset())
+    done = _done(whole, lambda copied: copied, in_turn, example, figures)
     return _costs(model, graph, example, done.phases, done.held, f"predicted for {figures.name}")
 
 
-def arguments_of(example: Any) -> Arguments:
-    """Positional and keyword arguments: of a tuple, of a dict of keywords, or of a pair of both."""
-    if isinstance(example, dict):
-        return (), dict(example)
-    if not isinstance(example, (tuple, list)):
-        return (example,), {}
-    if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
-        return tuple(example[0]), dict(example[1])
-    return tuple(example), {}
+def _figures(model: nn.Module, device: Hardware | str | None) -> Hardware:
+    if device is None:
+        device = "cpu" if _device(model).type == "cpu" else "h100"
+    return hardware(device) if isinstance(device, str) else device
 
 
 def measure_link(
@@ -140,7 +191,8 @@ def measure_link(
             found[index] = _one_way(torch.zeros(size, dtype=torch.uint8, device=device), peer, rank == 0, group)
     dist.broadcast(found, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
     small, large = found.tolist()
-    return Link(small, (sizes[1] - sizes[0]) / max(large - small, 1e-9))
+    # On a busy machine the small ones may take as long: then all of the large one's time counts for its bytes.
+    return Link(small, sizes[1] / (large - small if large > small else large))
 
 
 def _one_way(tensor: Tensor, peer: int, first: bool, group: dist.ProcessGroup | None, times: int = 11) -> float:
@@ -204,7 +256,26 @@ def _costs(
     )
     crossing = tuple(graph.crossing(at) for at in range(len(graph.calls)))
     ties = tuple(Tie(numbers, size) for numbers, size in shared.items())
-    return ModelCosts(units, crossing, ties, samples_of(example), source)
+    return ModelCosts(units, crossing, ties, closed_places(graph), samples_of(example), source)
+
+
+def closed_places(graph: UnitGraph) -> tuple[int, ...]:
+    """Calls before which there can be no cut: between a change in place and who reads it, or between users of the same random numbers."""
+    count = len(graph.calls)
+    found: set[int] = set()
+    for index, call in enumerate(graph.calls):
+        if call.modifies:
+            found |= {at for at in range(index + 1, count) if call.modifies.intersection(graph.live(at))}
+    drawn: dict[int, int] = {}
+    users = [*enumerate(call.draws for call in graph.calls), (count - 1, graph.result_draws)]
+    for index, numbers in users:
+        for number in numbers:
+            found |= set(range(drawn.setdefault(number, index) + 1, index + 1))
+    return tuple(sorted(found))
+
+
+def _name(function: Function) -> str:
+    return str(getattr(function, "__qualname__", function))
 
 
 def samples_of(example: Any) -> int:

@@ -70,7 +70,9 @@ class Forecast:
         """limit: bytes that a process may hold, which cuts then observe where they can; the rest as for `planner.choose`."""
         self.costs, self.batch, self.link, self.states = costs, batch, link or Link(), states
         self.overhead, self.limit = overhead, limit
-        self.units = len((costs[0] if isinstance(costs, tuple) else costs).units)
+        one = costs[0] if isinstance(costs, tuple) else costs
+        self.units = len(one.units) - len(one.closed)
+        """That a stage can begin with."""
         self._sizes: dict[tuple[int, bool], ModelCosts] = {}
 
     def at(self, samples: int, recompute: bool) -> ModelCosts:
@@ -140,7 +142,7 @@ class Line:
     def best_cuts(self) -> tuple[int, ...]:
         """Exact where each process has a stage; otherwise by climbing from such a cut, judged by the busiest process."""
         options: dict[str, Any] = {"link": self.forecast.link, "ties": self.costs.ties, "together": self.kind.v_shaped}
-        options["crossing"] = self.costs.crossing or None
+        options |= {"crossing": self.costs.crossing or None, "closed": self.costs.closed}
         units, number, limit = self.costs.units, self.setting.micro_batches, self.forecast.limit
         if self.kind.stages_per_process == 1 and limit is not None:
             room = Room(limit - self.moment, tuple(map(float, self.flights)), self.forecast.states)
@@ -151,7 +153,7 @@ class Line:
         seed = partition(units, self.number, number, **options).cuts
         if self.kind.stages_per_process == 1:
             return seed
-        return refine(seed, len(units), self._judge(), most=300)
+        return refine(seed, len(units), self._judge(), 300, self.costs.closed)
 
     def _judge(self) -> Judge:
         """Bytes over the limit, then how long the busiest process computes."""
@@ -217,7 +219,7 @@ class Line:
 
         if self.kind.stages_per_process == 1:
             return self.option()
-        return known[refine(self.cuts, len(self.costs.units), judge, most)]
+        return known[refine(self.cuts, len(self.costs.units), judge, most, self.costs.closed)]
 
     def _units(self, own: list[int]) -> set[int]:
         ends = [*self.cuts[1:], len(self.costs.units)]

@@ -14,7 +14,7 @@ least possible and for t = infinity, and between them wherever the sum could sti
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,13 +64,14 @@ class Partition:
 
 def partition(
     units: Sequence[UnitCost], stages: int, micro_batches: int = 1, *, link: Link | None = None, ties: Sequence[Tie] = (),
-    crossing: Sequence[float] | None = None, room: Room | None = None, together: bool = False,
+    crossing: Sequence[float] | None = None, room: Room | None = None, together: bool = False, closed: Collection[int] = (),
 ) -> Partition:  # fmt: skip
     """The cut of ``units`` into ``stages`` contiguous stages, none of them empty, whose step takes least time.
 
     link: between processes; None: what crosses a cut costs nothing. crossing: bytes that cross a cut before each unit (those that
     follow the last one need not be given), where that is more than the output of the unit before. ties: parameters of several
-    units. together: whether the first and the last stage are on one process (a V), where they need not exchange gradients.
+    units. closed: units before which there can be no cut. together: whether the first and the last stage are on one process (a V), where
+    they need not exchange gradients.
     Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
 
     Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and, naming the least
@@ -79,11 +80,13 @@ def partition(
     count = len(units)
     if stages < 1 or micro_batches < 1:
         raise PlanError(f"stages = {stages} and micro_batches = {micro_batches} must be 1 or more")
-    if count < stages:
-        raise PlanError(f"{count} units are too few for {stages} stages: use {count} or less")
+    places = count - len({unit for unit in closed if 0 < unit < count})
+    if places < stages:
+        apart = f", which can be cut in {places - 1} places," if places < count else ""
+        raise PlanError(f"{count} units{apart} are too few for {stages} stages: use {places} or less")
     if room is not None and len(room.in_flight) != stages:
         raise PlanError(f"room tells what {len(room.in_flight)} stages hold in flight, and there are {stages} stages")
-    table = _Table.of(units, link or Link(), ties, crossing, together)
+    table = _Table.of(units, link or Link(), ties, crossing, together, closed)
     allowed = [table.valid] * stages
     if room is not None:
         needs = [table.memory(room.states, flight) for flight in room.in_flight]
@@ -125,11 +128,13 @@ class _Table:
 
     @classmethod
     def of(
-        cls, units: Sequence[UnitCost], link: Link, ties: Sequence[Tie], crossing: Sequence[float] | None, together: bool
+        cls, units: Sequence[UnitCost], link: Link, ties: Sequence[Tie], crossing: Sequence[float] | None, together: bool,
+        closed: Collection[int],
     ) -> _Table:  # fmt: skip
         count = len(units)
         begin, end = np.arange(count + 1)[:, None], np.arange(count + 1)[None, :]
-        valid = begin < end
+        opens = np.array([at in (0, count) or at not in closed for at in range(count + 1)])
+        valid = (begin < end) & opens[:, None] & opens[None, :]
         between = np.array([0.0, *(float(unit.output) for unit in units[:-1]), 0.0])
         if crossing is not None:
             between[1:count] = np.asarray(crossing, dtype=float)[1:count]
@@ -248,21 +253,17 @@ def _cuts(choices: list[Array]) -> list[int]:
     return [0, *cuts]
 
 
-def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Contiguous ranges of ``costs``, one for each stage, whose largest sum is least. Raises PlanError for fewer costs than stages."""
-    cuts = partition([UnitCost(cost, 0.0, 0.0) for cost in costs], stages, 2).cuts
-    return [range(begin, end) for begin, end in zip(cuts, [*cuts[1:], len(costs)], strict=True)]
-
-
 Judge = Callable[[tuple[int, ...]], tuple[float, ...]]
 """How bad a cut is: compared from the left, less is better."""
 
 
-def refine(cuts: Sequence[int], count: int, judge: Judge, most: int = 2000) -> tuple[int, ...]:
+def refine(
+    cuts: Sequence[int], count: int, judge: Judge, most: int = 2000, closed: Collection[int] = ()
+) -> tuple[int, ...]:
     """A cut that ``judge`` prefers to all whose stages begin a unit earlier or later in one place, in two, or in a row of places.
 
     Hill climbing from ``cuts`` (the first unit of each stage) over ``count`` units, for schedules with several stages on a process,
-    where no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most.
+    where no formula holds: ``judge`` may simulate them. It is asked ``most`` times at most. closed: units before which there can be no cut.
     """
     best = tuple(cuts)
     value, asked = judge(best), {best}
@@ -270,7 +271,7 @@ def refine(cuts: Sequence[int], count: int, judge: Judge, most: int = 2000) -> t
     while improved:
         improved = False
         for change in _moves(best, count):
-            if change in asked or len(asked) >= most:
+            if change in asked or len(asked) >= most or not set(change[1:]).isdisjoint(closed):
                 continue
             asked.add(change)
             tried = judge(change)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +19,19 @@ from arclight.parallel.planning.trace import Recorder
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Phases = tuple[float, float, float]
 """Seconds of F, I and W."""
+
+
+def arguments_of(example: Any) -> Arguments:
+    """``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, tuple):
+        if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
+            return example[0], example[1]
+        return example, {}
+    raise PlanError(
+        f"example_inputs is a {type(example).__name__}: give a tuple of arguments, a dict of keyword arguments, or (args, kwargs)"
+    )
 
 
 class Meter(Protocol):
@@ -78,6 +91,8 @@ class Pass:
     """One forward of the model, each call of which is differentiated when it is over."""
 
     model: nn.Module
+    function: Callable[..., Any]
+    """Of the model: what is run."""
     graph: UnitGraph
     meter: Meter
     saving: bool = False
@@ -93,20 +108,19 @@ class Pass:
     depth: int = 0
 
     def run(self, arguments: Arguments) -> Done:
-        names = {id(self.model.get_submodule(call.name)): call.name for call in self.graph.calls}
-        modules = [module for module in self.model.modules() if id(module) in names]
+        modules = dict.fromkeys(self.model.get_submodule(call.name) for call in self.graph.calls)
         inside = (*self.model.parameters(), *self.model.buffers(), *tree_leaves(arguments))
         self.known = {_storage(x) for x in inside if isinstance(x, Tensor)}
         with ExitStack() as stack:
             for module in modules:
-                over = self._over(names[id(module)])
-                for handle in (module.register_forward_pre_hook(self._enter), module.register_forward_hook(over)):
+                hooks = module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._over)
+                for handle in hooks:
                     stack.callback(handle.remove)
             stack.enter_context(torch.enable_grad())
             if self.saving:
                 stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
             self.meter.begin()
-            result = self.model(*arguments[0], **arguments[1])
+            result = self.function(*arguments[0], **arguments[1])
             if len(self.phases) != len(self.graph.calls):
                 raise PlanError(
                     f"the forward made {len(self.phases)} of the {len(self.graph.calls)} calls of the graph: observe the model anew"
@@ -117,22 +131,18 @@ class Pass:
     def _enter(self, module: nn.Module, given: Any) -> None:
         self.depth += 1
 
-    def _over(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-        def over(module: nn.Module, given: Any, output: Any) -> Any:
-            self.depth -= 1
-            if self.depth:  # within another unit
-                return None
-            number = len(self.phases)
-            expected = self.graph.calls[number].name if number < len(self.graph.calls) else "nothing more"
-            if name != expected:
-                raise PlanError(f"the forward calls {name} where the graph has {expected}: observe the model anew")
-            call = self.graph.calls[number]
-            self.phases.append(
-                self._phases(output, [self.values[v] for v in call.reads if v in self.values], call.parameters)
-            )
-            return self._pass_on(number, output)
-
-        return over
+    def _over(self, module: nn.Module, given: Any, output: Any) -> Any:
+        self.depth -= 1
+        if self.depth:  # within another unit
+            return None
+        number, calls = len(self.phases), self.graph.calls
+        if number == len(calls) or self.model.get_submodule(calls[number].name) is not module:
+            name = next(name for name, other in self.model.named_modules() if other is module)
+            expected = calls[number].name if number < len(calls) else "nothing more"
+            raise PlanError(f"the forward calls {name} where the graph has {expected}: observe the model anew")
+        reads = [self.values[value] for value in calls[number].reads if value in self.values]
+        self.phases.append(self._phases(output, reads, calls[number].parameters))
+        return self._pass_on(number, output)
 
     def _end(self, result: Any) -> None:
         """What follows the last call is its own too."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,13 +15,16 @@ from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.beginning import begin
+from arclight.parallel.pipeline.costs import ModelCosts, UnitCost
 from arclight.parallel.pipeline.cuts import Cuts, MultiUse
 from arclight.parallel.pipeline.graph import UnitGraph, Value
 from arclight.parallel.pipeline.holding import outline
 from arclight.parallel.pipeline.holes import HoleError
 from arclight.parallel.pipeline.loading import Loaded, load
+from arclight.parallel.pipeline.measuring import predict, predict_stages
 from arclight.parallel.pipeline.observe import observe
-from arclight.parallel.pipeline.partition import balance
+from arclight.parallel.pipeline.partition import partition
+from arclight.parallel.pipeline.passes import arguments_of
 from arclight.parallel.pipeline.saving import save
 from arclight.parallel.pipeline.slicing import Sliced
 from arclight.parallel.pipeline.tracing import TracedStage, trace
@@ -175,14 +177,16 @@ class Pipe:
 
 def split(
     model: nn.Module, example_inputs: Any, *, stages: int | None = None, at: Sequence[str] | None = None,
-    policy: Policy | None = None, frontend: Literal["auto", "slice", "trace"] = "auto", multi_use: MultiUse = "replicate",
+    policy: Policy | None = None, costs: ModelCosts | None = None, frontend: Literal["auto", "slice", "trace"] = "auto",
+    multi_use: MultiUse = "replicate",
 ) -> Pipe:  # fmt: skip
     """Cut ``model`` into stages: ``stages`` of them, or where the modules named by ``at`` begin.
 
     example_inputs: a tuple of arguments, a dict of keyword arguments, or ``(args, kwargs)``; shapes may differ later. The model may be on
     the meta device (its stages then compute where the example lies: see `Pipe.load` and `Pipe.begin`); it is not changed, and stages have
-    its own modules, parameters and buffers. policy: chooses the first call of each stage; otherwise parameters are shared out
-    evenly. multi_use: what is done with parameters that several stages use.
+    its own modules, parameters and buffers. policy: chooses the first call of each stage; otherwise a step is made as short as
+    can be by ``costs``, which may be measured (`arclight.parallel.pipeline.measuring`); None: predicted ones. multi_use: what is done with
+    parameters that several stages use.
 
     frontend: "slice" runs the model's own code in each stage; "trace" cuts a graph of its operations, which is true for shapes, mode and
     precision of the example only (`arclight.parallel.pipeline.tracing`), but may be cut where code computes with parameters
@@ -203,22 +207,22 @@ def split(
             raise PlanError(f"{name} is no module of {type(model).__name__}; did you mean {_nearest(name, paths)}?")
     names, parameters = parameter_names(model)
 
-    def cut(graph: UnitGraph, begins: Sequence[int] | None = None) -> Cuts:
+    def cut(graph: UnitGraph, find: Callable[[], ModelCosts], begins: Sequence[int] | None = None) -> Cuts:
         graph = _with_unused(graph, parameters)
         if at is not None:
             return Cuts.of(graph, cuts_at(graph, at), multi_use)
         assert stages is not None
         if policy is not None:
             return Cuts.of(graph, policy(graph, stages), multi_use)
-        costs = [float(sum(parameters[name].numel() for name in call.parameters)) for call in graph.calls]
-        return Cuts.of(graph, default_cuts(graph, costs, stages, begins), multi_use)
+        known = costs or _predicted(find, graph, parameters)
+        return Cuts.of(graph, default_cuts(known, stages, begins=begins), multi_use)
 
     reason: PlanError | None = None
     if frontend != "trace":
         try:
             graph = observe(model, None, args, kwargs, at or ())
             _refuse_few(graph, stages or 0)
-            cuts = cut(graph)
+            cuts = cut(graph, lambda: predict(model, graph, (args, kwargs)))
             home = _home(args, kwargs)
             parts = [StageModule(model, cuts, number, home) for number in range(len(cuts.begins))]
             return Pipe(cuts, parts, names, model)
@@ -236,7 +240,7 @@ def _home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
 
 
 def _traced(
-    model: nn.Module, asked: tuple[tuple[Any, ...], dict[str, Any], Sequence[str]], cut: Callable[[UnitGraph, Sequence[int]], Cuts],
+    model: nn.Module, asked: tuple[tuple[Any, ...], dict[str, Any], Sequence[str]], cut: Callable[..., Cuts],
     names: Mapping[str, str], reason: PlanError | None,
 ) -> Pipe:  # fmt: skip
     """Stages of a traced graph. asked: arguments, and names of modules where stages begin. reason: why there are no stages of the model's own code."""
@@ -244,7 +248,9 @@ def _traced(
         args, kwargs, at = asked
         traced = trace(model, args, kwargs)
         traced.refuse_inside(at)
-        cuts = cut(traced.graph, narrow(traced.graph))
+        graph = traced.graph
+        alone = Cuts(graph, tuple(range(len(graph.calls))))
+        cuts = cut(graph, lambda: predict_stages(traced.stages(alone), model, graph, (args, kwargs)), narrow(graph))
     except PlanError as error:
         if reason is None:
             raise
@@ -254,34 +260,34 @@ def _traced(
     return Pipe(cuts, traced.stages(cuts), names, model)
 
 
-def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``example`` as ``(args, kwargs)``: it is that, a tuple of arguments, or a dict of keyword arguments. Raises PlanError."""
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    if isinstance(example, tuple):
-        if len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict):
-            return example[0], example[1]
-        return example, {}
-    raise PlanError(
-        f"example_inputs is a {type(example).__name__}: give a tuple of arguments, a dict of keyword arguments, or (args, kwargs)"
-    )
-
-
 def default_cuts(
-    graph: UnitGraph, costs: Sequence[float], stages: int, begins: Sequence[int] | None = None
+    costs: ModelCosts, stages: int, micro_batches: int | None = None, begins: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """First call of each of ``stages`` such that the largest sum of ``costs`` (one for each call) is least. Raises PlanError.
+    """First call of each of ``stages`` such that a step of ``micro_batches`` (None: twice the stages) is shortest. Raises PlanError.
 
     begins: calls with which stages begin as long as these are enough (None: any); the first is 0.
     """
-    if stages > len(graph.calls):
+    count = len(costs.units)
+    if stages > count:
         raise PlanError(
-            f"{stages} stages are more than the {len(graph.calls)} parts that the model has: use stages = {len(graph.calls)} or fewer"
+            f"{stages} stages are more than the {count} parts that the model has: use stages = {count} or fewer"
         )
-    if begins is None or len(begins) < stages:
-        begins = range(len(graph.calls))
-    sums = [sum(costs[begin:end]) for begin, end in pairwise([*begins, len(costs)])]
-    return tuple(begins[members.start] for members in balance(sums, stages))
+    closed = set(costs.closed) | (set(range(count)).difference(begins) if begins is not None else set())
+    for kept in (closed, set(costs.closed), set[int]()):  # a cut that cannot be made is named by whoever makes it
+        if count - len(kept) >= stages:
+            break
+    number, crossing = micro_batches or 2 * stages, costs.crossing or None
+    return partition(costs.units, stages, number, ties=costs.ties, crossing=crossing, closed=kept).cuts
+
+
+def _predicted(find: Callable[[], ModelCosts], graph: UnitGraph, parameters: Mapping[str, nn.Parameter]) -> ModelCosts:
+    """What ``find`` predicts, or parameters counted where no prediction can be made, which is said."""
+    try:
+        return find()
+    except PlanError as error:
+        rank_zero_warn(f"stages are balanced by their parameters: {error}, and give them as costs")
+        sizes = [sum(parameters[name].numel() for name in call.parameters) for call in graph.calls]
+        return ModelCosts(tuple(UnitCost(float(size), float(size), float(size)) for size in sizes))
 
 
 def narrow(graph: UnitGraph) -> list[int]:

@@ -212,13 +212,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation's result; grouped products of fake float32 tensors, which torch 2.13 refuses (real ones it computes), by way of bfloat16."""
+    """The operation's result; grouped products of fake tensors that torch 2.13 takes in bfloat16 alone (real ones in any dtype), by way of that."""
     if (
         func is torch.ops.aten._grouped_mm.default
         and isinstance(args[0], FakeTensor)
-        and args[0].dtype == torch.float32
+        and args[0].dtype in (torch.float32, torch.float64)
     ):
-        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
+        return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
 
 
