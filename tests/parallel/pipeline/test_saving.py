@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -137,6 +138,24 @@ def test_a_model_of_another_type_is_saved_in_it(tmp_path: Path) -> None:
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
     assert is_equal(opened.state_dict(), model.state_dict())
     assert model.config.architectures is None  # the user's own object
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_stages_of_a_traced_graph_load_and_save_as_those_of_modules_do(name: str, tmp_path: Path) -> None:
+    model = reference(name)
+    save(model, tmp_path / "m", model=model)
+    if name == "gpt2":  # a file may have a tied weight under its other name
+        tensors = {key: tensor for key, tensor in model.state_dict().items() if key != "transformer.wte.weight"}
+        save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    with torch.device("meta"):
+        empty = BUILD[name]().eval()
+    empty.config.use_cache = False
+    pipe = pipeline.split(empty, (TOKENS,), stages=2, frontend="trace")
+    for number in (0, 1):
+        pipe.load(tmp_path / "m", [number])
+    assert torch.equal(pipe(TOKENS).logits, model(TOKENS).logits)
+    pipe.save(tmp_path / "n")
+    assert is_equal(type(model).from_pretrained(tmp_path / "n").state_dict(), model.state_dict())
 
 
 # -- stages in several processes each ------------------------------------------------------------------------------

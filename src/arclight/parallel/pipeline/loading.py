@@ -61,7 +61,8 @@ def load(
     files = WeightFiles(path)
     rename = rename or str
     known = [rename(name) for part in (stages if model is None else [model]) for name, _ in named_tensors(part)]
-    groups = [[rename(name) for name in names] for names in wanted.values()]
+    tied = {} if model is None else {names[0]: names for names in stored(model).values()}
+    groups = [[rename(n) for n in dict.fromkeys((*names, *tied.get(names[0], ())))] for names in wanted.values()]
     sources = dict(zip(wanted, _find(groups, files, prefix, known), strict=True))
     _check(wanted, sources, dtype, files)
     assigned, filled = {}, {}

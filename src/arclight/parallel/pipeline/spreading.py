@@ -13,10 +13,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from arclight.parallel.checkpointing import checkpoint_block
 from arclight.parallel.compiling import compile_each
-from arclight.parallel.initial import materialize
+from arclight.parallel.initial import declarations, materialize
 from arclight.parallel.pipeline.agreement import Statement
+from arclight.parallel.pipeline.beginning import begin
 from arclight.parallel.pipeline.choosing import Chosen, Wishes, choose_for
 from arclight.parallel.pipeline.engine import Engine
+from arclight.parallel.pipeline.holding import outline
 from arclight.parallel.pipeline.parts import Line
 from arclight.parallel.pipeline.pieces import parts
 from arclight.parallel.pipeline.runner import PipelineRunner
@@ -105,6 +107,7 @@ def _spread(
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta and tensor.device.type != device.type:
             tensor.data = tensor.data.to(device)
+    _begin(steps, device, seed)
     units = steps.parts_here()
     for block in steps.blocks_here():
         checkpoint_block(block, plan.activation_checkpointing)
@@ -113,6 +116,16 @@ def _spread(
         _shard(steps, found, units, mesh, types)
     materialize(module, device, seed, apart=True)
     steps.spread_shared()
+
+
+def _begin(steps: Steps, device: torch.device, seed: int) -> None:
+    """First values of what does not declare them, as its modules mean them. What does is drawn in shares later."""
+    declared = declarations(steps.module)
+    tensors = (*steps.module.named_parameters(), *steps.module.named_buffers())
+    if any(tensor.is_meta and name not in declared for name, tensor in tensors):
+        with steps.skeleton.whole():
+            model = outline(steps.module)
+        begin(steps.module, model=model, device=device, seed=seed)
 
 
 def _shard(steps: Steps, found: dict[int, StagePart], units: Iterable[nn.Module], mesh: Mesh, types: Types) -> None:

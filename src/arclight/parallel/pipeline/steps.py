@@ -24,7 +24,6 @@ from arclight.parallel.pipeline.pieces import Piece, Reduction, pieces_of
 from arclight.parallel.pipeline.runner import PipelineRunner
 from arclight.parallel.pipeline.skeleton import Skeleton
 from arclight.parallel.pipeline.slicing import Sliced
-from arclight.parallel.pipeline.templates import Templates
 from arclight.parallel.plan import PlanError
 from arclight.parallel.running import Split
 from arclight.parallel.units import blocks
@@ -198,8 +197,7 @@ class Steps:
 
     def _cut(self, step: Step, cuts: Cuts) -> Sliced:
         """What of the model is on the meta device, or elsewhere, is thought to be on this process's device."""
-        templates = Templates(self.module, {call.name for call in cuts.graph.calls}, self.device)
-        return Sliced(self.module, step, cuts, self.line.own, self.module, templates)
+        return Sliced(self.module, step, cuts, self.line.own, self.module, self.device)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
