@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,3 +221,76 @@ def test_an_order_is_what_it_is_said_to_be() -> None:
     for wrong in ({"stages": 2}, {"v_shaped": False}, {"micro_batches": 5}):
         with pytest.raises(PlanError, match=f"the schedule has .*, not {next(iter(wrong.values()))}"):
             check_order(order, **wrong)  # type: ignore[arg-type]
+
+
+# -- what torch's runtime makes of an order ----------------------------------------------------------------------------
+
+
+def lowered(order: Order) -> list[list[str]]:
+    """For each process its actions with sends and receives, as torch puts them in. Raises AssertionError where it cannot."""
+    stages, micro_batches, _ = shape_of(order)
+    own: Any = [
+        SimpleNamespace(num_stages=stages, group_size=len(order), group_rank=0, stage_index=stage, submod=None)
+        for stage in range(stages // len(order))
+    ]
+    kinds = {letter: upstream._ComputationType[name] for name, letter in KINDS.items()}
+    runtime = upstream._PipelineScheduleRuntime(own, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+    actions: Any = {
+        rank: [upstream._Action(a.stage, kinds[a.kind], a.micro_batch) for a in one] for rank, one in enumerate(order)
+    }
+    runtime._prepare_schedule_with_comms(actions)
+    return [list(map(str, runtime.pipeline_order_with_comms[rank])) for rank in range(len(order))]
+
+
+def ends_though_sends_wait(rows: list[list[str]]) -> bool:
+    """Whether all processes get to their end where a send waits until its receiver has asked for it, as it may on any device."""
+    place = {name: (rank, i) for rank, row in enumerate(rows) for i, name in enumerate(row) if "RECV" in name}
+    at, moved = [0] * len(rows), True
+    sent: set[str] = set()
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                found = re.fullmatch(r"(\d+)(SEND_F|SEND_B|F|B|I)(\d+)", row[at[rank]])
+                if found and found[2].startswith("SEND"):
+                    to = int(found[1]) + (1 if found[2] == "SEND_F" else -1)
+                    name = f"{to}RECV_{found[2][-1]}{found[3]}"
+                    receiver, index = place[name]
+                    if at[receiver] <= index:
+                        break
+                    sent.add(name)
+                elif found:
+                    name = f"{found[1]}RECV_{'F' if found[2] == 'F' else 'B'}{found[3]}"
+                    if name in place and name not in sent:
+                        break
+                at[rank] += 1
+                moved = True
+    return all(place == len(row) for place, row in zip(at, rows, strict=True))
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "Interleaved1F1B:3"])
+def test_sends_and_receives_are_in_an_order_that_cannot_lock(name: str) -> None:
+    for processes, micro_batches in [(2, 4), (3, 6), (4, 8), (5, 15)]:
+        assert ends_though_sends_wait(lowered(order_of(name, processes, micro_batches)))
+
+
+def test_orders_are_refused_where_torch_would_not_get_to_their_end() -> None:
+    generator, refused, trials = random.Random(5), 0, 300
+    for _ in range(trials):
+        name = generator.choice(list(RECIPES))
+        rows = [list(one) for one in order_of(name, 3, 6)]
+        for _ in range(generator.randrange(1, 4)):
+            row = generator.choice(rows)
+            i = generator.randrange(len(row))
+            row.insert(max(0, i + generator.randint(-3, 3)), row.pop(i))
+        order = tuple(map(tuple, rows))
+        try:
+            rows_with_sends = lowered(order)
+        except AssertionError:
+            refused += 1
+            with pytest.raises(PlanError, match=r"process \d"):
+                check_order(order)
+        else:
+            check_order(order)
+            assert ends_though_sends_wait(rows_with_sends)
+    assert trials // 10 < refused < trials - trials // 10
