@@ -48,6 +48,7 @@ class Engine:
         self._parameters = [p for part in parts.values() for p in part.parameters()]
         self._board = Board(line.group, line.rank) if line.group is not None else None
         self._verified = line.group is None
+        self._warned = False
         self._failure: str | None = None
         for part in parts.values():
             if any(isinstance(module, DistributedDataParallel) for module in part.modules()):
@@ -124,7 +125,8 @@ class Engine:
     def _make(self, shapes: list[Any], backward: bool) -> Schedule:
         line, number_of_pieces = self.line, len(shapes)
         kind = that_fits(line.kind, number_of_pieces, line.ranks, backward)
-        if backward and kind is not line.kind and line.group is not None:
+        if backward and kind is not line.kind and line.group is not None and not self._warned:
+            self._warned = True
             rank_zero_warn(
                 f"a batch of {number_of_pieces} micro-batches does not fit the schedule: it runs by a simpler one"
             )
