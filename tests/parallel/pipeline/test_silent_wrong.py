@@ -173,9 +173,8 @@ def tied(rank: int) -> None:
             runner.step(x, targets=y)
             runner.clip_grad_norm_(0.1)
         same_everywhere(runner)
-        held = [runner.state_dict()]
         everyones: list[Any] = [None] * 2
-        dist.all_gather_object(everyones, [name for name in held[0]])
+        dist.all_gather_object(everyones, list(runner.state_dict()))
         assert sorted(itertools.chain(*everyones)) == sorted(whole.state_dict())
 
 
@@ -191,7 +190,7 @@ def same_everywhere(runner: PipeRunner) -> None:
 
 def shrinking(rank: int) -> None:
     model = chain(2)
-    torchs, parts = bare(copy.deepcopy(model), "GPipe", None, micro_batches=2)
+    torchs, _ = bare(copy.deepcopy(model), "GPipe", None, micro_batches=2)
     seen = []
     for samples in (8, 4):
         x, _ = batch(samples, samples)
