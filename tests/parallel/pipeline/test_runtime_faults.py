@@ -67,8 +67,12 @@ def one(rank: int, schedule: str, stages: int, troubled: int, what: Callable[[],
     runner.step(batch(), targets=batch())
     dist.barrier()  # all have come through the first step
     if what is not None and troubled in runner.stages:
-        made = Trouble(what, 3)
-        runner.stages[troubled].register_forward_pre_hook(lambda *_: made(batch()) and None)
+        trouble = Trouble(what, 3)
+
+        def before(*_: Any) -> None:
+            trouble(batch())
+
+        runner.stages[troubled].register_forward_pre_hook(before)
     for _ in range(3):
         runner.step(batch(), targets=batch())
 
@@ -86,7 +90,7 @@ def _main(rank: int, folder: Path, function: Callable[..., Any], arguments: tupl
         notes = " | ".join(getattr(error, "__notes__", []))
         said = f"{type(error).__name__}: {error} | {notes} | {isinstance(error, RankMissingError)}"
     (folder / f"said-{rank}").write_text(f"{time.monotonic() - began:.1f} {said}")
-    time.sleep(3)  # what others hear must not come from this process's end
+    time.sleep(2)  # what others hear must not come from this process's end
     os._exit(0)
 
 
@@ -116,7 +120,7 @@ def test_a_killed_process_ends_the_others_which_say_what_they_waited_for(
         assert "StageLostError: " in text
         assert text.endswith("True")
         assert f"process {rank} (stage " in text
-    assert any("from stage 1 on process 1: " in text or "to stage 1 on process 1: " in text for text in said.values())
+    assert any(" on process 1: " in text for text in said.values())
     assert any("and stops because of another: process " in text for text in said.values())
 
 
@@ -129,13 +133,14 @@ def test_an_error_in_a_stage_is_named_there_and_everywhere_else(tmp_path: Path) 
         assert "because of another: process 2 (stage 2) failed in 2F2: KeyError: 'the original fault'" in said[rank]
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_is_waited_for_no_longer_than_the_time(tmp_path: Path) -> None:
     began = time.monotonic()
-    said = everyone(tmp_path, slow, limit=30)
+    said = everyone(tmp_path, slow, limit=40)
     assert sorted(said) == [0, 1, 3]
     for rank in (0, 1, 3):
         assert "StageLostError: " in said[rank]
-        assert float(said[rank].split()[0]) < 25
+        assert float(said[rank].split()[0]) < 40
     assert "from stage 2 on process 2" in said[1] + said[3]
     assert time.monotonic() - began < 60
 
@@ -143,7 +148,7 @@ def test_a_process_that_does_not_come_is_waited_for_no_longer_than_the_time(tmp_
 def slow(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     pipe = split(model, (batch(),), stages=4)
-    group = dist.new_group(list(range(PROCESSES)), timeout=datetime.timedelta(seconds=4))
+    group = dist.new_group(list(range(PROCESSES)), timeout=datetime.timedelta(seconds=8))
     runner = pipe.on(group, schedule="GPipe", micro_batches=4, loss=squares)
     runner.step(batch(), targets=batch())
     if rank == 2:
@@ -212,7 +217,7 @@ def different(rank: int) -> None:
         lambda: runner(change=unmade),
     )
     refused(
-        r"batches of different shapes: process 0 4 micro-batches .*process 2 4 micro-batches",
+        r"batches of different shapes: process 0 4 micro-batches, the first of \(2, 6\) .*process 2 4, the first of \(4, 6\)",
         runner,
         samples=other(16, 8),
     )
@@ -230,7 +235,7 @@ def test_disagreements_are_told_on_every_process_alike(tmp_path: Path) -> None:
 def frozen_on_one(rank: int) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     pipe = split(model, (batch(),), stages=4)
-    group = dist.new_group(list(range(PROCESSES)), timeout=datetime.timedelta(seconds=4))
+    group = dist.new_group(list(range(PROCESSES)), timeout=datetime.timedelta(seconds=8))
     runner = pipe.on(group, schedule="1F1B", micro_batches=4, loss=squares)
     runner.step(batch(), targets=batch())
     if rank == 1:
@@ -238,8 +243,9 @@ def frozen_on_one(rank: int) -> None:
     runner.step(batch(), targets=batch())
 
 
+@pytest.mark.slow
 def test_what_changes_on_one_process_only_is_found_out_in_time(tmp_path: Path) -> None:
     said = everyone(tmp_path, frozen_on_one)
     assert sorted(said) == [0, 1, 2, 3]
-    assert "has waited 4 s for processes 0 and 2 and 3 to say the same" in said[1]
-    assert all("StageLostError" in text and float(text.split()[0]) < 25 for text in said.values())
+    assert "has waited 8 s for processes 0 and 2 and 3 to say the same" in said[1]
+    assert all("StageLostError" in text and float(text.split()[0]) < 40 for text in said.values())

@@ -150,13 +150,13 @@ class Engine:
             heard = self._board.exchange([said.plan, said.parameters], timeout)
             verify([Statement(*one) for one in heard], self._shared, self._expected)
         self._verified = True
-        shown = [repr(shape[2]) for shape in shapes]
-        others = self._board.exchange([shown[0], len(shown), digest(shown)], timeout)
+        shown = ", ".join(f"{x[0]} {x[1]}" if isinstance(x, tuple) else str(x) for x in shapes[0][2][1])
+        others = self._board.exchange([shown, len(shapes), digest([shape[2] for shape in shapes])], timeout)
         for rank, other in enumerate(others):
             if other != others[0]:
                 raise DisagreementError(
-                    f"processes of one pipeline were given batches of different shapes: process 0 {others[0][1]} micro-batches "
-                    f"{others[0][0]}, process {rank} {other[1]} micro-batches {other[0]}; let all of them read the same samples (those of "
+                    f"processes of one pipeline were given batches of different shapes: process 0 {others[0][1]} micro-batches, "
+                    f"the first of {others[0][0]}; process {rank} {other[1]}, the first of {other[0]}; let all of them read the same samples (those of "
                     "the data-parallel rank)"
                 )
 
