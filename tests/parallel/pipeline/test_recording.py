@@ -20,7 +20,7 @@ from arclight.parallel.pipeline.actions import Action, Trace
 from arclight.parallel.pipeline.bubbles import bubble, busy, idle
 from arclight.parallel.pipeline.costs import UnitCost
 from arclight.parallel.pipeline.install import install
-from arclight.parallel.pipeline.recording import _clock_offset, record, recorded_step
+from arclight.parallel.pipeline.recording import Recorder, _clock_offset, record, recorded_step
 from arclight.parallel.pipeline.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.running import Split, batch_loss
@@ -187,6 +187,44 @@ def test_a_step_that_nobody_records_sets_nothing() -> None:
 
     with recorded_step([Untouchable()], "1F1B", 1, None, torch.device("cpu")):
         pass
+
+
+def test_on_a_gpu_times_are_those_of_its_own_clock_and_memory_is_the_allocators() -> None:
+    """With a device whose clock is told by the test: the host runs ahead of it and does not wait."""
+    queue: list[float] = []  # what the device's clock says when it comes to each event, in milliseconds
+    now, allocated, waited = [100.0], [5000], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            assert stream == "the current stream"
+            self.at = now[0]
+            queue.append(self.at)
+
+        def elapsed_time(self, later: Event) -> float:
+            assert len(waited) == 2, "read before the device was done"
+            return later.at - self.at
+
+    device = torch.device("cuda", 0)
+    with (
+        patch.object(torch.cuda, "Event", Event),
+        patch.object(torch.cuda, "current_stream", lambda device: "the current stream"),
+        patch.object(torch.cuda, "synchronize", waited.append),
+        patch.object(torch.cuda, "memory_allocated", lambda device: allocated[0]),
+    ):
+        recorder = Recorder(3, [], device, activations=True)
+        for action, milliseconds, size in ((Action(1, "F", 0), 20, 700), (Action(1, "B", 0), 40, 0)):
+            now[0] += 10
+            with recorder.during(action):
+                start = recorder.mark()
+                now[0], allocated[0] = now[0] + milliseconds, 5000 + size
+            recorder.took(action, start, ((torch.zeros(3),),))
+        assert waited == [device]  # once, before the step
+        first, second = recorder.spans()
+    assert (first.rank, first.start, first.end, first.live) == (3, pytest.approx(0.01), pytest.approx(0.03), 700)
+    assert (second.start, second.end, second.live) == (pytest.approx(0.04), pytest.approx(0.08), 0)
 
 
 # -- a pipeline whose actions take known times ---------------------------------------------------------------------

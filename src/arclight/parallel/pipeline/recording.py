@@ -51,7 +51,7 @@ class Recording:
         return ordered[(len(ordered) - 1) // 2]
 
     def __str__(self) -> str:
-        return describe(self.typical)
+        return describe(self.typical) if self.traces else "no step of a pipeline is recorded yet"
 
     @property
     def simulated(self) -> Trace:

@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.recording import Recording
 from arclight.parallel.strategy import PlanStrategy
 from arclight.trainer.callback import Callback
@@ -40,7 +41,7 @@ class PipelineTimeline(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         strategy = trainer.strategy
-        if not isinstance(strategy, PlanStrategy) or strategy.plan.pp < 2:
+        if not isinstance(strategy, PlanStrategy) or not strategy.in_stages:
             raise MisconfigurationError(
                 'PipelineTimeline shows the processes of a pipeline, and this run has none: use strategy = "pipeline", or a plan with '
                 "pp = 2 or more"
@@ -75,7 +76,7 @@ class PipelineTimeline(Callback):
         assert run is not None
         run.gather()
         if not run.traces:
-            log.warning("PipelineTimeline has nothing to show: fewer than %s steps were trained", self.after + 1)
+            rank_zero_warn(f"PipelineTimeline has nothing to show: fewer than {self.after + 1} steps were trained")
             return
         folder, simulated = trainer.run_folder.plots, run.simulated
         title = f"{trainer.run_folder.name} {trainer.run_folder.number}: {run.typical.schedule}"
