@@ -266,3 +266,26 @@ def test_the_example_is_a_tuple_a_dict_or_both(frontend: Any) -> None:
         torch.testing.assert_close(pipe(*args, **kwargs), model(x, y), rtol=0, atol=0)
     with pytest.raises(PlanError, match="example_inputs is a Tensor"):
         split(model, x, stages=2, frontend=frontend)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_cutting_and_first_runs_draw_no_random_numbers_of_their_own(frontend: Any) -> None:
+    class Drops(nn.Module):
+        """Draws its numbers by itself, as layers that drop whole paths do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = torch.rand(x.shape[0], 1, device=x.device) > 0.5
+            return x + self.inner(x) * kept
+
+    model, x = nn.Sequential(*(Drops() for _ in range(3))), torch.randn(6, 8)
+    torch.manual_seed(4)
+    expected = model(x)
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    pipe = split(model, (x,), stages=3, frontend=frontend)
+    torch.testing.assert_close(torch.get_rng_state(), before)
+    torch.testing.assert_close(pipe(x), expected, rtol=0, atol=0)

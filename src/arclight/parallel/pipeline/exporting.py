@@ -78,6 +78,9 @@ class Frame:
     autocast: torch.dtype | None
     device: torch.device
 
+    def __deepcopy__(self, memo: Any) -> Frame:
+        return self  # nothing in it changes
+
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """Leaves of what the model is called with. Raises PlanError for what the graph is not true for."""
         ordered = {key: kwargs[key] for key in self.spec.child(1).context if key in kwargs}

@@ -118,6 +118,7 @@ def _done(
     # Numbers of the arguments are real where they are known: glue may look at them.
     arguments = tree_map_only(Tensor, lambda x: stand_in(x) if x.is_meta else x.detach().cpu(), arguments_of(example))
     with ExitStack() as modes:
+        modes.enter_context(torch.random.fork_rng([]))  # glue may draw numbers
         if any(x.is_meta for x in tree_leaves(example) if isinstance(x, Tensor)):
             modes.enter_context(fake)
         modes.enter_context(Attending(recorder, figures.kind == "cpu"))

@@ -77,7 +77,11 @@ class Templates:
             part = self.part(path)
             if part.training is not training:
                 part.train(training)
-            found = self._known[key] = self._first(part, path, args, kwargs)
+            here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+            with torch.random.fork_rng(
+                here
+            ):  # a part may draw numbers itself, and what it returns is asked for only once
+                found = self._known[key] = self._first(part, path, args, kwargs)
         return found
 
     def _first(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Template:
@@ -149,7 +153,7 @@ class Templates:
 
             running = copy_tree(part, lambda *_: None, real)
             here, there = tree_map_only(Tensor, data, (args, kwargs))
-            with torch.no_grad(), torch.random.fork_rng():
+            with torch.no_grad():
                 results.append(tree_flatten(running(*here, **there)))
         (leaves, structure), (others, _) = results
         if _shown(leaves) != _shown(others) or any(

@@ -35,6 +35,9 @@ class _Program:
     constants: list[Tensor]
     result_spec: TreeSpec | None
 
+    def __deepcopy__(self, memo: Any) -> _Program:
+        return self  # nothing in it changes
+
 
 class TracedStage(nn.Module):
     """One stage: its part of the graph, over the model's live parameters under all of their names.
