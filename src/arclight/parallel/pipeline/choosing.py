@@ -70,9 +70,10 @@ def choose_for(
         raise PlanError(
             f"what the parts of {type(module).__name__} cost cannot be predicted: {step.__name__} failed with tensors that have no data ({error})"
         ) from error
+    # A batch of too few samples runs by a simpler order of the same stages: it is chosen for one that has enough.
     best = choose(
-        costs, samples, plan.pp, stages=plan.pp, schedules=schedules, memory=wishes.memory,
-        micro_batches="auto" if wishes.choose_micro_batches else min(number, max(samples, 1)),
+        costs, max(samples, number), plan.pp, stages=plan.pp, schedules=schedules, memory=wishes.memory,
+        micro_batches="auto" if wishes.choose_micro_batches else number,
         recompute=plan.activation_checkpointing == "full", compiled=plan.compile != "none",
         overhead=OVERHEAD,
     ).best[0]  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,18 +129,18 @@ def _begin(steps: Steps, device: torch.device, seed: int) -> None:
         begin(steps.module, model=model, device=device, seed=seed)
 
 
-def _shard(steps: Steps, found: dict[int, StagePart], units: Iterable[nn.Module], mesh: Mesh, types: Types) -> None:
+def _shard(steps: Steps, found: dict[int, StagePart], units: Sequence[nn.Module], mesh: Mesh, types: Types) -> None:
     options = unit_options(mesh, types)
-    owners: dict[nn.Parameter, nn.Module] = {}
-    for unit in units:
-        for parameter in unit.parameters():
-            if owners.setdefault(parameter, unit) is not unit:
-                raise PlanError(
-                    "a parameter is in two parts of one process that are gathered one by one: use dp_replicate * dp_shard = 1, or a schedule "
-                    "with one stage for each process"
-                )
-    for unit in units:
-        if any(True for _ in unit.parameters()):
+    users = Counter(parameter for unit in units for parameter in unit.parameters())
+    for parameter in steps.module.parameters():
+        if sum(any(p is parameter for p in part.parameters()) for part in found.values()) > 1:
+            raise PlanError(
+                "a parameter is in two stages of one process, each of which would gather it and let it go: use replicas = shards = 1, or a "
+                "schedule with one stage for each process"
+            )
+    for unit in units:  # what several of them use is gathered with the stage
+        own = list(unit.parameters())
+        if own and all(users[parameter] == 1 for parameter in own):
             fully_shard(unit, **options)
     for part in found.values():
         others = {p for p in steps.module.parameters() if p not in set(part.parameters())}

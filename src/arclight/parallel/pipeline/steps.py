@@ -196,7 +196,6 @@ class Steps:
             self._sliced[name] = self._cut(step, cuts)
 
     def _cut(self, step: Step, cuts: Cuts) -> Sliced:
-        """What of the model is on the meta device, or elsewhere, is thought to be on this process's device."""
         return Sliced(self.module, step, cuts, self.line.own, self.module, self.device)
 
     @contextmanager
