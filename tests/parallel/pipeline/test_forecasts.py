@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, pipeline
+from arclight.parallel.pipeline.actions import Action
 from arclight.parallel.pipeline.bubbles import busy, peak_bytes
 from arclight.parallel.pipeline.costs import Link, UnitCost
 from arclight.parallel.pipeline.forecasts import measure_stages
+from arclight.parallel.pipeline.halves import backward_of_inputs
 from arclight.parallel.pipeline.measuring import predict
 from arclight.parallel.pipeline.observe import observe
 from arclight.parallel.pipeline.planner import choose
@@ -64,6 +67,48 @@ def test_a_split_model_is_simulated_as_it_is_cut() -> None:
     assert (folded.schedule, folded.ranks, folded.stages, folded.micro_batches) == ("V-Half", 2, 4, 4)
     with pytest.raises(PlanError, match="V-Half has 6 stages: 4 costs were given"):
         pipeline.simulate(pipe, (x,), "V-Half", 4, processes=3)
+
+
+class Kept:
+    """What a graph keeps of a tensor that it saves."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_the_backward_of_the_inputs_frees_nothing_and_keeps_gradients() -> None:
+    """Which is why a step with a split backward is not predicted to hold less before its W."""
+    parts = [nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+    model, x = nn.Sequential(*parts), torch.randn(5, 8)
+    seen: list[weakref.ref[Kept]] = []
+
+    def pack(tensor: Tensor) -> Kept:
+        kept = Kept(tensor)
+        seen.append(weakref.ref(kept))
+        return kept
+
+    given = torch.randn(5, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        output = parts[1](given)
+    alive = [one for one in seen if one() is not None]
+    inner, rest = backward_of_inputs([output], [torch.ones(5, 8)], [given], parts[1].parameters())
+    assert inner[0] is not None
+    del output
+    assert all(one() is not None for one in alive)
+    assert sum(gradient.nbytes for gradient in rest.kept) == 5 * (16 + 8) * 4
+    rest.run()
+    assert rest.kept == []
+    del rest
+    assert all(one() is None for one in alive)
+
+    model.zero_grad()
+    pipe = pipeline.split(model, (x,), at=["1"])
+    held = measure_stages(pipe, (x,), repetitions=1)[1].held
+    step = pipeline.simulate(pipe, (x,), "ZB-H1", micro_batches=4)
+    last = {span.action: span.live for span in step.of(1)}
+    assert last[Action(1, "F", 0)] == held
+    assert last[Action(1, "I", 0)] == held + 5 * (16 + 8) * 4
+    assert all(parameter.grad is None for stage in pipe.stages for parameter in stage.parameters())
 
 
 def small(**fields: Any) -> nn.Module:

@@ -136,9 +136,9 @@ def test_memory_is_what_is_in_flight(name: str) -> None:
     order = order_of(name, 4, 8)
     own = shape_of(order)[0] // 4
     costs = [UnitCost(1, 1, 1, held=1000)] * (4 * own)
-    whole = simulate(order, costs, freed_by_inputs=0.0)
+    whole = simulate(order, costs)
     assert peak_bytes(whole) == [1000 * most for most in held_at_most(order)]
-    half = simulate(order, costs)
+    half = simulate(order, costs, freed_by_inputs=0.5)
     assert all(a <= b for a, b in zip(peak_bytes(half), peak_bytes(whole), strict=True))
     assert all(trace.of(rank)[-1].live == 0 for trace in (whole, half) for rank in range(4))
     measured = simulate(order, costs, freed_by_inputs=[0.25] * (4 * own))
@@ -158,7 +158,9 @@ def test_the_table_of_idle_shares_and_peaks() -> None:
     }  # fmt: skip
     for (name, p, m), (share, peak) in table.items():
         own = shape_of(order_of(name, p, m))[0] // p
-        trace = simulate(name, [UnitCost(1 / own, 1 / own, 1 / own, held=4000 // own)] * (p * own), p, m)
+        trace = simulate(
+            name, [UnitCost(1 / own, 1 / own, 1 / own, held=4000 // own)] * (p * own), p, m, freed_by_inputs=0.5
+        )
         assert (100 * bubble(trace), max(peak_bytes(trace)) / 4000) == pytest.approx((share, peak), abs=0.06)
     late = {"GPipe": 18.9, "1F1B": 22.5, "Interleaved1F1B": 12.3, "InterleavedZeroBubble": 6.9, "ZBVZeroBubble": 6.6}
     for name, share in late.items():
@@ -243,6 +245,6 @@ def test_bounded_schedules_hold_less_and_wait_no_more_than_one_forward_one_backw
             continue
         usual = simulate("1F1B", [UnitCost(2, 2, 2, held=2000)] * p, p, m)
         for name, most in (("V-Half", (p + 2) // 2), ("V-Min", (p + 4) // 3)):
-            trace = simulate(name, [UnitCost(1, 1, 1, held=1000)] * (2 * p), p, m, freed_by_inputs=0.0)
+            trace = simulate(name, [UnitCost(1, 1, 1, held=1000)] * (2 * p), p, m)
             assert max(peak_bytes(trace)) <= 2000 * most < max(peak_bytes(usual))
             assert trace.seconds <= usual.seconds

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from arclight.parallel.pipeline.costs import Link, UnitCost
+from arclight.parallel.pipeline.halves import backward_of_inputs
 from arclight.parallel.pipeline.measuring import WARM, measure, predict, samples_of
 from arclight.parallel.pipeline.observe import observe
 from arclight.parallel.pipeline.options import Forecast, Option, Setting
@@ -22,6 +23,8 @@ from arclight.parallel.pipeline.splitting import Pipe, arguments_of
 from arclight.parallel.pipeline.upstream import schedule_kind
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.devices import Hardware
+
+PHASES = ("forward", "inputs", "weights")
 
 
 def simulate(
@@ -61,14 +64,16 @@ def simulate(
     if isinstance(what, Pipe):
         if processes is None:
             processes = max(1, len(what.stages) // kind.stages_per_process)
-        parts = measure_stages(what, example)
+        parts, freed = _timed_stages(what, example, repetitions=5)
     else:
         if processes is None:
             raise PlanError("say over how many processes the model is cut (processes = 4)")
         parts = _parts(what, example, Setting(processes, schedule, micro_batches), measured, device, link)
+        freed = [0.0] * len(parts)
     return simulate_order(
-        schedule, parts, processes, micro_batches, link=link or AT_ONCE, reduction=reduction, optimizer=optimizer
-    )
+        schedule, parts, processes, micro_batches, link=link or AT_ONCE, freed_by_inputs=freed,
+        reduction=reduction, optimizer=optimizer,
+    )  # fmt: skip
 
 
 def _parts(
@@ -97,6 +102,11 @@ def measure_stages(pipe: Pipe, example: Any, repetitions: int = 5) -> list[UnitC
 
     All stages must be in this process. Buffers and the random state are put back. Raises PlanError for stages on the meta device.
     """
+    return _timed_stages(pipe, example, repetitions)[0]
+
+
+def _timed_stages(pipe: Pipe, example: Any, repetitions: int) -> tuple[list[UnitCost], list[float]]:
+    """Costs of stages, and of what each holds the part that I frees (see `simulation.simulate`): less than nothing."""
     holder = nn.ModuleList(pipe.stages)
     device = next((p.device for p in holder.parameters()), torch.device("cpu"))
     if any(p.is_meta for p in holder.parameters()):
@@ -111,18 +121,20 @@ def measure_stages(pipe: Pipe, example: Any, repetitions: int = 5) -> list[UnitC
             with torch.no_grad():
                 for name, buffer in holder.named_buffers():
                     buffer.copy_(before[name])
-    found = []
-    for number, stage in enumerate(pipe.stages):
-        forward, inputs, weights = (
-            median(getattr(one[number], name) for one in passes) for name in ("forward", "inputs", "weights")
-        )
+    costs = []
+    for number, (stage, (sizes, _)) in enumerate(zip(pipe.stages, counted, strict=True)):
+        timed = [one[number][0] for one in passes]
+        forward, inputs, weights = (median(getattr(one, name) for one in timed) for name in PHASES)
         parameters = sum(p.nbytes for p in stage.parameters())
-        found.append(UnitCost(forward, inputs, weights, parameters, counted[number].held, counted[number].output))
-    return found
+        costs.append(UnitCost(forward, inputs, weights, parameters, sizes.held, sizes.output))
+    return costs, [-kept / max(1, sizes.held) for sizes, kept in counted]
 
 
-def _pass(pipe: Pipe, example: Any, device: torch.device, saving: bool) -> list[UnitCost]:
-    """One micro-batch through all stages, each differentiated when it is over. saving: count bytes, not time."""
+def _pass(pipe: Pipe, example: Any, device: torch.device, saving: bool) -> list[tuple[UnitCost, int]]:
+    """One micro-batch through all stages, each differentiated when it is over, and the bytes kept between I and W.
+
+    saving: count bytes, not time.
+    """
     args, kwargs = arguments_of(example)
     clock, found = Clock(device, time.perf_counter), []
     received: tuple[Tensor, ...] = ()
@@ -140,16 +152,34 @@ def _pass(pipe: Pipe, example: Any, device: torch.device, saving: bool) -> list[
             output = stage(*received, args=args, kwargs=kwargs)
             forward = clock.seconds()
         saved |= {_storage(x): x for x in received}
-        held = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
         roots = [x for x in _tensors(output) if x.requires_grad]
         wanted = [x for x in received if x.requires_grad]
         weights = [p for p in stage.parameters() if p.requires_grad]
-        inputs = _backward(clock, roots, wanted)
-        both = _backward(clock, roots, [*wanted, *weights]) if weights else inputs
         sent = _tensors(output) if stage is not pipe.stages[-1] else []
-        found.append(UnitCost(forward, inputs, max(0.0, both - inputs), 0, held, sum(x.nbytes for x in sent)))
+        times, kept = (0.0, 0.0), 0
+        if saving:
+            kept = _kept(roots, wanted, weights, known.union(saved))
+        else:
+            inputs = _backward(clock, roots, wanted)
+            times = inputs, max(0.0, _backward(clock, roots, [*wanted, *weights]) - inputs) if weights else 0.0
+        held = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in known)
+        found.append((UnitCost(forward, *times, 0, held, sum(x.nbytes for x in sent)), kept))
         received = tuple(x.detach().requires_grad_(x.requires_grad) for x in sent)
     return found
+
+
+def _kept(roots: list[Tensor], wanted: list[Tensor], weights: list[nn.Parameter], known: set[int]) -> int:
+    """Bytes of gradients that a split backward keeps for its second half."""
+    if not roots or not wanted:
+        return 0
+    before = [weight.grad for weight in weights]
+    for weight in weights:
+        weight.grad = None
+    _, rest = backward_of_inputs(roots, [torch.ones_like(x) for x in roots], wanted, weights)
+    for weight, gradient in zip(weights, before, strict=True):
+        weight.grad = gradient
+    new = {_storage(x): x for x in rest.kept if _storage(x) not in known}
+    return sum(x.untyped_storage().nbytes() for x in new.values())
 
 
 def _backward(clock: Clock, roots: list[Tensor], wanted: list[Tensor]) -> float:

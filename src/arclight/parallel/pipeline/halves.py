@@ -32,6 +32,12 @@ class Rest:
     def __init__(self, branches: list[_Branch]) -> None:
         self._branches = branches
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """Gradients that wait for it."""
+        arrived = [x for branch in self._branches for _, gradients in branch.begins for x in gradients]
+        return [x for x in arrived if x is not None] + [x for branch in self._branches for _, x in branch.given]
+
     def run(self) -> None:
         """Add the gradients of the weights to theirs."""
         while self._branches:

@@ -45,7 +45,7 @@ def simulate(
     overlap: bool = True,
     receives: Receives | None = None,
     whole_first: bool = True,
-    freed_by_inputs: float | Sequence[float] = 0.5,
+    freed_by_inputs: float | Sequence[float] = 0.0,
     shares: Sequence[float] | None = None,
     reduction: float | Sequence[float] = 0.0,
     optimizer: float | Sequence[float] = 0.0,
@@ -68,8 +68,9 @@ def simulate(
         receives: see :data:`Receives`; None for what is done for a schedule of this name.
         whole_first: whether the first stage leaves all of a split backward to W, as it does here, since nobody waits for the
             gradient of its input. False for figures as in papers.
-        freed_by_inputs: of what a stage holds for backward, the part that the backward of the inputs (I) frees (for each
-            stage, or for all). The rest is freed by W; B frees all.
+        freed_by_inputs: of what a stage holds for backward, the part that the backward of the inputs (I) frees, for each
+            stage or for all; the rest is freed by W, and B frees all. PyTorch frees none of it, since the graph that W goes
+            through leads to all of it; less than none where the gradients that are kept for W are counted. Papers say a half.
         shares: sizes of the micro-batches, where 1 is the one that costs are of. None: all alike.
         reduction: seconds for which a process exchanges gradients with others of its stages after its last action, each or all.
         optimizer: seconds of the optimizer's step, each or all.
