@@ -49,6 +49,9 @@ class _Stage:
         graph = cuts.graph
         self.changed = graph.rewritten.union(*(call.modifies for call in graph.calls))
         self.receives, self.sends = cuts.crossing(number), cuts.crossing(number + 1)
+        self.received_of: dict[int, list[Value]] = {}
+        for value in self.receives:
+            self.received_of.setdefault(value.call, []).append(value)
         self.training = True
         self.run: _Run | None = None
         self.own: dict[str, tuple[nn.Module, str]] = {}
@@ -83,11 +86,9 @@ class _Stage:
     def _foreign(self, run: _Run, number: int, path: str, args: Any, kwargs: Any) -> Any:
         template = self.templates.find(path, self.training, args, kwargs)
         leaves = list(template.leaves)
-        for index in range(len(leaves)):
-            value = Value(number, index)
-            given = run.received.get(value)
-            if given is not None:
-                leaves[index] = given.clone() if value in self.changed else given
+        for value in self.received_of.get(number, ()):
+            given = run.received[value]
+            leaves[value.leaf] = given.clone() if value in self.changed else given
         return tree_unflatten(leaves, template.structure)
 
     def _keep(self, run: _Run, number: int, result: Any) -> Any:
@@ -124,8 +125,9 @@ class Sliced:
         view = self._view(root)
         self._trees = {number: self._tree(root, view, number) for number in self.own}
         self.templates.let_go()
-        place = next((p for p in view.parameters() if p.is_floating_point()), None)
-        self._place = None if place is None else (place.device, place.dtype)
+        floating = ((m._parameters, n, p.device, p.dtype) for m in view.modules() for n, p in m.named_parameters(recurse=False)
+                    if p.is_floating_point())  # fmt: skip
+        self._sample: Any = next(floating, None)
         self._host = root if self.in_place else shell(root)
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             holder.__dict__[name] = view.__dict__[name]
@@ -165,7 +167,7 @@ class Sliced:
                 new._buffers.clear()
             elif 0 not in self.own and module not in whole and not _inside(path, called):
                 new._non_persistent_buffers_set.update(new._buffers)
-            empty = not new._parameters and not new._modules
+            empty = not any(x is not None for members in (new._parameters, new._modules) for x in members.values())
             return None if foreign and empty else new
 
         found = visit("", root, False)
@@ -292,11 +294,14 @@ class Sliced:
 
     def _follow(self) -> None:
         """Holes are where the parameters of this process are now, and of the type that they have."""
-        tensor = next((p for p in self.holder.parameters() if p.is_floating_point()), None)
-        if tensor is None or self._place == (tensor.device, tensor.dtype):
+        if self._sample is None:
             return
-        types = {self._place[1]: tensor.dtype} if self._place is not None else {}
-        self._place = (tensor.device, tensor.dtype)
+        members, name, device, dtype = self._sample
+        tensor = members[name]
+        if tensor.device == device and tensor.dtype == dtype:
+            return
+        types = {dtype: tensor.dtype}
+        self._sample = (members, name, tensor.device, tensor.dtype)
         self.templates.move(tensor.device, types)
         for tree in self._trees.values():
             for module, name in tree.absent:

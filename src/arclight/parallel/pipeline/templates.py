@@ -184,16 +184,31 @@ def _shown(leaves: list[Any]) -> list[Any]:
     return [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
 
 
-def signature(tree: Any, deep: int = 3) -> Any:
+def signature(tree: Any) -> tuple[Any, ...]:
     """What of arguments the shapes of results depend on, as a key: shapes and types of tensors, and all else as it is."""
+    found: list[Any] = []
+    _sign(tree, found, 3)
+    return tuple(found)
+
+
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))
+
+
+def _sign(tree: Any, found: list[Any], deep: int) -> None:
+    kind = type(tree)
+    found.append(kind)
     if isinstance(tree, Tensor):
-        return tree.shape, tree.dtype, isinstance(tree, Hole)
-    if isinstance(tree, (list, tuple)):
-        return type(tree), *(signature(member, deep) for member in tree)
-    if isinstance(tree, dict):
-        return type(tree), *((name, signature(member, deep)) for name, member in tree.items())
-    if tree is None or isinstance(tree, (bool, int, float, str, torch.dtype, torch.device)):
-        return type(tree), tree
-    if deep and hasattr(tree, "__dict__") and not isinstance(tree, (type, nn.Module)):
-        return type(tree), signature(vars(tree), deep - 1)
-    return type(tree)
+        found += (tree.shape, tree.dtype)
+    elif kind in _PLAIN:
+        found.append(tree)
+    elif isinstance(tree, (list, tuple)):
+        found.append(len(tree))
+        for member in tree:
+            _sign(member, found, deep)
+    elif isinstance(tree, dict):
+        found.append(len(tree))
+        for name, member in tree.items():
+            found.append(name)
+            _sign(member, found, deep)
+    elif deep and hasattr(tree, "__dict__") and not isinstance(tree, (type, nn.Module)):
+        _sign(vars(tree), found, deep - 1)
