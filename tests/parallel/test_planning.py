@@ -20,7 +20,7 @@ from torch import nn
 
 from arclight.parallel import Plan, PlanError
 from arclight.parallel.pipeline.cut import cut_evenly
-from arclight.parallel.pipeline.upstream import SCHEDULES
+from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.planning import estimate, search
 from arclight.parallel.planning.chain import Chain, Workload
 from arclight.parallel.planning.devices import HardwareError, hardware
@@ -232,6 +232,20 @@ def test_what_is_in_flight_is_counted_as_schedules_do(name: str) -> None:
             assert held(plan, process, number) == most, (plan, process)
             compared += 1
     assert compared > 6
+
+
+def test_schedules_that_fill_the_bubble_are_found_where_blocks_are_not_compiled() -> None:
+    limits = Limits(4, 1e12, {"pp": 4, "tp": 1, "dp_shard": 1}, samples=1)
+    chain = debug(16, compiled=False)
+    best = search(chain, limits).best[0]
+    assert schedule_kind(best.plan.schedule).splits_backward or best.plan.schedule == "Interleaved1F1B"
+    plain = search(chain, dataclasses.replace(limits, fixed=limits.fixed | {"schedule": "1F1B"})).best[0]
+    assert best.seconds < plain.seconds
+    assert best.idle < plain.idle
+    found = search(debug(16), dataclasses.replace(limits, fixed=limits.fixed | {"compile": "inductor"}))
+    (said,) = [one for one in found.rejected if "which compiled blocks cannot" in one.reason]
+    assert said.change == "schedule ZB-H1"
+    assert not any(schedule_kind(one.plan.schedule).splits_backward for one in found.best)
 
 
 def test_a_pipeline_is_cut_as_it_is_run() -> None:

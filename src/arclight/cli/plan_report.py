@@ -60,12 +60,24 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _plans(best: list[Estimate]) -> Table:
-    table = _table(
-        "Plans", "mesh", "micro-batch", "recompute", "memory", "step", "tokens/s", "per GPU", "MFU", "idle"
-    )  # fmt: skip
+    piped = any(one.plan.pp > 1 for one in best)
+    columns = (
+        "mesh",
+        *(("schedule",) if piped else ()),
+        "micro-batch",
+        "recompute",
+        "memory",
+        "step",
+        "tokens/s",
+        "per GPU",
+        "MFU",
+        "idle",
+    )
+    table = _table("Plans", *columns)
     for number, one in enumerate(best):
+        schedule = (one.plan.schedule if one.plan.pp > 1 else "",) if piped else ()
         table.add_row(
-            describe(one.plan), f"{one.samples} x {one.passes}", str(one.plan.activation_checkpointing),
+            describe(one.plan), *schedule, f"{one.samples} x {one.passes}", str(one.plan.activation_checkpointing),
             f"{one.worst.total / GIB:.1f} GiB", duration(one.seconds), _short(one.tokens_per_second),
             f"{one.tokens_per_second_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.idle:.0%}", style="bold green" if number == 0 else "",
         )  # fmt: skip

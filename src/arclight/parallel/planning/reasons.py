@@ -58,8 +58,10 @@ def neighbours(
             found["fastest", 0] = Rejected(fastest.plan, "fastest, if it fitted", why(best, fastest, memory), fastest)
     ordered = sorted(found.values(), key=lambda one: abs(one.estimate.seconds - best.seconds) if one.estimate else 0.0)
     said: dict[str, Rejected] = {}
+    usual = Plan().schedule
     for plan, reason in refused:
-        said.setdefault(reason, Rejected(plan, describe(plan), reason))
+        change = describe(plan) if plan.schedule == usual else f"schedule {plan.schedule}"
+        said.setdefault(reason, Rejected(plan, change, reason))
     return [*ordered[:NEAREST], *list(said.values())[:2], *ordered[NEAREST:]]
 
 

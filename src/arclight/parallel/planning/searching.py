@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from arclight.parallel.pipeline.upstream import schedule_kind
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.chain import Chain
 from arclight.parallel.planning.estimates import Estimate, estimate
@@ -14,8 +15,10 @@ from arclight.parallel.planning.local import Cut
 from arclight.parallel.planning.reasons import Rejected, describe, neighbours, words
 from arclight.parallel.planning.sharing import MASTER
 
-SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""That are tried; others are predicted where they are asked for."""
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZB-H1", "InterleavedZeroBubble", "ZBVZeroBubble", "V-Half", "V-Min")
+"""That are tried; others are predicted where they are asked for. GPipe and LoopedBFS hold more than 1F1B and Interleaved1F1B and wait as long,
+DualPipeV is for exchanges of experts that overlap, which is not predicted."""
+_COMPILED = "computes gradients of weights by themselves, which compiled blocks cannot (--eager leaves them uncompiled)"
 RECOMPUTE = ("none", "selective", "full")
 SAMPLES = (1, 2, 4, 8)
 """Sizes of micro-batches that are tried."""
@@ -54,7 +57,7 @@ def search(chain: Chain, limits: Limits, keep: int = 5) -> Found:
     too_large: list[Estimate] = []
     refused: list[tuple[Plan, str]] = []
     for plan in meshes(chain, limits, refused):
-        for candidate, samples in variants(chain, plan, limits):
+        for candidate, samples in variants(chain, plan, limits, refused):
             try:
                 made = estimate(chain, candidate, samples)
             except PlanError as error:
@@ -134,11 +137,24 @@ def _useful_shards(dp: int, inner: int, node: int) -> list[int]:
     return sorted((size for size in sizes if size <= dp and dp % size == 0), reverse=True)
 
 
-def variants(chain: Chain, plan: Plan, limits: Limits) -> Iterator[tuple[Plan, int]]:
-    """Micro-batches, schedules, recomputation and resharding for a mesh: plans, and samples of a micro-batch."""
+def variants(
+    chain: Chain, plan: Plan, limits: Limits, refused: list[tuple[Plan, str]]
+) -> Iterator[tuple[Plan, int]]:  # fmt: skip
+    """Micro-batches, schedules, recomputation and resharding for a mesh: plans, and samples of a micro-batch.
+
+    Schedules that compiled blocks cannot follow go to ``refused``.
+    """
     fixed, local = limits.fixed, chain.workload.samples // plan.data_parallel
     sizes = SAMPLES if limits.samples is None else (limits.samples,)
-    schedules: Sequence[str] = SCHEDULES if plan.pp > 1 and "schedule" not in fixed else (plan.schedule,)
+    schedules: Sequence[str] = (plan.schedule,)
+    if plan.pp > 1 and "schedule" not in fixed:
+        schedules = SCHEDULES
+        if plan.compile != "none":
+            halves = [name for name in SCHEDULES if schedule_kind(name).splits_backward]
+            schedules = [name for name in SCHEDULES if name not in halves]
+            refused.append(
+                (replace(plan, schedule=halves[0], compile="none"), f"as {', '.join(halves[1:])}: {_COMPILED}")
+            )
     recompute = RECOMPUTE if "activation_checkpointing" not in fixed else (plan.activation_checkpointing,)
     reshard: Sequence[str] = (plan.reshard_after_forward,)
     if "reshard_after_forward" not in fixed and plan.dp_shard * plan.cp > 1 and plan.pp == 1:
@@ -148,7 +164,13 @@ def variants(chain: Chain, plan: Plan, limits: Limits) -> Iterator[tuple[Plan, i
         if rest or passes < plan.pp or fixed.get("micro_batches", 0) not in (0, passes):
             continue
         for schedule, how, when in product(schedules, recompute, reshard):
-            if schedule == "Interleaved1F1B" and plan.pp > 1 and (2 * plan.pp > len(chain.kinds) or passes % plan.pp):
+            kind = schedule_kind(schedule)
+            stages = plan.pp * kind.stages_per_process
+            if (
+                plan.pp > 1
+                and "schedule" not in fixed
+                and (stages > len(chain.kinds) or not kind.fits(passes, plan.pp))
+            ):
                 continue
             choices = {"schedule": schedule, "activation_checkpointing": how, "reshard_after_forward": when}
             yield replace(plan, **choices, micro_batches=passes if plan.pp > 1 else 0), samples  # type: ignore[arg-type]
