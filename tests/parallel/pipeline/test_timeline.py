@@ -237,6 +237,28 @@ def test_keys_go_from_action_to_action_and_say_what_was_waited_for(browser: Brow
     assert browser.console() == []
 
 
+def test_a_range_is_zoomed_into_and_left_again(browser: Browser, tmp_path: Path) -> None:
+    browser.resize(1400, 1000)
+    browser.open(timeline(MEASURED, file=tmp_path / "timeline.html").as_uri())
+    picture = "return document.getElementById('base').toDataURL()"
+    whole = browser.run(picture)
+    left, top = browser.run(
+        "const r = document.getElementById('chart').getBoundingClientRect(); return [r.left, r.top]"
+    )
+    pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}}
+    steps = [
+        {"type": "pointerMove", "duration": 0, "x": round(left) + 104, "y": round(top) + 40}, {"type": "pointerDown", "button": 0},
+        {"type": "pointerMove", "duration": 20, "x": round(left) + 160, "y": round(top) + 60}, {"type": "pointerUp", "button": 0},
+    ]  # fmt: skip
+    browser._post("actions", actions=[pointer | {"actions": steps}])
+    browser.wait(f"document.getElementById('base').toDataURL() !== {json.dumps(whole)}")
+    # The first 5 % of the step fill the lane now, so that the middle of it is the first or second forward.
+    assert re.search(r"0F[01]\b", point(browser, 0, 0.5))
+    browser.press("0")
+    browser.wait(f"document.getElementById('base').toDataURL() === {json.dumps(whole)}")
+    assert browser.console() == []
+
+
 def test_a_large_step_stays_fluid(browser: Browser, tmp_path: Path) -> None:
     trace = run(one_forward_one_backward(64, 256), {"F": 0.001, "B": 0.002}, transfer=1e-4)
     assert len(trace.spans) == 64 * 256 * 2

@@ -91,20 +91,21 @@ def idle(trace: Trace) -> list[Idle]:
     """
     spans = {span.action: span for span in trace.spans}
     begin = min(span.start for span in trace.spans)
+    before = {span.action: source(span.action, trace, spans) for span in trace.spans}
     took, gaps, ends = dict[Action, float](), dict[Action, float](), [begin] * trace.ranks
     totals = [[0.0, 0.0, 0.0] for _ in range(trace.ranks)]  # warm-up, waiting, overhead
     lanes = by_process(trace)
     for rank, lane in enumerate(lanes):
         for number, (last, start, end, span) in enumerate(_worked(lane, begin)):
-            before = source(span.action, trace, spans)
-            local = number > 0 and (before is None or before.rank == rank)
+            made = before[span.action]
+            local = number > 0 and (made is None or made.rank == rank)
             totals[rank][0 if number == 0 else 2 if local else 1] += start - last
             took[span.action], gaps[span.action] = end - start, start - last if local else 0.0
             ends[rank] = end
     kinds = {span.action.kind for span in trace.spans}
     mean = {kind: fmean(seconds for action, seconds in took.items() if action.kind == kind) for kind in kinds}
-    alike = _waits(trace, lanes, {action: mean[action.kind] for action in took})
-    as_they_are = _waits(trace, lanes, {action: seconds + gaps[action] for action, seconds in took.items()})
+    alike = _waits(lanes, before, {action: mean[action.kind] for action in took})
+    as_they_are = _waits(lanes, before, {action: seconds + gaps[action] for action, seconds in took.items()})
     found = []
     for rank, (warm_up, waiting, overhead) in enumerate(totals):
         at_once = min(waiting, as_they_are[rank])
@@ -123,21 +124,20 @@ def _worked(lane: list[Span], begin: float) -> Iterator[tuple[float, float, floa
         last = max(start, span.end)
 
 
-def _waits(trace: Trace, lanes: list[list[Span]], took: dict[Action, float]) -> list[float]:
+def _waits(lanes: list[list[Span]], before: dict[Action, Span | None], took: dict[Action, float]) -> list[float]:
     """What each process waits for others between its actions when these take ``took`` and all else takes no time."""
-    spans, orders = {span.action: span for span in trace.spans}, [[span.action for span in lane] for lane in lanes]
-    done: dict[Action, float] = {}
-    clocks, positions, waits = [0.0] * trace.ranks, [0] * trace.ranks, [0.0] * trace.ranks
+    orders, done = [[span.action for span in lane] for lane in lanes], dict[Action, float]()
+    clocks, positions, waits = [0.0] * len(lanes), [0] * len(lanes), [0.0] * len(lanes)
     moved = True
     while moved:
         moved = False
         for rank, order in enumerate(orders):
             while positions[rank] < len(order):
                 action = order[positions[rank]]
-                before = source(action, trace, spans)
-                if before is not None and before.action not in done:
+                made = before[action]
+                ready = done.get(made.action) if made is not None else 0.0
+                if ready is None:
                     break
-                ready = done[before.action] if before is not None else 0.0
                 if positions[rank]:
                     waits[rank] += max(0.0, ready - clocks[rank])
                 clocks[rank] = done[action] = max(ready, clocks[rank]) + took[action]

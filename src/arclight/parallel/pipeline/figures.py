@@ -17,8 +17,8 @@ _STYLE = """
 svg { background: #fff; font: 600 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }
 text { fill: #1a1c1f; } .muted { fill: #63686f; font-weight: 400; } .title { font-size: 17px; font-weight: 650; }
 .lane { fill: #efefeb; } .grid { stroke: #ececec; } .end { stroke: #63686f; stroke-dasharray: 4 3; } .low { opacity: .72; }
-.F { fill: #8fbdf3; } .B { fill: #b0402f; } .I { fill: #e8935a; } .W { fill: #a9c48a; }
-.F.deep { fill: #5f97dc; } .B.deep { fill: #84291d; } .I.deep { fill: #d4732f; } .W.deep { fill: #86a962; }
+.F { fill: #a5cbf7; } .B { fill: #b0402f; } .I { fill: #df7b3f; } .W { fill: #a9c48a; }
+.F.deep { fill: #72a6e6; } .B.deep { fill: #84291d; } .I.deep { fill: #c05e22; } .W.deep { fill: #86a962; }
 .hatch { fill: url(#hatch); } #hatch path { stroke: #5f8340; stroke-width: 1.1; }
 .in { fill: #16181a; text-anchor: middle; dominant-baseline: central; } .in.onB { fill: #fff; }
 .in.onW { stroke: #a9c48a; stroke-width: 3px; stroke-linejoin: round; paint-order: stroke; } .in.onW.deep { stroke: #86a962; }
@@ -97,7 +97,7 @@ def _boxes(step: Trace, spans: list[Span], scale: float, y: int, tall: int) -> I
         if kind == "W" and width > 2:
             yield f'<rect class="hatch" {box}/>'
         texts = (f"{kind}{span.action.micro_batch}", str(span.action.micro_batch))
-        text = next((text for text in texts if (len(text) + text.count("W") / 2) * size * 0.62 + 2 <= width), None)
+        text = next((text for text in texts if (len(text) + text.count("W") * 0.8) * size * 0.62 + 2 <= width), None)
         if text is not None:
             centre = f'x="{x + width / 2:.2f}" y="{y + tall / 2 + 0.5:.1f}" font-size="{size}"'
             yield f'<text class="in on{style}" {centre}>{text}</text>'

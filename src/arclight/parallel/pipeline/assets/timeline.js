@@ -93,7 +93,7 @@ function drawBox(g, step, lane, span, alone = false) {
   if (lane.height < 10 || w < 11) return;
   const letter = data.letters[span.kind], number = `${span.microBatch}`, most = Math.min(12, lane.height - 3);
   const stage = alone && step.lanes[span.rank].stages.length > 1 ? span.stage : "";
-  const fits = (text, size) => (text.length + text.includes("W") / 2) * size * 0.62 + 2 <= w;
+  const fits = (text, size) => (text.length + text.includes("W") * 0.8) * size * 0.62 + 2 <= w;
   const text = fits(`${stage}${letter}${number}`, most) ? `${stage}${letter}${number}` : number;
   const size = [most, most - 1.5, most - 3].find((size) => size >= 8 && fits(text, size));
   if (!size) return;
