@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.optim.processes import run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten
@@ -446,3 +448,46 @@ def test_a_graph_is_cut_where_little_crosses() -> None:
         f"{number}.norm" for number in range(4)
     ]
     assert [len(stage.receives) for stage in pipe.stages] == [0, 1, 1, 1]
+
+
+# -- over processes --------------------------------------------------------------------------------------------------
+
+
+class Mixed(Tied):
+    """A tied parameter, a value that skips stages, and one that has no gradient."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = h = self.embed(tokens) + self.places
+        with torch.no_grad():
+            level = self.inner(h).abs().amax(-1, keepdim=True)
+        h = torch.tanh(self.inner(h)) / level
+        return self.head(self.inner(h) + first * level)
+
+
+def summed(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def train_over_processes(rank: int) -> None:
+    torch.manual_seed(0)
+    whole, tokens = Mixed(), torch.randint(11, (8, 5))
+    loss = summed(whole(tokens), tokens)[0] / tokens.numel()
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    for schedule, stages in (("1F1B", 2), ("InterleavedZeroBubble", 4), ("ZBVZeroBubble", 4)):
+        model = copy.deepcopy(whole)
+        model.zero_grad()
+        pipe = split(model, (tokens[:2],), stages=stages, frontend="trace")
+        assert "embed.weight" in pipe.shared
+        runner = pipe.on(schedule=schedule, micro_batches=4, loss=summed)
+        for turn in (1, 2):
+            result = runner.step(tokens, targets=tokens)
+            torch.testing.assert_close(result.loss, loss.detach())
+            for number in runner.stages:
+                for name, parameter in pipe.stages[number].named_parameters():
+                    torch.testing.assert_close(parameter.grad, turn * wanted[name], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(runner.evaluate(tokens, targets=tokens).loss, loss.detach())
+
+
+def test_stages_of_a_graph_train_over_processes(tmp_path: Path) -> None:
+    run(2, tmp_path, train_over_processes)
