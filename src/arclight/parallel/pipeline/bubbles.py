@@ -106,12 +106,11 @@ def idle(trace: Trace) -> list[Idle]:
     mean = {kind: fmean(seconds for action, seconds in took.items() if action.kind == kind) for kind in kinds}
     alike = _waits(lanes, before, {action: mean[action.kind] for action in took})
     as_they_are = _waits(lanes, before, {action: seconds + gaps[action] for action, seconds in took.items()})
-    found = []
+    found, finish = [], begin + trace.seconds
     for rank, (warm_up, waiting, overhead) in enumerate(totals):
         at_once = min(waiting, as_they_are[rank])
         schedule = min(at_once, alike[rank])
-        cool_down = begin + trace.seconds - ends[rank]
-        found.append(Idle(warm_up, schedule, at_once - schedule, waiting - at_once, overhead, cool_down))
+        found.append(Idle(warm_up, schedule, at_once - schedule, waiting - at_once, overhead, finish - ends[rank]))
     return found
 
 
