@@ -100,7 +100,7 @@ def test_a_run_writes_the_timeline_of_a_step_once_it_has_seen_enough(tmp_path: P
 def fit_ordinary(folder: Path, callback: PipelineTimeline, stages: int) -> list[Path]:
     trainer = al.Trainer(
         accelerator="cpu", devices=stages, default_root_dir=folder, max_steps=3, logger=False, enable_checkpointing=False,
-        strategy=Pipeline(stages, micro_batches=4, start_method="fork"), enable_progress_bar=False, callbacks=[callback],
+        strategy=Pipeline(stages, schedule="1F1B", micro_batches=4, start_method="fork"), enable_progress_bar=False, callbacks=[callback],
     )  # fmt: skip
     trainer.fit(Ordinary(), DataLoader(torch.randn(64, 16), batch_size=8))
     return list(folder.glob("**/pipeline.html"))
