@@ -107,7 +107,14 @@ def _refuse_apart(graph: UnitGraph, begins: Sequence[int]) -> None:
                     f"random numbers that are drawn between the parts of the model are needed by stage {drawn[number]} and by stage "
                     f"{stage_of[place]} ({name}), which would draw different ones: draw them in a module (nn.Dropout), or cut elsewhere"
                 )
+    written: dict[str, int] = {}
     for index, call in enumerate(graph.calls):
+        for name in call.buffers:
+            if written.setdefault(name, stage_of[index]) != stage_of[index]:
+                raise HoleError(
+                    f"{name} is changed by stages {written[name]} and {stage_of[index]} ({call.name}), which would have different ones: do "
+                    "not cut between calls of one module that gathers statistics"
+                )
         for value in call.modifies:
             late = next((at for at in begins if at > index and value in graph.live(at)), None)
             if late is not None:

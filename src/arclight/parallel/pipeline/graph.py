@@ -32,6 +32,8 @@ class Call:
     """Which random numbers, drawn by glue, it depends on."""
     modifies: frozenset[Value] = frozenset()
     """What of earlier calls it changes in place."""
+    buffers: tuple[str, ...] = ()
+    """Its buffers (by their first names) that it changes in training."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from arclight.parallel.pipeline.holes import (
     through,
 )
 from arclight.parallel.pipeline.templates import Templates
-from arclight.parallel.pipeline.turns import Turn, bound, copy_tree, parameter_names, turn
+from arclight.parallel.pipeline.turns import Turn, bound, copy_tree, first_buffers, parameter_names, turn
 from arclight.parallel.plan import PlanError
 
 _DEEP = 3
@@ -130,6 +130,7 @@ class _Observer:
     def __init__(self, root: nn.Module, units: set[str]) -> None:
         self.root, self.units = root, units
         self.names = parameter_names(root)[0]
+        self.buffers = first_buffers(root)
         self.calls: list[Call] = []
         self.rewritten: set[Value] = set()
         self.memories: dict[int, tuple[Memory, int]] = {}
@@ -153,6 +154,11 @@ class _Observer:
 
     def _graph(self, result: Any) -> UnitGraph:
         found = list(holes_of(tree_flatten(result)[0]))
+        inside = next((one for one in found if not one.origin.sources and one.of in self.units), None)
+        if inside is not None:
+            raise HoleError(
+                f"the result holds what {inside.of} computes and does not return (a hook takes it?): let it be returned"
+            )
         for leaf in tree_flatten(result)[0]:
             inner = next(holes_of(leaf, _DEEP), None) if not isinstance(leaf, Tensor) else None
             if inner is not None:
@@ -187,7 +193,10 @@ class _Observer:
         part = copy_tree(module, lambda *_: None, lambda inner, new: self._without_data(_join(path, inner), new))
         for inner in part.modules():
             inner.training = True
-        return turn(path, part, self)
+        return turn(path, part, self, module)
+
+    def real(self, _: Turn) -> None:
+        return None
 
     def _without_data(self, path: str, module: nn.Module) -> None:
         self.paths[module] = path
@@ -230,7 +239,8 @@ class _Observer:
             leaves.append(leaf)
         sizes = tuple(x.numel() * x.element_size() if isinstance(x, Tensor) else 0 for x in leaves)
         weights = tuple(dict.fromkeys([*inside, *parameters]))
-        self.calls.append(Call(path, weights, reads, sizes, numbers, frozenset(modifies)))
+        written = tuple(self.buffers[_join(path, name)] for name in template.buffers)
+        self.calls.append(Call(path, weights, reads, sizes, numbers, frozenset(modifies), written))
         return tree_unflatten(leaves, template.structure)
 
     def _note_writes(self) -> None:

@@ -83,6 +83,12 @@ class _Stage:
             raise _Ended
         return kept
 
+    def real(self, turn: Turn) -> nn.Module | None:
+        if self.run is None or not self.begin <= self.run.next < self.end or turn.turn_path not in self.own:
+            return None
+        parent, name = self.own[turn.turn_path]
+        return parent._modules[name]
+
     def _foreign(self, run: _Run, number: int, path: str, args: Any, kwargs: Any) -> Any:
         template = self.templates.find(path, self.training, args, kwargs)
         leaves = list(template.leaves)
@@ -229,7 +235,7 @@ class Sliced:
                 shown = copy_tree(module, lambda *_: None, lambda inner, new: link(_join(path, inner), new))
             else:
                 shown = self.templates.part(path)
-            return turn(path, shown, stage)
+            return turn(path, shown, stage, module)
 
         tree.root = copy_tree(root, visit, link)
         return tree
@@ -283,7 +289,7 @@ class Sliced:
                 self._host.__dict__.update(members)
             if ended:
                 return tuple(self._sent(tree, value, run) for value in conductor.sends)
-        if conductor.sends or run.end < len(self.cuts.graph.calls):
+        if run.next < len(self.cuts.graph.calls):
             raise PlanError(
                 f"the model made {run.next} calls of its parts, and {len(self.cuts.graph.calls)} for the example arguments"
             )

@@ -23,6 +23,8 @@ class Template:
     structure: TreeSpec
     changed: tuple[int, ...]
     """Which of the tensors in the arguments it changes in place, as `holes_of` counts them."""
+    buffers: tuple[str, ...]
+    """Names of buffers, in the part, that it changes."""
     memories: tuple[int, ...]
     """For each leaf the tensor of the arguments that it is a view of, or a negative number that leaves of one memory share."""
 
@@ -40,7 +42,10 @@ class Templates:
     def part(self, path: str) -> nn.Module:
         """The module at ``path`` as a copy without data, made when it is first asked for."""
         if path not in self._parts:
-            self._parts[path] = copy_tree(self._originals[path], lambda *_: None, lambda _, new: self._empty(path, new))
+            made = copy_tree(self._originals[path], lambda *_: None, lambda _, new: self._empty(path, new))
+            made._forward_hooks.clear()  # those of who stands for it are called
+            made._forward_pre_hooks.clear()
+            self._parts[path] = made
         return self._parts[path]
 
     def let_go(self) -> None:
@@ -115,8 +120,11 @@ class Templates:
         device = next((self._home_of(x) for x in before if isinstance(x, Tensor)), self.home)
         args, kwargs = tree_map_only(Tensor, prepared, (args, kwargs))
         given = [x for x, was in zip(tree_flatten((args, kwargs))[0], before, strict=True) if isinstance(was, Hole)]
+        buffers = {name: (one, _writes(one)) for name, one in part.named_buffers(remove_duplicate=False)}
         with torch.no_grad():
             leaves, structure = tree_flatten(part(*args, **kwargs))
+        now = dict(part.named_buffers(remove_duplicate=False))
+        kept = tuple(name for name, (one, count) in buffers.items() if now.get(name) is not one or _writes(one) > count)
         changed = tuple(index for index, one in enumerate(given) if one.origin.memory.writes)
         memories: list[int] = []
         made: list[Any] = []
@@ -129,7 +137,7 @@ class Templates:
             else:
                 memories.append(-1)
                 made.append(leaf)
-        return Template(tuple(made), structure, changed, tuple(memories))
+        return Template(tuple(made), structure, changed, kept, tuple(memories))
 
     def _home_of(self, tensor: Tensor) -> torch.device:
         return self.home if tensor.device.type == "meta" and self.home is not None else tensor.device
@@ -155,6 +163,7 @@ class Templates:
             here, there = tree_map_only(Tensor, data, (args, kwargs))
             with torch.no_grad():
                 results.append(tree_flatten(running(*here, **there)))
+            kept = tuple(name for name, one in running.named_buffers(remove_duplicate=False) if one._version)
         (leaves, structure), (others, _) = results
         if _shown(leaves) != _shown(others) or any(
             isinstance(leaf, int | float) for leaf in leaves if not isinstance(leaf, bool)
@@ -164,7 +173,7 @@ class Templates:
             )
         memories = tuple(-1 - index for index in range(len(leaves)))
         return Template(
-            tuple(hole_like(x, path) if isinstance(x, Tensor) else x for x in leaves), structure, (), memories
+            tuple(hole_like(x, path) if isinstance(x, Tensor) else x for x in leaves), structure, (), kept, memories
         )
 
 
@@ -174,6 +183,10 @@ def moved(hole: Hole, device: torch.device | None, types: Mapping[torch.dtype, t
     if isinstance(hole, nn.Parameter):
         made._is_param = True
     return made
+
+
+def _writes(tensor: Tensor) -> int:
+    return tensor.origin.memory.writes if isinstance(tensor, Hole) else tensor._version
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:

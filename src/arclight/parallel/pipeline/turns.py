@@ -89,12 +89,29 @@ class Conductor(Protocol):
         """What the call of the module in whose place ``turn`` stands returns."""
         ...
 
+    def real(self, turn: Turn) -> nn.Module | None:
+        """The module that the next call will be a call of, or None if nothing will be computed."""
+        ...
+
 
 class Turn(nn.Module):
     """Stands in the place of a module, is of its class, has its attributes - and a call of it is taken by a conductor."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return nn.Module.__call__(self, *args, **kwargs)
+        state = self.__dict__
+        if not (state["_forward_hooks"] or state["_forward_pre_hooks"]):
+            return state["_conductor"].call(self, args, kwargs)
+        real = state["_conductor"].real(self)
+        if real is None:
+            return nn.Module.__call__(self, *args, **kwargs)
+        held = {name: state[name] for name in ("_forward_hooks", "_forward_pre_hooks")}
+        for name, hooks in held.items():  # what the module has too is called with it
+            known = {_code(hook) for hook in real.__dict__[name].values()}
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _code(hook) not in known)
+        try:
+            return nn.Module.__call__(self, *args, **kwargs)
+        finally:
+            state.update(held)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_conductor"].call(self, args, kwargs)
@@ -120,13 +137,27 @@ def _turn_of(kind: type[nn.Module]) -> type[Turn]:
     return type(kind.__name__, (Turn, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
-def turn(path: str, stands_for: nn.Module, conductor: Conductor) -> Turn:
-    """What stands at ``path`` for ``stands_for``, whose members and attributes it shows, and gives its calls to ``conductor``."""
+def _code(hook: Any) -> Any:
+    return getattr(getattr(hook, "__func__", hook), "__code__", hook)
+
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+          "_forward_pre_hooks_with_kwargs")  # fmt: skip
+
+
+def turn(path: str, stands_for: nn.Module, conductor: Conductor, original: nn.Module) -> Turn:
+    """What stands at ``path`` for ``stands_for``, whose members and attributes it shows, and gives its calls to ``conductor``.
+
+    It has the hooks of ``original``, the module that is called there in the model.
+    """
     made: Turn = object.__new__(_turn_of(type(stands_for)))  # type: ignore[arg-type]
     made.__dict__.update(nn.Module().__dict__)
     del made.__dict__["training"]
     for name in ("_parameters", "_buffers", "_modules"):
         made.__dict__[name] = stands_for.__dict__[name]
+    for name in _HOOKS:
+        hooks = original.__dict__[name]
+        made.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _spreads(hook))
     made.__dict__.update(_path=path, _stands_for=stands_for, _conductor=conductor)
     return made
 
@@ -163,6 +194,17 @@ def parameter_names(root: nn.Module) -> tuple[dict[str, str], dict[str, nn.Param
             if key is not None:
                 first.setdefault(key, names[name])
     return names, parameters
+
+
+def first_buffers(root: nn.Module) -> dict[str, str]:
+    """For each name of a buffer the one under which its module is met first."""
+    first: dict[nn.Module, str] = {}
+    names = {}
+    for path, module in walk(root):
+        there = first.setdefault(module, path)
+        for name in module._buffers:
+            names[f"{path}.{name}" if path else name] = f"{there}.{name}" if there else name
+    return names
 
 
 def _memory(tensor: Tensor) -> Any:
