@@ -165,6 +165,36 @@ def test_bubbles_and_activations_are_those_of_the_papers(processes: int) -> None
         assert held <= (p + 2) // 2
 
 
+def built(kind: Any, processes: int, micro_batches: int) -> Order:
+    """What a kind of schedule has its processes do."""
+
+    def build(own: Any, number: int, **options: Any) -> Any:
+        return kind.build(own if kind.stages_per_process > 1 else own[0], number, **options)
+
+    return upstream_order(build, processes, micro_batches, kind.stages_per_process)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_batch_of_fewer_micro_batches_holds_no_more(name: str, tmp_path: Path) -> None:
+    kind = SCHEDULES[name]
+    path = tmp_path / "own.csv"
+    path.write_text(write_csv(order_of(name, 4, 8)))
+    usual = max(held_at_most(order_of(name, 4, 8)))
+    for number in range(1, 8):
+        for whole in (kind, schedule_kind(str(path))):
+            found = that_fits(whole, number, 4)
+            assert found.fits(number, 4)
+            assert (found.name, found.v_shaped) == (whole.name, kind.v_shaped)
+            if found is not whole:
+                order = built(found, 4, number)
+                check_order(order, 4 * kind.stages_per_process, kind.v_shaped, number)
+                assert max(held_at_most(order)) <= usual
+    more = that_fits(schedule_kind(str(path)), 9, 4)
+    assert more.name in ("GPipe", "LoopedBFS", "ZBVZeroBubble")
+    assert (more.stages_per_process, more.v_shaped) == (kind.stages_per_process, kind.v_shaped)
+    assert that_fits(kind, 8, 4, backward=False).name in ("GPipe", "LoopedBFS", "ZBVZeroBubble")
+
+
 def test_names_may_say_how_many_stages_a_process_has() -> None:
     kind = schedule_kind("interleaved1f1b:4")
     assert (kind.name, kind.stages_per_process) == ("Interleaved1F1B:4", 4)

@@ -125,7 +125,7 @@ class Engine:
     def _make(self, shapes: list[Any], backward: bool) -> Schedule:
         line, number_of_pieces = self.line, len(shapes)
         kind = that_fits(line.kind, number_of_pieces, line.ranks, backward)
-        if backward and kind is not line.kind and line.group is not None and not self._warned:
+        if backward and kind.name != line.kind.name and line.group is not None and not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"a batch of {number_of_pieces} micro-batches does not fit the schedule: it runs by a simpler one"

@@ -227,6 +227,11 @@ def _check_progress(order: Order, stages: int) -> None:
             )
 
 
+def first_of(order: Order, micro_batches: int) -> Order:
+    """``order`` without all micro-batches but the first so many; what remains can be run, since none waits for another."""
+    return tuple(tuple(action for action in one if action.micro_batch < micro_batches) for one in order)
+
+
 def held_at_most(order: Order) -> list[int]:
     """For each process the most passes of a micro-batch through one of its stages that it holds the activations of at once, each until
     its backward is over (that of the weights, where they are apart).

@@ -28,7 +28,15 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from arclight.parallel.pipeline.actions import Action
-from arclight.parallel.pipeline.orders import is_file, load_order, order_of, parse_name, shape_of, splits_backward
+from arclight.parallel.pipeline.orders import (
+    first_of,
+    is_file,
+    load_order,
+    order_of,
+    parse_name,
+    shape_of,
+    splits_backward,
+)
 from arclight.parallel.pipeline.recording import recorded_step
 from arclight.parallel.plan import PlanError
 
@@ -67,8 +75,11 @@ class ScheduleKind:
         return not self.whole_rounds or micro_batches % max(1, micro_batches // processes) == 0
 
 
-def _by_order(name: str) -> Callable[..., Any]:
-    """Builds torch's runtime of actions for the order called ``name``: sends and receives are put in by torch."""
+def _by_order(name: str, made_for: int | None = None) -> Callable[..., Any]:
+    """Builds torch's runtime of actions for the order called ``name``: sends and receives are put in by torch.
+
+    made_for: the number of micro-batches of the order, where it has more than there are; those are left out.
+    """
     kinds = {
         "F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD,
         "I": _ComputationType.BACKWARD_INPUT, "W": _ComputationType.BACKWARD_WEIGHT,
@@ -77,7 +88,7 @@ def _by_order(name: str) -> Callable[..., Any]:
     def build(stages: Any, micro_batches: int, **options: Any) -> Any:
         own = stages if isinstance(stages, list) else [stages]
         runtime = _PipelineScheduleRuntime(own, micro_batches, **options)
-        order = order_of(name, own[0].group_size, micro_batches)
+        order = first_of(order_of(name, own[0].group_size, made_for or micro_batches), micro_batches)
         actions: dict[int, list[_Action | None]] = {
             rank: [_Action(a.stage, kinds[a.kind], a.micro_batch) for a in one] for rank, one in enumerate(order)
         }
@@ -146,15 +157,24 @@ def _file_kind(path: str, changed: int) -> ScheduleKind:
 
 
 def that_fits(kind: ScheduleKind, micro_batches: int, processes: int, backward: bool = True) -> ScheduleKind:
-    """``kind``, or one for the same stages on the same processes that takes any number of micro-batches.
+    """``kind``, or one for the same stages on the same processes that takes this number of micro-batches.
 
-    It is also that for forwards only, where all orders are as good.
+    That is ``kind`` for the next larger number that it takes, without those that are not there: nothing is held that was not before.
+    A simple one where there is no larger number (of a file), and for forwards only, where all orders are as good.
     """
     if backward and kind.fits(micro_batches, processes):
         return kind
+    larger = range(micro_batches, 2 * (micro_batches + processes) + 1)
+    near = next((n for n in (*larger, *(kind.only or ())[1:]) if n >= micro_batches and kind.fits(n, processes)), None)
+    if backward and near is not None:
+        return replace(kind, build=_by_order(kind.name, near), fewest=_one, whole_rounds=False, only=None)
     if kind.stages_per_process == 1:
         return SCHEDULES["GPipe"]
     return SCHEDULES["ZBVZeroBubble" if kind.v_shaped else "LoopedBFS"]
+
+
+def _one(processes: int) -> int:
+    return 1
 
 
 class Schedule:
