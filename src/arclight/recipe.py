@@ -48,7 +48,7 @@ class Imported:
     arguments: Mapping[str, Any]
 
     def build(self) -> Any:
-        return _imported(self.target)(**self.arguments)
+        return imported(self.target)(**self.arguments)
 
 
 def read(schema: type[T], source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> T:
@@ -74,7 +74,7 @@ def _load(schema: type, source: str) -> Any:
     if suffix not in (".toml", ".yaml", ".yml"):
         if ":" not in source:
             raise RecipeError(f"{source}: a recipe is a .toml or .yaml file, or a function as in my_runs.py:function")
-        made = _imported(source)()
+        made = imported(source)()
         if type(made) is not schema:
             raise RecipeError(f"{source} must return a {schema.__name__}, it returned {_shown(made)}")
         return _plain(made, schema)
@@ -99,7 +99,7 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(error) from error
 
 
-def _imported(target: str) -> Any:
+def imported(target: str) -> Any:
     """What ``package.module:name`` or ``file.py:name`` names. Raises RecipeError where there is no such thing."""
     module_name, _, name = target.rpartition(":")
     path = Path(module_name).resolve() if module_name.endswith(".py") else None
@@ -244,7 +244,8 @@ def _spellings(hint: Any, text: str) -> Iterator[Any]:
             return float(part)  # .5 is a number to people, though not to TOML
         return part
 
-    yield from (value(text), text) if hint is Any or {int, float} & {*typing.get_args(hint)} else (text, value(text))
+    numbers = {bool, int, float} & {*typing.get_args(hint)}
+    yield from (value(text), text) if numbers or hint is Any else (text, value(text))
     if not text.startswith("["):
         parts = [part.strip() for part in text.split(",")]
         yield from (parts, [value(part) for part in parts])
@@ -264,7 +265,7 @@ def _choose(classes: list[Any], said: _Said, default: Any) -> Any:
         file = {}  # another kind starts from its own defaults
     chosen = before if chosen is MISSING else chosen
     try:
-        chosen = _imported(chosen) if isinstance(chosen, str) and ":" in chosen else chosen
+        chosen = imported(chosen) if isinstance(chosen, str) and ":" in chosen else chosen
         if isinstance(chosen, type):
             base = default if type(default) is chosen else None
             return _fill(chosen, said.at("", file, flag), base)
@@ -339,7 +340,7 @@ def _plain(value: Any, hint: Any, default: Any = MISSING) -> Any:
     """``value`` as tables, lists, text and numbers."""
     classes, _, empty = _members(hint)
     if isinstance(value, Imported):
-        fields = _fields(_imported(value.target))
+        fields = _fields(imported(value.target))
         return {"kind": value.target} | {name: _plain(item, fields[name][0]) for name, item in value.arguments.items()}
     if dataclasses.is_dataclass(value):
         cls = type(value)
@@ -382,9 +383,8 @@ def explain(schema: Any, path: str = "", kind: str = "", base: Any = None) -> li
         settings.append(Setting(place, kind, describe(hint), default, docs.get(name, "")))
         for cls in classes:
             chosen = cls.__name__.lower() if len(classes) > 1 or empty else ""
-            settings += explain(
-                cls, place + "[]" * (_item(hint) is not None), chosen, default if type(default) is cls else None
-            )
+            below = place + "[]" * (_item(hint) is not None)
+            settings += explain(cls, below, chosen, default if type(default) is cls else None)
     return settings
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from arclight.cli.schema import Recipe
@@ -50,10 +53,23 @@ def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argpa
     # Classes named as package.module:Class are looked for here too, as `python -m` does, after all that is installed.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    try:
+    with problems_listed(f"{source or 'the recipe'} cannot be used"):
         return read(Recipe, source if source is not None else {}, overrides), options
+
+
+@contextmanager
+def problems_listed(heading: str) -> Iterator[None]:
+    """Several problems of a recipe become one UsageError, a line each below the heading; one alone says enough."""
+    try:
+        yield
     except RecipeError as error:
         if len(error.problems) == 1:
             raise
         lines = "".join(f"\n  {problem}" for problem in error.problems)
-        raise UsageError(f"{source or 'the recipe'} cannot be used:{lines}") from error
+        raise UsageError(f"{heading}:{lines}") from error
+
+
+def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:
+    """Write what a verb found where ``--json`` says, if it does. escaped: letters beyond ASCII as their numbers."""
+    if place is not None:
+        place.write_text(json.dumps(values, indent=2, ensure_ascii=escaped) + "\n", encoding="utf-8")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.arguments import Parser, UsageError, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +40,7 @@ def benchmark(arguments: list[str]) -> None:
         programs, random_inputs(first, options.batch, options.size), rounds=options.rounds, threads=options.threads
     )
     rich.print(table)
-    if options.json is not None:
-        options.json.write_text(json.dumps(table.json(), indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, table.json())
 
 
 def random_inputs(program: Program, batch: int, size: int | None) -> list[torch.Tensor]:

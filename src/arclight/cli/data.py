@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from argparse import Namespace
 from pathlib import Path
 
-from arclight.cli.arguments import Parser
+from arclight.cli.arguments import Parser, write_json
 from arclight.cli.corpora import add_verbs
 
 
@@ -66,7 +65,5 @@ def check(options: Namespace) -> int:
     names = ", ".join(spec.names[:8]) + (", ..." if len(spec.names) > 8 else "")
     print(f"{options.path}: {len(spec.names)} classes ({names})")
     print("\n".join(map(str, reports)))
-    if options.json is not None:
-        found = {report.name: dataclasses.asdict(report) for report in reports}
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, {report.name: dataclasses.asdict(report) for report in reports})
     return 1 if any(report.corrupt or report.malformed for report in reports) else 0

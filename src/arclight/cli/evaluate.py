@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from arclight.cli.arguments import UsageError, read_recipe, recipe_parser
+from arclight.cli.arguments import UsageError, read_recipe, recipe_parser, write_json
 from arclight.cli.own_module import named_module
 from arclight.cli.train import build_task, make_trainer, run_of
 
@@ -37,8 +36,8 @@ def evaluate(stage: str, arguments: list[str]) -> None:
     module, data = build_task(recipe)
     trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
-    if options.json is not None and trainer.is_global_zero:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if trainer.is_global_zero:
+        write_json(options.json, results)
     return None
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.export import best_checkpoint
 from arclight.deploy.settings import Int8
 
@@ -93,8 +92,7 @@ def predict(arguments: list[str]) -> None:
             pieces.append(piece)
         print()
         texts.append({"prompt": prompt, "text": "".join(pieces)})
-    if options.json is not None:
-        options.json.write_text(json.dumps(texts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(options.json, texts, escaped=False)
 
 
 def answer(arguments: list[str]) -> None:
@@ -137,8 +135,7 @@ def answer(arguments: list[str]) -> None:
         f"{scores.questions} questions: {scores.accuracy:.1%} right, {scores.accuracy_normalised:.1%} where likelihoods are counted "
         f"for each byte; guessing gives {chance:.1%}"
     )
-    if options.json is not None:
-        options.json.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, values)
 
 
 def export(arguments: list[str]) -> None:

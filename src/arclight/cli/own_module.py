@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import inspect
-import json
 import os
 import re
 import sys
@@ -23,7 +21,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from arclight.cli.arguments import UsageError
+from arclight import recipe
+from arclight.cli.arguments import UsageError, problems_listed
 from arclight.parallel.plan import Plan
 from arclight.recipe import MISSING, Imported, RecipeError, read, write
 from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, TrainerSettings
@@ -84,14 +83,10 @@ def imported(target: str) -> Any:
         raise UsageError(f"{target} names no class: write package.module:Name")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    place, _, name = target.partition(":")
     try:
-        module = importlib.import_module(place)
-    except ImportError as error:
-        raise UsageError(f"{target} cannot be imported: {error}") from error
-    if not hasattr(module, name):
-        raise UsageError(f"{target}: {place} has no {name}")
-    return getattr(module, name)
+        return recipe.imported(target)
+    except RecipeError as error:
+        raise UsageError(str(error)) from error
 
 
 def target_of(cls: type) -> str:
@@ -130,18 +125,8 @@ def read_run(model: type, options: argparse.Namespace, flags: Sequence[str]) -> 
     data = data_class(options, table)
     if data is None and ("data" in table or any(word.startswith("--data.") for word in flags)):
         raise UsageError("the data has settings but no class: name it with --data package.module:Class")
-    hints = {"trainer": typing.get_type_hints(TrainerSettings)}
-    for name, cls in (("model", model), ("data", data)):
-        if cls is not None:
-            hints[name] = {argument: hint for argument, (hint, _) in parameters(cls).items()}
-    rest = numbers_before_text(flags, hints, table)
-    try:
-        run = read(OwnRun, table, rest)
-    except RecipeError as error:
-        if len(error.problems) == 1:
-            raise
-        lines = "".join(f"\n  {problem}" for problem in error.problems)
-        raise UsageError(f"{target_of(model)} cannot be run:{lines}") from error
+    with problems_listed(f"{target_of(model)} cannot be run"):
+        run = read(OwnRun, table, flags)
     if run.model.target != target_of(model):
         raise UsageError(f"--model.kind is {run.model.target}, but {target_of(model)} was named first")
     return run
@@ -185,34 +170,6 @@ def overlaid(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
         else:
             both[name] = value
     return both
-
-
-def numbers_before_text(flags: Sequence[str], hints: Mapping[str, Any], table: dict[str, Any]) -> list[str]:
-    """Flags without those of a type such as ``int | str`` that say a number: these go to ``table``, as numbers.
-
-    A recipe takes what is typed for such a type as text, since all that is typed is text; a person who types 5 means 5.
-    """
-    from pydantic import PydanticUserError, TypeAdapter, ValidationError
-
-    rest, words = [], list(flags)
-    while words:
-        flag, equals, text = words.pop(0).partition("=")
-        spelled = [f"{flag}{equals}{text}"]
-        if not equals and words and not words[0].startswith("--"):
-            text = words.pop(0)
-            spelled.append(text)
-        place, _, name = flag.removeprefix("--").partition(".")
-        hint = hints.get(place, {}).get(name)
-        if str in typing.get_args(hint):
-            with contextlib.suppress(tomllib.TOMLDecodeError, ValidationError, PydanticUserError):
-                value = tomllib.loads(f"x = {text}")["x"]
-                if isinstance(value, int | float):
-                    TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
-                    above = table.setdefault(place, {})
-                    above[name] = value
-                    continue
-        rest += spelled
-    return rest
 
 
 def config_text(run: OwnRun) -> str:

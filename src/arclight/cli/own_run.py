@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shutil
 import textwrap
 from argparse import Namespace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli import own_module
-from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.own_module import OwnRun
 from arclight.cli.run_record import RunRecord
 from arclight.cli.train import callbacks, check_plan, make_trainer, report_places, resume_from
@@ -88,8 +87,8 @@ def evaluate(stage: str, run: OwnRun, options: Namespace) -> None:
     module, data = build(run)
     trainer = make_trainer(run, logger=False, enable_checkpointing=False)
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
-    if options.json is not None and trainer.is_global_zero:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if trainer.is_global_zero:
+        write_json(options.json, results)
 
 
 def predict(run: OwnRun, options: Namespace) -> None:

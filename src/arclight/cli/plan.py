@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser
+from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser, write_json
 from arclight.parallel.plan import Plan
 from arclight.text.settings import Language
 
@@ -48,7 +47,7 @@ def plan(arguments: list[str]) -> int:
     show(chain, device, limits, found)
     verified = not options.verify or _verified(task, found.best[0])
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(chain, device, found), indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, as_json(chain, device, found))
     if options.write is not None:
         write(recipe, found.best[0], options)
     if options.timeline is not None:

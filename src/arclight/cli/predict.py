@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from arclight.cli import language
-from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.cli.own_module import named_module
 
 
@@ -57,8 +56,7 @@ def predict(arguments: list[str]) -> None:
         if options.out is not None:
             detections.save(options.out / f"{len(found):06d}-{Path(frame.path).stem}.jpg")
     print(f"{len(found)} images, {sum(map(len, found.values()))} objects, {len(frames.skipped)} files skipped")
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, found)
     return None
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser
+from arclight.cli.arguments import Parser, write_json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,8 +53,7 @@ def scan(arguments: list[str]) -> None:
         f"{len(frames.skipped)} files skipped"
     )
     console.print(summary, highlight=False)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(options.json, found, escaped=False)
 
 
 def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:

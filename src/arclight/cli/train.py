@@ -112,14 +112,10 @@ def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
 def check_plan(plan: Plan, module: Module) -> None:
     """Before any process starts: raise UsageError where the plan does not fit the sizes that a module makes known, with the fix."""
     from arclight.parallel import PlanError
-    from arclight.parallel.apply import FACTS
+    from arclight.parallel.apply import check_sizes
 
-    sizes = {name: getattr(getattr(module, "config", None), name, None) for name in FACTS}
     try:
-        plan.check(
-            sequence_length=getattr(module, "sequence_length", None),
-            **{name: size for name, size in sizes.items() if type(size) is int},
-        )
+        check_sizes(module, plan, getattr(module, "sequence_length", None))
     except PlanError as error:
         raise UsageError(f"plan: {error}") from error
 

@@ -75,6 +75,17 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
     Besides the sharding tables these attributes of a ``config`` of the model (or of a part of it) are looked at, where they are
     there: heads, kv_heads, hidden, vocab_size, experts, layers.
     """
+    check_sizes(model, plan, sequence_length, world_size)
+    check_tables(model, plan)
+    if not plan.only_replicates:
+        check_tied(model)
+    check_experts(model, plan)
+
+
+def check_sizes(
+    model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None
+) -> None:
+    """The part of :func:`check` that looks at sizes alone, which needs no model that can be spread."""
     plan.check(world_size=world_size, sequence_length=sequence_length)
     for part in model.modules():
         config = getattr(part, "config", None)
@@ -84,10 +95,6 @@ def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, worl
             plan.check(**known)
             if plan.cp > 1 and plan.context == "ulysses" and "heads" in known:
                 kv_repeats(known["heads"] // plan.tp, known.get("kv_heads", known["heads"]) // plan.tp, plan.cp)
-    check_tables(model, plan)
-    if not plan.only_replicates:
-        check_tied(model)
-    check_experts(model, plan)
 
 
 FACTS = ("heads", "kv_heads", "hidden", "vocab_size", "experts", "layers")
