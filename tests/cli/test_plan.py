@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -158,3 +159,106 @@ def test_bytes_as_people_write_them() -> None:
     assert parse_bytes("80GB") == 80e9
     assert parse_bytes("79.5 GiB") == 79.5 * 2**30
     assert parse_bytes("512mib") == 2**29
+
+
+OWN = """
+import arclight as al
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64, depth: int = 6, vocabulary: int = 5000):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids, scale: float = 1.0):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x) * scale
+
+
+def example():
+    return (torch.zeros(4, 64, dtype=torch.long),), {"scale": 0.5}
+
+
+class Task(al.Module):
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.net = Net(width, 4, 100)
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self.net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+
+class Data(al.DataModule):
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(32, 17, dtype=torch.long), batch_size=8)
+"""
+
+
+@pytest.fixture
+def own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own_nets.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "own_nets", raising=False)
+
+
+def test_any_model_is_planned_by_its_import_path(own: None, typed: Typed) -> None:
+    words = "own_nets:Net --gpus 2 --example own_nets:example --samples 16 --fix pp=2 --gpu cpu --model.width 128"
+    status, out, err = typed(f"plan {words} --json plan.json --timeline step.html")
+    assert (status, err) == (0, "")
+    for part in (
+        "Net of 2.08M parameters on 2 x CPU",
+        "Plans",
+        "Stages of the first plan",
+        "Where a step's time goes",
+        "Why not otherwise",
+    ):
+        assert part in out
+    found = json.loads(Path("plan.json").read_text())
+    assert found["parameters"] == 5000 * 128 * 2 + 5000 + 6 * (2 * 4 * 128**2 + 5 * 128)
+    best = found["plans"][0]
+    assert best["processes"] == 2
+    assert best["seconds"] == min(plan["seconds"] for plan in found["plans"])
+    assert len(found["costs"]["units"]) == 8
+    assert found["costs"]["units"][-1]["forward"] > 5 * found["costs"]["units"][1]["forward"]  # a large vocabulary
+    assert "head" in out
+    assert Path("step.html").stat().st_size > 10_000
+    names = {one["choice"] for one in found["rejected"]} | {best["schedule"]}
+    assert {"1F1B", "GPipe", "ZB-H1", "V-Min", "recomputing"} <= names
+
+
+def test_a_modules_training_step_is_planned_with_its_data_and_measured(own: None, typed: Typed) -> None:
+    words = "own_nets:Task --data own_nets:Data --gpus 2 --gpu cpu --measure --fix schedule=1F1B --fix activation_checkpointing=none"
+    status, out, err = typed(f"plan {words} --json plan.json")
+    assert (status, err) == (0, "")
+    assert "measured on cpu" in out
+    found = json.loads(Path("plan.json").read_text())
+    assert found["costs"]["samples"] == 8
+    assert {plan["schedule"] for plan in found["plans"]} == {"1F1B"}
+    assert {plan["processes"] * plan["replicas"] for plan in found["plans"]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("own_nets:Net --gpus 2", "say what the model is given: --example"), ("own_nets:Nets --gpus 2 --example own_nets:example", "own_nets has no Nets"),
+        ("own_nets:Net --example own_nets:example --gpus 2 --memory 1MB", "no plan keeps each process within 976.6 KiB: the least"),
+        ("own_nets:Net --example own_nets:example --gpus 16 --fix pp=16", "the model has 8 parts, too few for a pipeline of 16 processes: use 8"),
+        ("own_nets:Net --example own_nets:example --gpus 2 --fix tp=2", "for a model of your own write one of pp, schedule"),
+        ("own_nets:example --example own_nets:example", "own_nets:example gives a tuple"),
+        ("own_nets:Net --data own_nets:Data --gpus 2", "--data is for a Module"),
+        ("own_nets:Net --example own_nets:example --gpus 2 --fix schedule=2F2B --fix pp=2", "there is no pipeline schedule '2F2B'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_of_ones_own_is_one_sentence(words: str, message: str, own: None, typed: Typed) -> None:
+    status, _, err = typed(f"plan {words}")
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1

@@ -65,9 +65,7 @@ def named_module(arguments: Sequence[str]) -> type | None:
 
     Raises UsageError where the word has that form, is no file, and names nothing.
     """
-    if not arguments or not TARGET.fullmatch(arguments[0]) or arguments[0].partition(":")[0].endswith(".py"):
-        return None
-    if Path(arguments[0]).exists():
+    if not names_target(arguments):
         return None
     found = imported(arguments[0])
     if not isinstance(found, type):
@@ -75,6 +73,13 @@ def named_module(arguments: Sequence[str]) -> type | None:
     from arclight.trainer import Module
 
     return found if issubclass(found, Module) else None
+
+
+def names_target(arguments: Sequence[str]) -> bool:
+    """Whether the first word has the form ``package.module:Name`` and is no file."""
+    if not arguments or not TARGET.fullmatch(arguments[0]) or arguments[0].partition(":")[0].endswith(".py"):
+        return False
+    return not Path(arguments[0]).exists()
 
 
 def imported(target: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser, write_json
+from arclight.cli.own_module import names_target
 from arclight.parallel.plan import Plan
 from arclight.text.settings import Language
 
@@ -24,11 +25,16 @@ UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20, "TB": 1e12}
 
 def plan(arguments: list[str]) -> int:
     """Search, show, and write what was asked for."""
+    if names_target(arguments):
+        from arclight.cli.plan_own import own_plan
+
+        return own_plan(arguments)
     recipe, options = read_recipe(_parser(), arguments)
     task = recipe.task
     if not isinstance(task, Language):
         raise UsageError(
-            "arclight plan reads recipes of language models; for a module of your own, use arclight.parallel.planning"
+            "arclight plan reads recipes of language models; for any other model, write arclight plan package.module:Model --example "
+            "package.module:name (see arclight plan package.module:Model --help)"
         )
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.devices import hardware

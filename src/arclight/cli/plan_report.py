@@ -35,12 +35,10 @@ REASONS = 12
 
 def show(chain: Chain, device: Hardware, limits: Limits, found: Found) -> None:
     """Print the answer of a search."""
-    console, best = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH), found.best[0]
-    if not console.is_terminal:  # a file or pipe has no edge to break lines at
-        console.width = max(console.width, WIDTH)
+    console, best = console_of(), found.best[0]
     console.print(Text.assemble(
-        (f"{type(chain.model).__name__} of {_short(chain.parameters_in_all)} parameters", "bold"),
-        f" on {limits.gpus:,} x {device.name}: {_short(best.tokens)} tokens a step, {limits.memory / GIB:.1f} GiB each",
+        (f"{type(chain.model).__name__} of {short(chain.parameters_in_all)} parameters", "bold"),
+        f" on {limits.gpus:,} x {device.name}: {short(best.tokens)} tokens a step, {limits.memory / GIB:.1f} GiB each",
     ))  # fmt: skip
     console.print(f"{found.considered:,} plans predicted; the fastest that fit\n", style="dim")
     console.print(_plans(found.best))
@@ -50,7 +48,16 @@ def show(chain: Chain, device: Hardware, limits: Limits, found: Found) -> None:
     console.print(_rejected(found))
 
 
-def _table(title: str, *columns: str) -> Table:
+def console_of() -> Console:
+    """Where it is printed."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    if not console.is_terminal:  # a file or pipe has no edge to break lines at
+        console.width = max(console.width, WIDTH)
+    return console
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table: the first column to the left, numbers to the right."""
     table = Table(
         title=title, title_style="bold", title_justify="left", box=None, header_style="dim", padding=(0, 2, 0, 0)
     )
@@ -73,12 +80,12 @@ def _plans(best: list[Estimate]) -> Table:
         "MFU",
         "idle",
     )
-    table = _table("Plans", *columns)
+    table = table_of("Plans", *columns)
     for number, one in enumerate(best):
         schedule = (one.plan.schedule if one.plan.pp > 1 else "",) if piped else ()
         table.add_row(
             describe(one.plan), *schedule, f"{one.samples} x {one.passes}", str(one.plan.activation_checkpointing),
-            f"{one.worst.total / GIB:.1f} GiB", duration(one.seconds), _short(one.tokens_per_second),
+            f"{one.worst.total / GIB:.1f} GiB", duration(one.seconds), short(one.tokens_per_second),
             f"{one.tokens_per_second_per_gpu:,.0f}", f"{one.mfu:.1%}", f"{one.idle:.0%}", style="bold green" if number == 0 else "",
         )  # fmt: skip
     return table
@@ -89,7 +96,7 @@ def _memory(best: Estimate, limits: Limits) -> Table:
     fullest = max(range(len(best.memory)), key=lambda stage: best.memory[stage].total)
     stages = sorted({0, fullest, len(best.memory) - 1})
     heads = [f"stage {stage + 1} of {len(best.memory)}" for stage in stages] if len(stages) > 1 else ["GiB"]
-    table = _table("\nMemory of a process, GiB", "", *heads, f"of {limits.memory / GIB:.1f}")
+    table = table_of("\nMemory of a process, GiB", "", *heads, f"of {limits.memory / GIB:.1f}")
     table.columns[-1].justify = "left"
     for field in dataclasses.fields(Memory):
         sizes = [getattr(best.memory[stage], field.name) for stage in stages]
@@ -107,7 +114,9 @@ def _memory(best: Estimate, limits: Limits) -> Table:
 
 
 def _traffic(best: Estimate) -> Table:
-    table = _table("\nExchanges of a process in a step, GiB", "dimension", "processes", "collective", "bytes", "calls")
+    table = table_of(
+        "\nExchanges of a process in a step, GiB", "dimension", "processes", "collective", "bytes", "calls"
+    )
     stage = max(best.traffic, key=lambda messages: sum(message.bytes for message in messages))
     for message in sorted(stage):
         members = (
@@ -128,7 +137,7 @@ def _traffic(best: Estimate) -> Table:
 
 
 def _time(best: Estimate) -> Table:
-    table = _table("\nWhere a step's time goes", "", "", "")
+    table = table_of("\nWhere a step's time goes", "", "", "")
     for name, seconds in best.parts.items():
         share = seconds / best.seconds
         if share < LEAST and duration(seconds) == "0.0 ms":
@@ -139,14 +148,14 @@ def _time(best: Estimate) -> Table:
 
 
 def _rejected(found: Found) -> Table:
-    table = _table("\nWhy not otherwise", "choice", "reason")
+    table = table_of("\nWhy not otherwise", "choice", "reason")
     table.columns[1].justify = "left"
     for one in found.rejected[:REASONS]:
         table.add_row(one.change, one.reason)
     return table
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Three digits and a unit."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:

@@ -136,7 +136,7 @@ def test_a_cap_that_no_plan_meets_says_what_would() -> None:
         ({"processes": 4, "stages": 3}, "cannot be shared out to pipelines of 3"),
         ({"processes": 4, "stages": 4, "micro_batches": 9}, "micro_batches = 9 cannot be cut from 8 samples"),
         ({"processes": 4, "stages": 4, "schedules": "2F2B"}, "there is no pipeline schedule '2F2B'"),
-        ({"processes": 16, "stages": 16}, "the model has 4 parts"),
+        ({"processes": 8, "stages": 8}, "the model has 4 parts, too few for a pipeline of 8 processes: use 4 or fewer"),
         ({"processes": 4, "memory": "22"}, "write a number and a unit"),
         ({"processes": 4, "stages": 4, "schedules": "ZB-H1", "compiled": True}, "no schedule can be run over 4 processes: ZB-H1 computes"),
     ],

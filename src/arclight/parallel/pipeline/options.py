@@ -54,6 +54,8 @@ class Option:
     bubble: float
     """Share of a step in which a process waits for others, on average."""
     prediction: Prediction = field(repr=False, compare=False)
+    parts: tuple[UnitCost, ...] = field(repr=False, compare=False)
+    """What each stage costs for the largest micro-batch."""
 
     @property
     def peak(self) -> int:
@@ -206,7 +208,7 @@ class Line:
         held = zip(parameters, peak_bytes(prediction), strict=True)
         memory = tuple(round(size * self.forecast.states) + live + self.moment for size, live in held)
         seconds, idle = prediction.step_seconds, bubble(prediction)
-        return Option(self.setting, self.sizes[0], self.cuts, memory, seconds, idle, prediction)
+        return Option(self.setting, self.sizes[0], self.cuts, memory, seconds, idle, prediction, tuple(self.parts))
 
     def improved(self, most: int) -> Option:
         """The option with a cut that simulation prefers, where a process has several stages; ``most`` are simulated."""

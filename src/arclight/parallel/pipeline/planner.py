@@ -83,6 +83,10 @@ def choose(
     for setting in _settings(batch, processes, stages, names, micro_batches, recompute):
         search.consider(setting)
     if not search.options:
+        if stages is not None and stages > forecast.units:
+            raise PlanError(
+                f"the model has {forecast.units} parts, too few for a pipeline of {stages} processes: use {forecast.units} or fewer"
+            )
         said = list(dict.fromkeys(f"{setting.schedule} {reason}" for setting, reason in search.refused))
         raise PlanError(
             f"no schedule can be run over {processes} processes: {'; '.join(said[:4]) or 'none is allowed'}"
