@@ -61,6 +61,20 @@ def test_orders_are_those_of_upstream(name: str) -> None:
     assert compared > 10
 
 
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_files_that_torch_writes_are_read(name: str, tmp_path: Path) -> None:
+    """With idle places, and with pairs of actions."""
+    own: Any = [SimpleNamespace(num_stages=8, group_size=4, group_rank=0, stage_index=i, submod=None) for i in range(2)]
+    schedule: Any = upstream.get_schedule_class(name)(own, 8, loss_fn=lambda loss, _: loss)  # type: ignore[arg-type]
+    path = tmp_path / "torch.csv"
+    schedule._dump_csv(str(path), format="compute_only")
+    assert ("OVERLAP_F_B" in path.read_text()) == (name == "DualPipeV")
+    assert order_of(str(path), 4, 8) == order_of(name, 4, 8)
+    schedule._dump_csv(str(path), format="compute_comms")
+    with pytest.raises(PlanError, match=r"torch.csv: '.*' is no action"):
+        order_of(str(path), 4, 8)
+
+
 class Recorder:
     """Stands in for a stage of one process: notes what a schedule has it do."""
 
@@ -152,11 +166,13 @@ def test_bubbles_and_activations_are_those_of_the_papers(processes: int) -> None
         for own in (2, 3):
             share = (p - 1) / own
             assert figures(f"Interleaved1F1B:{own}", p, m) == pytest.approx((3 * share, 3 * share, p + share))
+            assert figures(f"LoopedBFS:{own}", p, m) == pytest.approx((3 * share, 3 * share, m))
+            assert figures(f"InterleavedZeroBubble:{own}", p, m) == pytest.approx((share, share, p))
         assert figures("ZB-H1", p, m)[::2] == pytest.approx((p - 1, p))  # (p - 1) (F + I - W)
         assert figures("ZB-H2", p, m) == pytest.approx((p - 1, 0, 2 * p - 1))
         assert figures("ZBVZeroBubble", p, m) == pytest.approx(((p - 1) / 2, 0, p))
         assert figures("V-ZB", p, m) == pytest.approx(((p - 1) / 2, 0, p))
-        assert figures("DualPipeV", p, m)[2] <= p + 1
+        assert figures("DualPipeV", p, m) == pytest.approx(((p - 1) / 2, (p - 1) / 2, p + 0.5))
         _, idle, held = figures("V-Min", p, m)
         assert idle <= 2 * p
         assert held <= max(2, (p + 4) // 3)

@@ -45,12 +45,21 @@ def write_csv(order: Order) -> str:
 
 
 def read_csv(text: str) -> Order:
-    """The order that :func:`write_csv` or torch wrote; idle places (empty) are left out. Raises PlanError."""
+    """The order that :func:`write_csv` or torch wrote; idle places (empty) are left out, pairs are one after the other.
+
+    Raises PlanError for what is no action.
+    """
     return tuple(
-        tuple(Action.parse(cell) for cell in line.split(",") if cell.strip())
+        tuple(Action.parse(part) for cell in line.split(",") for part in _parts(cell) if part.strip())
         for line in text.splitlines()
         if line.strip()
     )
+
+
+def _parts(cell: str) -> list[str]:
+    """Of a forward and a backward that torch has as one, ``(0F7;7B4)OVERLAP_F_B``, both."""
+    found = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell.strip())
+    return found[1].split(";") if found is not None else [cell]
 
 
 @dataclass(frozen=True)

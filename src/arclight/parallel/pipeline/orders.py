@@ -1,4 +1,23 @@
-"""Schedules as data: what each process of a pipeline does, in order, by the schedule's name or from a file; and whether it can be run."""
+"""Schedules as data: what each process of a pipeline does, in order, by the schedule's name or from a file; and whether it can be run.
+
+What a process of p waits in a step, and how many of m micro-batches it holds at most. F, I and W of its stages take one unit each,
+v is the number of its stages, and a micro-batch counts until its backward (W) is over:
+
+    schedule                  waits                held             stages of a process
+    GPipe                     3 (p - 1)            m                1
+    1F1B                      3 (p - 1)            p                1
+    LoopedBFS                 3 (p - 1) / v        m                v = 2 or more
+    Interleaved1F1B           3 (p - 1) / v        p + (p - 1) / v  v = 2 or more
+    ZB-H1                     p - 1                p                1
+    ZB-H2                     p - 1, or 0          2 p - 1          1
+    InterleavedZeroBubble     (p - 1) / v          p                v = 2 or more
+    ZBVZeroBubble, V-ZB       (p - 1) / 2, or 0    p                2, in a V
+    DualPipeV                 (p - 1) / 2          p + 1/2          2, in a V
+    V-Half                    1.5 p or less        (p + 2) // 2     2, in a V
+    V-Min                     2 p or less          (p + 4) // 3     2, in a V
+
+The second number is for updates that do not wait for all processes: then each begins its next step while others still end theirs.
+"""
 
 from __future__ import annotations
 
