@@ -111,6 +111,8 @@ class Detector(Module):
 
     def on_fit_start(self) -> None:
         """Pick the memory layout that this machine trains faster in; a resumed run keeps the first one's."""
+        if self.memory_format is None and getattr(self.trainer.strategy, "in_stages", False):
+            self.memory_format = torch.contiguous_format  # nobody has the whole model to measure
         if self.memory_format is None:
             self.memory_format = faster_memory_format(
                 self.model, self.settings.image_size, self.trainer.precision_plugin.forward_context
@@ -131,6 +133,14 @@ class Detector(Module):
         """Bytes (N, 3, S, S) as floats in [0, 1], in the layout that the model computes in."""
         floats = images.to(torch.float32).div_(255)
         return floats.contiguous(memory_format=self.memory_format) if self.memory_format is not None else floats
+
+    def part_of_batch(self, batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Images ``start`` to ``stop`` of a batch, with their targets, whose first column then counts from 0 again."""
+        targets = batch["targets"]
+        own = targets[(targets[:, 0] >= start) & (targets[:, 0] < stop)].clone()
+        own[:, 0] -= start
+        parts = {name: value[start:stop] for name, value in batch.items() if name != "targets"}
+        return {**parts, "targets": own}
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
         raw = self.model(self.prepare(batch["images"]))
@@ -171,8 +181,10 @@ class Detector(Module):
     def _report(self, stage: str) -> None:
         """Average precision over the images of all ranks."""
         merged = DetectionMetrics(num_classes=len(self.names))
-        for other in self.trainer.strategy.all_gather_object(self.metrics.state_dict()):
-            merged.merge(other)
+        strategy = self.trainer.strategy
+        for other in strategy.all_gather_object(self.metrics.state_dict() if strategy.counts else None):
+            if other is not None:
+                merged.merge(other)
         self.results = merged.compute()
         self.log(f"{stage}/map50", self.results.map50, prog_bar=True)
         self.log(f"{stage}/map50_95", self.results.map50_95)

@@ -32,7 +32,11 @@ class DetectionPlots(Callback):
         detector: Detector = pl_module
         if not trainer.is_global_zero or not trainer.loggers or detector.results is None:
             return
-        write_plots(detector, getattr(trainer.datamodule, "val", None), trainer.run_folder.plots)
+        whole = not getattr(
+            trainer.strategy, "in_stages", False
+        )  # else no process has a model that could look at photos
+        photos = getattr(trainer.datamodule, "val", None) if whole else None
+        write_plots(detector, photos, trainer.run_folder.plots)
 
 
 def write_plots(detector: Detector, photos: DetectionDataset | None, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
+from arclight import checkpoint
 from arclight.parallel import Pipeline, Plan, PlanError
+from arclight.parallel.pipeline.pieces import parts
 from arclight.trainer.strategies import select
 
 
@@ -61,6 +65,11 @@ class Watch(al.Callback):
         self.losses: list[float] = []
         self.shapes: list[tuple[int, ...]] = []
         self.metrics: dict[str, float] = {}
+
+    def on_train_epoch_end(self, trainer: al.Trainer, module: al.Module) -> None:
+        counts = trainer.strategy.all_gather_object(module.steps)  # what the last stage's process has counted
+        assert counts == counts[:1] * len(counts)
+        assert counts[0] > 0
 
     def on_train_end(self, trainer: al.Trainer, module: al.Module) -> None:
         self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -118,7 +127,9 @@ STRATEGIES = [
     pipeline(1),
     pipeline(2),
     pipeline(2, schedule="ZBVZeroBubble", micro_batches=4),
-    pipeline(2, schedule="Interleaved1F1B", micro_batches=4),
+    pytest.param(pipeline(2, schedule="Interleaved1F1B", micro_batches=4), marks=pytest.mark.slow),
+    pytest.param(pipeline(2, schedule="DualPipeV", micro_batches=4), marks=pytest.mark.slow),
+    pytest.param(pipeline(2, memory="1GiB", evaluation_micro_batches=3), marks=pytest.mark.slow),
     Plan(pp=2, micro_batches=3).strategy(start_method="fork"),
 ]
 
@@ -196,7 +207,7 @@ def sentences(count: int, batch_size: int, shuffle: bool) -> DataLoader[Any]:
 
 
 class Record(al.Callback):
-    """The loss and the learning of each step; a checkpoint after one of them."""
+    """The loss of each step; a checkpoint after one of them."""
 
     def __init__(self, path: Path | None = None, after: int = 0) -> None:
         self.losses: list[float] = []
@@ -229,7 +240,8 @@ def fit_tokens(
 @pytest.mark.parametrize(
     "strategy",
     [
-        pipeline(1), pipeline(2, micro_batches=3), pipeline(2, schedule="ZBVZeroBubble", micro_batches=3),
+        pipeline(2, micro_batches=3),
+        pytest.param(pipeline(2, schedule="ZBVZeroBubble", micro_batches=3), marks=pytest.mark.slow),
         pytest.param(pipeline(4, schedule="ZB-H1", micro_batches=4), marks=pytest.mark.slow),
     ],
     ids=lambda strategy: str(strategy.plan),
@@ -243,7 +255,187 @@ def test_a_model_with_tied_embeddings_and_masked_tokens(tmp_path: Path, strategy
     assert module.model.lm_head.weight is module.model.transformer.wte.weight
 
 
+@pytest.mark.slow
 def test_a_loss_that_the_model_computes_itself(tmp_path: Path) -> None:
     wanted, _ = fit_tokens(tmp_path / "1", "auto", own_loss=False)
     found, _ = fit_tokens(tmp_path / "2", pipeline(2), own_loss=False)
     assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
+
+
+def test_evaluation_is_that_of_one_process(tmp_path: Path) -> None:
+    one, module = trainer(tmp_path, "auto"), Tiny()
+    data = sentences(11, 4, False)
+    wanted = one.validate(module, data, verbose=False), one.test(module, data, verbose=False), one.predict(module, data)
+    two, module = trainer(tmp_path, pipeline(2, schedule="DualPipeV", micro_batches=4)), Tiny()
+    found = two.validate(module, data, verbose=False), two.test(module, data, verbose=False), two.predict(module, data)
+    assert found[:2] == wanted[:2]
+    assert len(found[2]) == len(wanted[2]) == 3
+    assert all(torch.equal(a, b) for a, b in zip(found[2], wanted[2], strict=True))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_opens_at_fewer_stages(tmp_path: Path) -> None:
+    wanted, alone = fit_tokens(tmp_path / "1", "auto")
+    fit_tokens(tmp_path / "4", pipeline(4, micro_batches=4), Record(tmp_path / "a", 3))
+    fit_tokens(tmp_path / "2", pipeline(2), Record(tmp_path / "b", 7), ckpt=tmp_path / "a")
+    found, module = fit_tokens(tmp_path / "one", "auto", ckpt=tmp_path / "b")
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert largest_difference(module, alone) < 1e-12
+    saved = checkpoint.load(tmp_path / "a")["model"]
+    assert saved.keys() == alone.state_dict().keys()
+
+
+class Killed(Record):
+    """Ends the process of the last stage without a word."""
+
+    def on_train_batch_start(self, trainer: al.Trainer, module: al.Module, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.after + 1 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Dropping(Tiny):
+    """Draws random numbers in its parts, on every stage."""
+
+    def configure_model(self) -> None:
+        for part in self.model.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.2
+
+
+def test_a_run_that_was_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    def run(name: str, record: Record, ckpt: Any = None) -> Any:
+        module = Dropping()
+        fit = trainer(tmp_path / name, pipeline(2, micro_batches=3), record, max_epochs=2, accumulate_grad_batches=2)
+        fit.fit(module, sentences(27, 6, True), ckpt_path=ckpt)
+        return module
+
+    whole = Record()
+    wanted = run("whole", whole)
+    with pytest.raises(Exception, match=r"SIGKILL|signal"):
+        run("killed", Killed(tmp_path / "kept", 2))
+    resumed = Record()
+    found = run("resumed", resumed, tmp_path / "kept")
+    assert len(resumed.losses) == 5
+    assert resumed.losses == whole.losses[-5:]
+    assert largest_difference(found, wanted) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shards": 2},
+        pytest.param({"replicas": 2, "schedule": "1F1B"}, marks=pytest.mark.slow),
+        pytest.param({"shards": 2, "stages": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_pipelines_beside_each_other(tmp_path: Path, options: dict[str, Any]) -> None:
+    def fitted(folder: str, strategy: Any, samples: int) -> Any:
+        module = Tiny()
+        run = trainer(tmp_path / folder, strategy, max_epochs=2, gradient_clip_val=0.5)
+        run.fit(module, sentences(24, samples, True), sentences(8, 4, False))
+        return module
+
+    wanted = fitted("1", "auto", 6)
+    found = fitted("2", pipeline(**({"stages": 2} | options)), 3)
+    assert largest_difference(found, wanted) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-mixed"},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_windows_precisions_and_recomputation(tmp_path: Path, options: dict[str, Any]) -> None:
+    again = options.pop("activation_checkpointing", "none")
+    wanted, alone = fit_tokens(tmp_path / "1", "auto", **options)
+    found, module = fit_tokens(tmp_path / "2", pipeline(2, plan=Plan(activation_checkpointing=again)), **options)
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert largest_difference(module, alone) < 1e-12
+
+
+class OnMeta(Classifier):
+    """Comes into being without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                layers = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())]
+                self.model = nn.Sequential(*layers, nn.Linear(8, 3)).double()
+
+
+def test_first_weights_do_not_depend_on_the_number_of_stages(tmp_path: Path) -> None:
+    found = []
+    for number, stages in enumerate((1, 2)):
+        module = OnMeta()
+        trainer(tmp_path / str(number), pipeline(stages, micro_batches=2), max_epochs=1, max_steps=0).fit(
+            module, points(16, 8, False)
+        )
+        found.append(module)
+    assert largest_difference(*found) == 0
+    assert float(found[0].model[0].weight.abs().max()) > 0
+
+
+class Unused(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forgotten = nn.Linear(2, 2).double()
+
+
+class Manual(Classifier):
+    automatic_optimization = False
+
+
+class Branching(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.model[0](batch[0])
+        if hidden.sum() > 0:
+            hidden = -hidden
+        return cross_entropy(self.model[2:](hidden), batch[1])
+
+
+class Ragged(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return cross_entropy(self.model(batch[0]), batch[1][: len(batch[0])])
+
+
+REFUSED = [
+    (Unused, pipeline(2), {}, "no stage of the pipeline uses forgotten.weight, forgotten.bias"),
+    (Manual, pipeline(2), {}, "automatic_optimization=False hides from the plan what a step calls"),
+    (Classifier, pipeline(2), {"precision": "16-mixed"}, "use precision bf16-mixed or 32, or pp = 1"),
+    (
+        Classifier,
+        pipeline(9),
+        {},
+        "has 7 parts that can be stages, and 9 stages are asked for: use stages = 7 or fewer",
+    ),
+    (Branching, pipeline(2), {}, "data-dependent control flow on what another stage computes: model.0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "options", "message"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_cannot_be_run_is_refused_before_any_step(
+    tmp_path: Path, kind: Any, strategy: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(Exception, match=r"PlanError|HoleError") as caught:
+        trainer(tmp_path, strategy, max_epochs=1, **options).fit(kind(), points(16, 8, False))
+    assert message in str(caught.value)
+
+
+def test_batches_that_cannot_be_cut_are_refused_with_the_hook_that_cuts_them() -> None:
+    batch = {"images": torch.zeros(4, 3), "boxes": torch.zeros(7, 6)}
+    with pytest.raises(PlanError, match=r"a tensor of shape \(7, 6\).*give Ragged a part_of_batch"):
+        parts(Ragged(), batch, 2)
+    assert [size for _, size in parts(Ragged(), torch.zeros(5, 2), 3)] == [1, 2, 2]
+    with pytest.raises(PlanError, match=r"ZBVZeroBubble computes gradients of weights by themselves.*compile = none"):
+        pipeline(2, schedule="ZBVZeroBubble", plan=Plan(compile="aot_eager"))

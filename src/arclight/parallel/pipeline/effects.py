@@ -83,6 +83,10 @@ class LogRecorder:
             )
         self.pieces.setdefault(self.piece, []).append(_Call(name, value, size, given))
 
+    def values(self) -> list[Any]:
+        """All that was logged."""
+        return [call.value for calls in self.pieces.values() for call in calls]
+
     def combined(self, weights: Mapping[int, float], device: torch.device) -> tuple[tuple[Name, ...], list[Tensor]]:
         """Each value as if the step had run on the whole batch, and for each its number and batch size.
 

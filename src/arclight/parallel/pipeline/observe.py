@@ -37,7 +37,8 @@ _LARGE = 1 / 8
 
 
 def observe(
-    root: nn.Module, function: str | Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], at: Sequence[str] = ()
+    root: nn.Module, function: str | Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], at: Sequence[str] = (),
+    open_end: bool = False,
 ) -> UnitGraph:  # fmt: skip
     """What ``function`` (None: the forward) of ``root`` does for these arguments, as calls of its parts. Nothing is computed.
 
@@ -45,6 +46,8 @@ def observe(
     Example tensors have their data, so code between parts may depend on it; what parts return are holes.
     at: names of modules of which each begins a part. Parts are otherwise repeated blocks, and the largest modules without
     repeated blocks; a module that cannot be looked into, since its code needs data, is a part as a whole.
+    open_end: whether ``root``'s own code may need data after all that trains was used (a loss that looks at its targets does). It is not
+    looked at from there on, and taken to need what the last part and those returned that no other reads.
 
     Raises PlanError where code between the parts needs data, or two values share memory that is written.
     """
@@ -62,6 +65,8 @@ def observe(
             return seen.run(function, args, kwargs)
         except HoleError as error:
             path = seen.innermost(error)
+            if not path and open_end and seen.all_used():
+                return seen.so_far()
             if not path or any(name.startswith(path + ".") for name in at):
                 raise
             closed.add(path)
@@ -171,6 +176,20 @@ class _Observer:
         return UnitGraph(
             tuple(self.calls), values, parameters, result_draws=numbers, rewritten=frozenset(self.rewritten), aliases=aliases
         )  # fmt: skip
+
+    def all_used(self) -> bool:
+        """Whether calls until now used all that trains: what comes after them can be an end."""
+        used = {name for call in self.calls for name in call.parameters}
+        return all(name in used for name, p in self.root.named_parameters() if p.requires_grad)
+
+    def so_far(self) -> UnitGraph:
+        """The calls until now; what comes after them needs what the last one returned, and what none of them reads."""
+        read = frozenset().union(*(call.reads for call in self.calls))
+        last = len(self.calls) - 1
+        every = {Value(i, leaf) for i, call in enumerate(self.calls) for leaf, size in enumerate(call.outputs) if size}
+        result = frozenset(value for value in every if value.call == last or value not in read)
+        aliases = {name: first for name, first in self.names.items() if name != first}
+        return UnitGraph(tuple(self.calls), result, rewritten=frozenset(self.rewritten), aliases=aliases)
 
     def innermost(self, error: BaseException) -> str | None:
         """The path of the module whose code was running when ``error`` was raised."""

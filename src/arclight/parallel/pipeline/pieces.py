@@ -37,13 +37,17 @@ class Piece:
     seed: int
 
     def __repr__(self) -> str:
-        """What the shapes inside a model can depend on; file names, numbers of batches and the like are not part of it."""
+        """What the shapes inside a model can depend on; file names, numbers of batches and the like are not part of it, nor are numbers
+        of rows that are no samples (boxes of some images): code between parts that lets them shape what crosses a cut is found out.
+        """
         leaves, structure = tree_flatten((self.args[:1], self.kwargs))
-        shown = [
-            (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else x if isinstance(x, bool) else type(x).__name__
-            for x in leaves
-        ]
-        return f"{self.step} {shown} {structure}"
+        return f"{self.step} {[self._shown(leaf) for leaf in leaves]} {structure}"
+
+    def _shown(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            rows = leaf.shape[:1] if leaf.shape[:1] == (self.samples,) else "rows"
+            return rows, tuple(leaf.shape[1:]), str(leaf.dtype)
+        return leaf if isinstance(leaf, bool) else type(leaf).__name__
 
 
 def parts(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]:

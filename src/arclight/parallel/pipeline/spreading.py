@@ -131,16 +131,16 @@ def _begin(steps: Steps, device: torch.device, seed: int) -> None:
 
 def _shard(steps: Steps, found: dict[int, StagePart], units: Sequence[nn.Module], mesh: Mesh, types: Types) -> None:
     options = unit_options(mesh, types)
-    users = Counter(parameter for unit in units for parameter in unit.parameters())
+    names = Counter(parameter for _, parameter in steps.module.named_parameters(remove_duplicate=False))
     for parameter in steps.module.parameters():
         if sum(any(p is parameter for p in part.parameters()) for part in found.values()) > 1:
             raise PlanError(
                 "a parameter is in two stages of one process, each of which would gather it and let it go: use replicas = shards = 1, or a "
                 "schedule with one stage for each process"
             )
-    for unit in units:  # what several of them use is gathered with the stage
+    for unit in units:  # what has several names is gathered with the stage
         own = list(unit.parameters())
-        if own and all(users[parameter] == 1 for parameter in own):
+        if own and all(names[parameter] == 1 for parameter in own):
             fully_shard(unit, **options)
     for part in found.values():
         others = {p for p in steps.module.parameters() if p not in set(part.parameters())}

@@ -17,7 +17,8 @@ from arclight.fabric.spread import own_part
 from arclight.parallel.pipeline.attributes import Attributes, set_aside
 from arclight.parallel.pipeline.cuts import Cuts
 from arclight.parallel.pipeline.effects import LogRecorder, Outcome, Teller, put_together
-from arclight.parallel.pipeline.graph import UnitGraph
+from arclight.parallel.pipeline.graph import UnitGraph, Value
+from arclight.parallel.pipeline.holes import holes_of
 from arclight.parallel.pipeline.observe import observe
 from arclight.parallel.pipeline.parts import Line, Part
 from arclight.parallel.pipeline.pieces import Piece, Reduction, pieces_of
@@ -29,7 +30,7 @@ from arclight.parallel.running import Split
 from arclight.parallel.units import blocks
 
 _SEEDS = 1 << 48
-"""How many seeds a step may have; a number that a float64 holds exactly."""
+"""How many seeds a step may have; numbers that a float64 holds exactly. Those of stages lie apart by so many."""
 
 Step = Callable[..., Any]
 """A method bound to the module that is cut."""
@@ -144,7 +145,11 @@ class Steps:
                 "so it cannot be cut into stages: leave it as it is, and set compile in the plan"
             )
         with self._undisturbed(), self.recorder.listening():
-            return observe(self.module, step, args, kwargs)
+            graph = observe(self.module, step, args, kwargs, open_end=True)
+            logged = [source for hole in holes_of(self.recorder.values()) for source in hole.origin.sources]
+        values = frozenset(source for source in logged if isinstance(source, Value))
+        names = tuple(dict.fromkeys(source for source in logged if isinstance(source, str)))
+        return replace(graph, result=graph.result | values, result_parameters=(*graph.result_parameters, *names))
 
     def _refuse_unused(self, graph: UnitGraph, step: str) -> None:
         used = {name for call in graph.calls for name in call.parameters}.union(graph.result_parameters)
@@ -295,8 +300,8 @@ class Steps:
         return loss if outcome.output is None else {"loss": loss, **outcome.output}
 
     def forward(self, number: int, received: tuple[Tensor, ...], piece: Piece) -> Any:
-        """One stage on one micro-batch. Code between parts that draws random numbers draws the same ones on every stage."""
-        torch.manual_seed(piece.seed)
+        """One stage on one micro-batch, with random numbers of its own, which depend on no other stage's or micro-batch's."""
+        torch.manual_seed(piece.seed + number * _SEEDS)
         self.recorder.piece = piece.number
         return self._sliced[piece.step].run(number, received, piece.args, piece.kwargs)
 
