@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from arclight.parallel.plan import PlanError
 
@@ -47,20 +47,10 @@ class Chunks:
             raise PlanError(
                 f"chunks say how {unknown[0]!r} is cut, but there is no such argument among {', '.join(map(repr, tree))}"
             )
-        leaves: list[tuple[str, Any, int | None]] = []
-        specs: dict[int | str, TreeSpec] = {}
-        for key, value in tree.items():
-            specs[key] = tree_flatten(value)[1]
-            leaves += _leaves(str(key), value, self.spec.get(key, 0))
-        count, reason = _count(leaves, number)
-        parts = [_parts(value, dim, count) for _, value, dim in leaves]
-        pieces = []
-        for index in range(count):
-            own = iter([part[index] for part in parts])
-            pieces.append(
-                {key: tree_unflatten([next(own) for _ in range(spec.num_leaves)], spec) for key, spec in specs.items()}
-            )
-        return pieces, reason
+        leaves = {key: list(_leaves(str(key), value, self.spec.get(key, 0))) for key, value in tree.items()}
+        count, reason = _count([leaf for some in leaves.values() for leaf in some], number)
+        cut = {key: _cut(value, leaves[key], count) for key, value in tree.items()}
+        return [{key: parts[index] for key, parts in cut.items()} for index in range(count)], reason
 
 
 def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int | None]]:
@@ -77,7 +67,8 @@ def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int |
         raise PlanError(
             f"chunks say {spec!r} of {name}, which is a {type(value).__name__}: give a dimension, {REPLICATE!r}, or the same tree of these"
         )
-    for leaf in tree_flatten(value)[0]:
+    members: list[Any] = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]
+    for leaf in members:
         cut = isinstance(leaf, Tensor) and leaf.ndim > 0 and isinstance(spec, int)
         if cut and not -leaf.ndim <= spec < leaf.ndim:
             raise PlanError(f"{name} has {leaf.ndim} dimensions and cannot be cut along dimension {spec}")
@@ -103,6 +94,15 @@ def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int,
                 f"reduced for one argument alone; give both the same, or say that {name} is not cut: chunks = {{{name!r}: {REPLICATE!r}}}"
             )
     return count, reason
+
+
+def _cut(value: Any, leaves: list[tuple[str, Any, int | None]], count: int) -> list[Any]:
+    """``value`` for each micro-batch."""
+    parts = [_parts(leaf, dim, count) for _, leaf, dim in leaves]
+    if len(leaves) == 1 and leaves[0][1] is value:
+        return parts[0]
+    structure = tree_flatten(value)[1]
+    return [tree_unflatten([part[index] for part in parts], structure) for index in range(count)]
 
 
 def _parts(value: Any, dim: int | None, count: int) -> list[Any]:

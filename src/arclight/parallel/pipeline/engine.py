@@ -45,7 +45,8 @@ class Engine:
         self._statement, self._shared, self._expected = statement, shared or {}, expected
         self._boundaries: dict[Any, dict[int, Boundary]] = {}
         self._schedules: dict[Any, Schedule] = {}
-        self._parameters = [p for part in parts.values() for p in part.parameters()]
+        self.parameters = list(dict.fromkeys(p for part in parts.values() for p in part.parameters()))
+        """Of this process's stages, each once."""
         self._board = Board(line.group, line.rank) if line.group is not None else None
         self._verified = line.group is None
         self._warned = False
@@ -105,11 +106,11 @@ class Engine:
 
     def _schedule(self, pieces: list[Split], key: Hashable, backward: bool) -> Schedule:
         """For micro-batches of these shapes, made when they first come."""
-        key = (backward, key, tuple(p.requires_grad for p in self._parameters) if backward else ())
+        key = (backward, key, tuple(p.requires_grad for p in self.parameters) if backward else ())
         if key not in self._schedules:
             stages = " and ".join(map(str, self.parts))
             where = f"process {self.line.rank} (stage {stages}) failed in the first micro-batch of its shape"
-            shapes = [(backward, key[2], signature(piece)) for piece in pieces]
+            shapes = [(backward, key[2], signature(*tree_flatten(piece))) for piece in pieces]
             try:
                 self._agree(shapes)
                 for piece, shape in zip(pieces, shapes, strict=True):
@@ -244,9 +245,8 @@ def _returning(boundary: Boundary, flags: list[bool]) -> Boundary:
     return tuple(replace(shape, returns=flag) for shape, flag in zip(boundary, flags, strict=True))
 
 
-def signature(tree: Any) -> Hashable:
-    """What the shapes inside the model depend on."""
-    leaves, structure = tree_flatten(tree)
+def signature(leaves: list[Any], structure: Any) -> Hashable:
+    """What the shapes inside the model depend on, of a flattened tree."""
     return structure, tuple(
         (tuple(x.shape), x.dtype) if isinstance(x, Tensor)
         else x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__qualname__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,7 @@ from arclight.parallel.pipeline.runner import Gradients
 from arclight.parallel.pipeline.shared import Shared, sum_over
 from arclight.parallel.pipeline.upstream import ScheduleKind, schedule_kind
 from arclight.parallel.plan import PlanError
+from arclight.parallel.running import Split
 
 if TYPE_CHECKING:
     from arclight.parallel.pipeline.splitting import Pipe
@@ -108,14 +109,14 @@ class PipeRunner:
 
         args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: where they are wanted.
         """
-        pieces, key, sizes = self._pieces(args, kwargs, targets)
+        pieces, key = self._pieces(args, kwargs, targets)
         known = self.reduction.divisor([piece[2] for piece in pieces])
         known = self._over_data(known) if known is not None else None
         for part in self.engine.parts.values():
             part.share = 1.0 / known if known else 1.0
             part.loss = self.reduction if part.loss is not None else None
         self._keep(outputs)
-        held = Gradients([p for p in self.parameters() if p.requires_grad])
+        held = Gradients([p for p in self.engine.parameters if p.requires_grad])
         try:
             self.engine.run(pieces, key, backward=True)
         finally:
@@ -126,22 +127,22 @@ class PipeRunner:
         if self.data is not None:
             sum_over(self.data, held.parameters, held.new)
         held.put(1.0 if known is not None or divisor == 0 else 1.0 / divisor)
-        return self._result(total, count, outputs, sizes)
+        return self._result(total, count, outputs, pieces)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, targets: Any = None, outputs: Where = "last", **kwargs: Any) -> Result:
         """Forward of a batch, on any schedule. Without ``targets`` there is no loss, only outputs, unless the loss is the model's own."""
-        pieces, key, sizes = self._pieces(args, kwargs, targets)
+        pieces, key = self._pieces(args, kwargs, targets)
         wanted = self.reduction if targets is not None else no_loss
         for part in self.engine.parts.values():
             part.loss = wanted if part.loss is not None else None
         self._keep(outputs)
         self.engine.run(pieces, key, backward=False)
         total, count = self._totals()
-        return self._result(total, count, outputs, sizes)
+        return self._result(total, count, outputs, pieces)
 
-    def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> Any:
-        """Micro-batches, what their shapes follow from, and their sizes."""
+    def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> tuple[list[Split], Hashable]:
+        """Micro-batches, and what their shapes follow from."""
         tree: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         if "targets" in kwargs:
             raise PlanError(
@@ -152,7 +153,8 @@ class PipeRunner:
         if reason and not self._warned:
             self._warned = True
             rank_zero_warn(f"Reducing micro-batches from {self.options.micro_batches} to {len(pieces)}: {reason}")
-        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_flatten(tree)[0]):
+        leaves, structure = tree_flatten(tree)
+        if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             raise PlanError(
                 "an input requires a gradient, which a pipeline does not compute: detach it, or make it a parameter"
             )
@@ -160,7 +162,7 @@ class PipeRunner:
             (tuple(piece[i] for i in range(len(args))), {k: piece[k] for k in kwargs}, piece["targets"])
             for piece in pieces
         ]
-        return made, (len(pieces), signature(tree)), [_samples(piece) for piece in pieces]
+        return made, (len(pieces), signature(leaves, structure))
 
     def _keep(self, outputs: Where) -> None:
         if outputs not in ("nowhere", "last", "everywhere"):
@@ -185,7 +187,7 @@ class PipeRunner:
         dist.all_reduce(number, group=self.data)
         return float(number)
 
-    def _result(self, total: Tensor, count: Tensor, outputs: Where, sizes: list[int]) -> Result:
+    def _result(self, total: Tensor, count: Tensor, outputs: Where, pieces: list[Split]) -> Result:
         if self.data is not None:
             both = torch.stack((total, count))
             dist.all_reduce(both, group=self.data)
@@ -193,7 +195,9 @@ class PipeRunner:
         loss = total if self.reduction.kind == "sum" else total / count
         found, last = None, self.engine.last
         if last is not None and last.outputs is not None:
-            found = merge([detached(output) for output in last.outputs], self.options.outputs, sizes)
+            found = merge(
+                [detached(output) for output in last.outputs], self.options.outputs, list(map(_samples, pieces))
+            )
             last.outputs = None
         if outputs == "everywhere" and self.line.group is not None:
             found = self._to_all(found)
@@ -293,5 +297,5 @@ def _names(pipe: Pipe) -> tuple[str, ...]:
     return tuple(sorted(used))
 
 
-def _samples(piece: Mapping[int | str, Any]) -> int:
+def _samples(piece: Split) -> int:
     return next((x.shape[0] for x in tree_flatten(piece)[0] if isinstance(x, Tensor) and x.ndim), 1)

@@ -36,7 +36,7 @@ class PipelineRunner:
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
         pieces = self._pieces(module, batch)
-        key = tuple(signature(piece) for piece in pieces)
+        key = tuple(signature(*tree_flatten(piece)) for piece in pieces)
         if not torch.is_grad_enabled():
             self.engine.run(pieces, key, backward=False)
             return self._shared(*self._totals())
@@ -45,7 +45,7 @@ class PipelineRunner:
             part.share = share
         if hasattr(module, "scale_losses"):
             module.scale_losses(share)
-        held = Gradients([p for part in self.parts.values() for p in part.parameters() if p.requires_grad])
+        held = Gradients([p for p in self.engine.parameters if p.requires_grad])
         self.engine.run(pieces, key, backward=True)
         gradients = held.taken()
         if self.shared is not None:

@@ -35,9 +35,15 @@ class _Run:
     begin: int
     end: int
     received: dict[Value, Tensor]
-    wanted: frozenset[Value]
     kept: dict[Value, Any] = field(default_factory=dict)
     next: int = 0
+
+
+def _by_call(values: Sequence[Value]) -> dict[int, list[Value]]:
+    found: dict[int, list[Value]] = {}
+    for value in values:
+        found.setdefault(value.call, []).append(value)
+    return found
 
 
 class _Stage:
@@ -49,6 +55,8 @@ class _Stage:
         graph = cuts.graph
         self.changed = graph.rewritten.union(*(call.modifies for call in graph.calls))
         self.receives, self.sends = cuts.crossing(number), cuts.crossing(number + 1)
+        self.received = _by_call(self.receives)
+        self.sent = _by_call(self.sends)
         self.received_of: dict[int, list[Value]] = {}
         for value in self.receives:
             self.received_of.setdefault(value.call, []).append(value)
@@ -98,9 +106,12 @@ class _Stage:
         return tree_unflatten(leaves, template.structure)
 
     def _keep(self, run: _Run, number: int, result: Any) -> Any:
-        values = [value for value in run.wanted if value.call == number]
+        values = self.sent.get(number)
         if not values:
             return result
+        if isinstance(result, Tensor):
+            run.kept[values[0]] = result
+            return result.clone() if values[0] in self.changed else result
         leaves, structure = tree_flatten(result)
         for value in values:
             leaf = run.kept[value] = leaves[value.leaf]
@@ -134,6 +145,7 @@ class Sliced:
         floating = ((m._parameters, n, p.device, p.dtype) for m in view.modules() for n, p in m.named_parameters(recurse=False)
                     if p.is_floating_point())  # fmt: skip
         self._sample: Any = next(floating, None)
+        self._probe: tuple[nn.Module, str] = (holder, "")
         self._host = root if self.in_place else shell(root)
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             holder.__dict__[name] = view.__dict__[name]
@@ -270,7 +282,7 @@ class Sliced:
         if len(received) != len(conductor.receives):
             raise PlanError(f"stage {stage} is given {len(received)} tensors, and receives {len(conductor.receives)}")
         values = dict(zip(conductor.receives, received, strict=True))
-        run = _Run(conductor.begin, conductor.end, values, frozenset(conductor.sends))
+        run = _Run(conductor.begin, conductor.end, values)
         conductor.training = self.holder.training
         members = {name: self.holder.__dict__[name] for name in ("_modules", "_parameters")}
         self._follow()
@@ -326,6 +338,17 @@ class Sliced:
                 f"{self.cuts.graph.calls[value.call].name} returned {tensor!r} where it gave a tensor for the example"
             )
         return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
+
+
+def _floating(module: nn.Module) -> tuple[nn.Module, str]:
+    """Where a floating parameter is below ``module``: the module that has it, and its name there; "" where there is none."""
+    found = (
+        (part, name)
+        for part in module.modules()
+        for name, p in part._parameters.items()
+        if p is not None and p.is_floating_point()
+    )
+    return next(found, (module, ""))
 
 
 class _Tree:
