@@ -342,13 +342,8 @@ class Sliced:
 
 def _floating(module: nn.Module) -> tuple[nn.Module, str]:
     """Where a floating parameter is below ``module``: the module that has it, and its name there; "" where there is none."""
-    found = (
-        (part, name)
-        for part in module.modules()
-        for name, p in part._parameters.items()
-        if p is not None and p.is_floating_point()
-    )
-    return next(found, (module, ""))
+    every = ((part, name, p) for part in module.modules() for name, p in part._parameters.items())
+    return next(((part, name) for part, name, p in every if p is not None and p.is_floating_point()), (module, ""))
 
 
 class _Tree:
