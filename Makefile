@@ -41,6 +41,7 @@ bench: setup
 	$(BIN)/python benchmarks/qr_photos.py
 	$(BIN)/python benchmarks/text.py
 	$(BIN)/python benchmarks/moe.py
+	$(BIN)/python -m benchmarks.pipeline
 
 # Peers live in an environment of their own. Lightning 2.6.2 and 2.6.3 were compromised releases: the pin avoids them.
 bench-peers:

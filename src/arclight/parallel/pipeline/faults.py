@@ -41,21 +41,20 @@ class Board:
         self._turn += 1
         self._store.set(f"{self._turn}/{self.rank}", json.dumps(value))
         keys = [f"{self._turn}/{rank}" for rank in range(self.ranks)]
-        deadline = time.monotonic() + timeout.total_seconds()
-        while True:
-            try:
-                self._store.wait(keys, datetime.timedelta(seconds=min(1.0, max(0.01, deadline - time.monotonic()))))
-                return [json.loads(self._store.get(key)) for key in keys]
-            except RuntimeError as error:  # DistStoreError: the time is over
+        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        while not self._store.check(keys):  # a wait that is over would write a warning of torch's for each second
+            if (first := self.first_failure()) is not None:
+                raise StageLostError(f"process {self.rank} stops because of another: {first}")
+            if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if (first := self.first_failure()) is not None:
-                    raise StageLostError(f"process {self.rank} stops because of another: {first}") from error
-                if missing and time.monotonic() > deadline:
-                    raise StageLostError(
-                        f"process {self.rank} is about to run micro-batches of a new shape (or with other parameters frozen) and has waited "
-                        f"{timeout.total_seconds():.0f} s for {_named(missing)} to say the same: give all processes of a pipeline the same "
-                        "batches, and freeze parameters on all of them"
-                    ) from error
+                raise StageLostError(
+                    f"process {self.rank} is about to run micro-batches of a new shape (or with other parameters frozen) and has waited "
+                    f"{timeout.total_seconds():.0f} s for {_named(missing)} to say the same: give all processes of a pipeline the same "
+                    "batches, and freeze parameters on all of them"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return [json.loads(self._store.get(key)) for key in keys]
 
     def report(self, message: str) -> None:
         """Leave word of this process's failure, unless another has failed before."""
