@@ -11,16 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.parallel.pipeline.naps import Sleeper
+from tests.parallel.pipeline.steps import one_forward_one_backward, run
 from torch import Tensor, nn
 
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.actions import Action, Trace
-from arclight.parallel.pipeline.bubbles import bubble, busy, idle
+from arclight.parallel.pipeline.bubbles import bubble, busy, idle, peak_bytes
 from arclight.parallel.pipeline.costs import UnitCost
 from arclight.parallel.pipeline.install import install
-from arclight.parallel.pipeline.recording import Recorder, _clock_offset, record, recorded_step
+from arclight.parallel.pipeline.recording import Recorder, Recording, _clock_offset, record, recorded_step
 from arclight.parallel.pipeline.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.running import Split, batch_loss
@@ -241,11 +242,11 @@ def slept() -> Trace:
 
 
 def test_what_is_recorded_is_what_was_predicted() -> None:
-    def run(fabric: al.Fabric) -> Trace:
+    def here(fabric: al.Fabric) -> Trace:
         torch.set_num_threads(1)
         return slept()
 
-    measured = al.Fabric(accelerator="cpu", devices=4, strategy=DDPStrategy(start_method="fork")).launch(run)
+    measured = al.Fabric(accelerator="cpu", devices=4, strategy=DDPStrategy(start_method="fork")).launch(here)
     costs = [UnitCost(f, i if stage else 0.0, w) for stage, (f, i, w) in enumerate(KNOWN)]  # tokens have no gradient
     predicted = simulate("1F1B", costs, 4, 8)
     for rank in range(4):
@@ -257,3 +258,14 @@ def test_what_is_recorded_is_what_was_predicted() -> None:
     assert bubble(measured) == pytest.approx(bubble(predicted), abs=0.15)
     causes = [cause.imbalance for cause in idle(measured)]
     assert causes.index(max(causes)) == 0  # it has nothing to compute for gradients of tokens
+
+
+def test_a_step_is_simulated_from_what_was_recorded_of_it() -> None:
+    measured = run(one_forward_one_backward(4, 8), {"F": 0.01, "B": 0.02}, {2: 1.5}, 0.003, "1F1B")
+    simulated = Recording(traces=[measured]).simulated
+    wanted = run(one_forward_one_backward(4, 8), {"F": 0.01, "B": 0.02}, {2: 1.5})
+    assert simulated.schedule == "1F1B"
+    assert {span.action: span.start for span in simulated.spans} == pytest.approx(
+        {span.action: span.start for span in wanted.spans}
+    )
+    assert peak_bytes(simulated) == peak_bytes(measured) == [4000, 3000, 2000, 1000]

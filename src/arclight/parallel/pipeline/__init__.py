@@ -52,7 +52,8 @@ What a step will do is known before any process is started, and what it does can
     with pipeline.record(skip=2) as run:                 # on every process; skip: steps that allocate and compile
         trainer.fit(module, data)
     print(run)                                           # who was busy, who was not, and why
-    pipeline.timeline(run, predicted)                    # timeline.html: predicted over measured, on one page
+    pipeline.timeline(run, predicted)                    # timeline.html: predicted over measured, on one page; or a figure, step.svg
+    pipeline.timeline(run, run.simulated)                # over it the measured times, without noise and time on the way
     pipeline.chrome_trace(run)                           # trace.json, for Perfetto
 """
 

@@ -21,7 +21,7 @@ from arclight.parallel.pipeline.bubbles import by_process, describe, source
 from arclight.parallel.pipeline.costs import UnitCost
 from arclight.parallel.plan import PlanError
 
-_ROUND_TRIPS = 16
+_ROUND_TRIPS = 64
 """Messages there and back to compare two clocks by; the fastest says most."""
 
 
@@ -62,7 +62,8 @@ class Recording:
 
         typical = self.typical
         order = tuple(tuple(span.action for span in lane) for lane in by_process(typical))
-        return replace(simulate(order, stage_costs(typical)), schedule=typical.schedule)
+        step = simulate(order, stage_costs(typical), freed_by_inputs=0.0, whole_first=False)
+        return replace(step, schedule=typical.schedule)
 
     def start(self) -> None:
         """Record from now on, on all processes of the pipeline. Raises PlanError where another recording is under way."""
@@ -123,17 +124,28 @@ def record(skip: int = 0, steps: int | None = None, *, activations: bool = False
 
 
 def stage_costs(trace: Trace) -> list[UnitCost]:
-    """What each stage took of a micro-batch on average; a backward in one counts as that of inputs."""
-    times: dict[tuple[int, str], list[float]] = {}
-    for span in trace.spans:
-        times.setdefault((span.action.stage, span.action.kind), []).append(span.end - span.start)
+    """What each stage took of a micro-batch on average, and what a forward adds to what is held; a backward in one counts as that of inputs."""
+    found: dict[tuple[int, str], list[float]] = {}
+    for lane in by_process(trace):
+        live = 0
+        for span in lane:
+            stage, kind = span.action.stage, span.action.kind
+            found.setdefault((stage, kind), []).append(span.end - span.start)
+            if kind == "F":
+                found.setdefault((stage, "held"), []).append(span.live - live)
+            live = span.live
 
-    def mean(stage: int, kind: str) -> float:
-        return fmean(times.get((stage, kind), [0.0]))
+    def mean(stage: int, what: str) -> float:
+        return max(0.0, fmean(found.get((stage, what), [0.0])))
 
-    split = {stage for stage, kind in times if kind == "I"}
+    split = {stage for stage, kind in found if kind == "I"}
     return [
-        UnitCost(mean(stage, "F"), mean(stage, "I" if stage in split else "B"), mean(stage, "W"))
+        UnitCost(
+            mean(stage, "F"),
+            mean(stage, "I" if stage in split else "B"),
+            mean(stage, "W"),
+            held=round(mean(stage, "held")),
+        )
         for stage in range(trace.stages)
     ]
 

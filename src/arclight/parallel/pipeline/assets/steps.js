@@ -9,10 +9,12 @@ class Step {
     Object.assign(this, { name, microseconds });
     this.lanes = lanes.map(({ place, stages, spans }) => ({ place, stages, spans: Float64Array.from(spans), count: spans.length / FIELDS }));
     this.where = new Map();
+    this.mostBytes = 0;
     this.ofMicroBatch = Array.from({ length: data.microBatches }, () => []);
     this.lanes.forEach(({ spans, count }, rank) => {
       for (let i = 0; i < count; i++) {
         const at = { rank, i };
+        this.mostBytes = Math.max(this.mostBytes, spans[i * FIELDS + BYTES]);
         this.where.set(this.key(spans[i * FIELDS + KIND], spans[i * FIELDS + STAGE], spans[i * FIELDS + MICRO_BATCH]), at);
         this.ofMicroBatch[spans[i * FIELDS + MICRO_BATCH]].push(at);
       }

@@ -10,7 +10,7 @@ const steps = data.traces.map((trace) => new Step(trace));
 const measured = steps[steps.length - 1], ranks = measured.lanes.length;
 const whole = { from: 0, to: Math.max(...steps.map((step) => step.microseconds)) * 1.004 };
 const view = { ...whole };
-const mostBytes = Math.max(0, ...measured.lanes.map(({ spans, count }) => { let most = 0; for (let i = 0; i < count; i++) most = Math.max(most, spans[i * FIELDS + BYTES]); return most; }));
+const mostBytes = measured.mostBytes && Math.max(...steps.map((step) => step.mostBytes));
 if (!mostBytes) { showMemory.checked = false; showMemory.parentElement.hidden = true; }
 if (ranks > 16) showMemory.checked = false;
 
@@ -131,8 +131,9 @@ function drawWait(g, step, lane, span) {
   g.fillStyle = colours.communication; g.fillRect(toX(wait.made), y, toX(span.start) - toX(wait.made), thick);
 }
 
-function drawMemory(g, rank, { y, height: tall }) {
-  const { spans, count } = measured.lanes[rank], bottom = y + tall, levels = [];
+// What a process holds, over time; of a prediction as a dashed line without the area below it.
+function drawMemory(g, step, rank, { y, height: tall }) {
+  const { spans, count } = step.lanes[rank], bottom = y + tall, levels = [];
   let most = 0;
   for (let i = 0; i < count; i++) {  // of actions that end within one pixel the largest
     const x = Math.min(Math.max(toX(spans[i * FIELDS + END]), LEFT - 8), width + 8), size = spans[i * FIELDS + BYTES], last = levels[levels.length - 1];
@@ -141,13 +142,17 @@ function drawMemory(g, rank, { y, height: tall }) {
     else levels.push({ x, size });
   }
   let at = bottom;
-  const end = Math.max(toX(0), toX(measured.microseconds));
+  const end = Math.max(toX(0), toX(step.microseconds));
   g.beginPath();
   g.moveTo(toX(0), bottom);
   for (const { x, size } of levels) { g.lineTo(x, at); at = bottom - size / mostBytes * (tall - 1); g.lineTo(x, at); }
   g.lineTo(end, at);
-  g.strokeStyle = g.fillStyle = colours.accent; g.lineWidth = 1.1; g.globalAlpha = 0.9; g.stroke();
-  g.lineTo(end, bottom); g.closePath(); g.globalAlpha = 0.16; g.fill(); g.globalAlpha = 1;
+  g.strokeStyle = g.fillStyle = colours.accent; g.lineWidth = 1.1; g.globalAlpha = 0.9;
+  if (step !== measured) { g.strokeStyle = colours.muted; g.setLineDash([3, 2]); }
+  g.stroke();
+  g.setLineDash([]);
+  if (step === measured) { g.lineTo(end, bottom); g.closePath(); g.globalAlpha = 0.16; g.fill(); }
+  g.globalAlpha = 1;
   return most;
 }
 
@@ -168,7 +173,7 @@ function drawBase() {
   g.beginPath(); g.rect(LEFT - 1, 0, width - LEFT + 1, height); g.clip();
   const most = rows.map((row, rank) => {
     row.lanes.forEach((lane, n) => { g.globalAlpha = steps.length > 1 && n === 0 ? 0.72 : 1; drawLane(g, steps[n], rank, lane); g.globalAlpha = 1; });
-    return row.memory ? drawMemory(g, rank, row.memory) : 0;
+    return row.memory ? steps.filter((step) => step.mostBytes).map((step) => drawMemory(g, step, rank, row.memory)).pop() || 0 : 0;
   });
   if (steps.length > 1) {
     const x = Math.round(toX(steps[0].microseconds)) + 0.5;
