@@ -158,6 +158,21 @@ def test_stages_of_a_traced_graph_load_and_save_as_those_of_modules_do(name: str
     assert is_equal(type(model).from_pretrained(tmp_path / "n").state_dict(), model.state_dict())
 
 
+def test_a_folder_may_be_replaced_by_what_lies_in_it(tmp_path: Path) -> None:
+    reference("gpt2").save_pretrained(tmp_path / "m")
+    pipe = cut("gpt2", 2)
+    pipe.load(tmp_path / "m")  # mapped
+    with torch.no_grad():
+        pipe.stages[1].get_parameter("transformer.ln_f.weight").add_(1)
+    for _ in range(2):
+        pipe.save(tmp_path / "m")
+    wanted = reference("gpt2").state_dict()
+    wanted["transformer.ln_f.weight"] += 1
+    assert is_equal(GPT2LMHeadModel.from_pretrained(tmp_path / "m").state_dict(), wanted)
+    assert is_equal(pipe.stages[0].state_dict(), {name: wanted[name] for name in pipe.stages[0].state_dict()})
+    assert os.listdir(tmp_path) == ["m"]
+
+
 # -- stages in several processes each ------------------------------------------------------------------------------
 
 

@@ -37,6 +37,8 @@ def begin(
     value from a constructor, which has run.
     """
     device, seed = torch.device(device), torch.initial_seed() if seed is None else seed
+    if device.type == "meta":
+        return ()
     stages = [stages] if isinstance(stages, nn.Module) else list(stages)
     begun: list[str] = []
     for stage in stages:
@@ -84,7 +86,7 @@ def _initialize(model: nn.Module, waiting: dict[torch.Tensor, str], device: torc
         first.setdefault(tensor, name)
     here = [tensor for tensor in first if not tensor.is_meta and not is_spread(tensor)]
     kept = {tensor: tensor.data for tensor in here if tensor not in waiting}
-    draws = _Draws(seed, first, waiting)
+    draws = _Draws(seed, first, waiting, device)
     modules = dict(model.named_modules())
     makers = {
         name: maker for name, module in modules.items() if _takes_one(maker := getattr(module, "_init_weights", None))
@@ -93,7 +95,7 @@ def _initialize(model: nn.Module, waiting: dict[torch.Tensor, str], device: torc
         for name in sorted(modules, key=_depth, reverse=True):
             if any(_is_below(other, name) for other in waiting.values()):
                 maker = next((makers[outer] for outer in _outwards(name) if outer in makers), None)
-                with draws.of(name, modules[name], device):
+                with draws.of(name, modules[name]):
                     _run(modules[name], maker, draws)
     for tensor, data in kept.items():
         if tensor.data_ptr() != data.data_ptr():  # a module put other memory under what it thought was to begin
@@ -130,8 +132,11 @@ def _run(module: nn.Module, maker: Callable[[nn.Module], Any] | None, draws: _Dr
 class _Draws(TorchDispatchMode):
     """While a module begins: what is drawn is a function of names, and only what waits for values below that module is written."""
 
-    def __init__(self, seed: int, names: dict[torch.Tensor, str], waiting: dict[torch.Tensor, str]) -> None:
+    def __init__(
+        self, seed: int, names: dict[torch.Tensor, str], waiting: dict[torch.Tensor, str], device: torch.device
+    ) -> None:
         super().__init__()
+        self._device = device
         self._seed, self._names, self._waiting = seed, names, waiting
         self._written = set[torch.Tensor]()
         self._homes: dict[int, torch.Tensor] = {}
@@ -141,14 +146,14 @@ class _Draws(TorchDispatchMode):
         self._module, self._last, self._counts = "", "", dict[str, int]()
 
     @contextmanager
-    def of(self, name: str, module: nn.Module, device: torch.device) -> Iterator[None]:
+    def of(self, name: str, module: nn.Module) -> Iterator[None]:
         """``module`` begins. What of its own is not of this stage has memory meanwhile, so that it takes the same way everywhere."""
         self._module, self._last, self._counts = name, f"{name}*", {}
         lent: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for own, tensor in [*module._parameters.items(), *module._buffers.items()]:
             full = f"{name}.{own}" if name else own
             if tensor is not None and tensor.is_meta and self._names[tensor] == full:
-                blank = like(torch.zeros_like(tensor, device=device), tensor)
+                blank = like(torch.zeros_like(tensor, device=self._device), tensor)
                 lent[own] = tensor, blank
                 self._names[blank] = self._waiting[blank] = full
                 self._know(blank)
@@ -189,7 +194,10 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             count = self._counts[self._last] = self._counts.get(self._last, -1) + 1
             seed = number_of(f"{self._seed}\0{self._module}\0{self._last}\0{count}")
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change those of all devices
+            if self._device.type == "cuda":
+                with torch.cuda.device(self._device):
+                    torch.cuda.manual_seed(seed)
             if kwargs.get("generator") is not None:
                 kwargs["generator"] = torch.Generator(kwargs["generator"].device).manual_seed(seed)
         return func(*args, **kwargs)
