@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.fabric.weight_files import WeightFiles
-from arclight.parallel import pipeline
+from arclight.parallel import PlanError, pipeline
 from arclight.parallel.pipeline import saving
 from arclight.parallel.pipeline.loading import load
 from arclight.parallel.pipeline.saving import save
@@ -171,6 +172,37 @@ def test_a_folder_may_be_replaced_by_what_lies_in_it(tmp_path: Path) -> None:
     assert is_equal(GPT2LMHeadModel.from_pretrained(tmp_path / "m").state_dict(), wanted)
     assert is_equal(pipe.stages[0].state_dict(), {name: wanted[name] for name in pipe.stages[0].state_dict()})
     assert os.listdir(tmp_path) == ["m"]
+
+
+def summed_loss(output: Any, targets: Tensor) -> tuple[Tensor, int]:
+    return cross_entropy(output.logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+
+
+def train(source: Path, target: Path) -> float:
+    """One update of a model that no process has as a whole; two stages in each, of which both ends share a weight."""
+    pipe = cut("gpt2", 4)
+    with pytest.raises(PlanError, match=r"is on the meta device: .* first, by pipe\.load\(folder, pipe\.own"):
+        pipe.on(schedule="ZBVZeroBubble")
+    pipe.load(source, pipe.own("ZBVZeroBubble"))
+    runner = pipe.on(schedule="ZBVZeroBubble", micro_batches=2, loss=summed_loss)
+    optimizer = torch.optim.SGD(runner.parameters(), 0.5)
+    loss = float(runner.step(**EXAMPLE, targets=TOKENS).loss)
+    optimizer.step()
+    pipe.save(target)
+    return loss
+
+
+def test_stages_that_were_loaded_train_and_are_saved(tmp_path: Path) -> None:
+    model = reference("gpt2")
+    model.save_pretrained(tmp_path / "m")
+    losses = everywhere(2, train, tmp_path / "m", tmp_path / "n")
+    total, count = summed_loss(model(**EXAMPLE), TOKENS)
+    (total / count).backward()
+    assert losses == pytest.approx([float(total.detach() / count)] * 2, rel=1e-6)
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    wanted = model.state_dict()
+    for name, tensor in GPT2LMHeadModel.from_pretrained(tmp_path / "n").state_dict().items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6)
 
 
 # -- stages in several processes each ------------------------------------------------------------------------------

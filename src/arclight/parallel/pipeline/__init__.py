@@ -46,6 +46,16 @@ On the processes of a group, all of which do the same, it trains without a Train
     runner.clip_grad_norm_(1.0); optimizer.step(); optimizer.zero_grad()
     runner.evaluate(input_ids=tokens, outputs="everywhere").outputs
 
+A model too large for one process is built without memory. Each process reads its stages alone, or draws their first values, which
+do not depend on how many stages there are; and all of them save one folder, which opens in any number of stages again:
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    pipe = pipeline.split(model, {"input_ids": tokens}, stages=4)
+    pipe.load("folder/of/safetensors", pipe.own("1F1B"))   # or pipe.begin(pipe.own("1F1B"), seed=1)
+    runner = pipe.on(schedule="1F1B", loss=summed_loss)
+    pipe.save("another/folder")                          # as transformers writes one
+
 What a step will do is known before any process is started, and what it does can be seen:
 
     predicted = pipeline.simulate(model, {"input_ids": tokens}, "ZBVZeroBubble", micro_batches=16, processes=4)

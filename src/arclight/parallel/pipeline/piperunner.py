@@ -70,18 +70,13 @@ class PipeRunner:
         """group: None for all processes, or for this one where there are no others. data: the processes that run other batches through the
         same stages. Raises PlanError for stages, schedules and processes that do not fit.
         """
-        if group is None and dist.is_initialized() and dist.get_world_size() > 1:
-            group = dist.group.WORLD
-        elif group is not None and dist.get_world_size(group) == 1:
-            group = None
         self.pipe, self.options, self.data = pipe, options, data
-        ranks = dist.get_world_size(group) if group is not None else 1
-        kind = _kind(options.schedule, len(pipe.stages), ranks)
         if options.micro_batches < 1:
             raise PlanError(f"micro_batches is {options.micro_batches}: a batch is at least one")
         self.reduction = Reduction(options.loss, options.reduction, options.weight)
-        self.line = Line(group, len(pipe.stages), kind, device if device is not None else _device(pipe.stages))
+        self.line = line_of(pipe, options.schedule, group, device)
         self.stages: dict[int, nn.Module] = {number: pipe.stages[number] for number in self.line.own}
+        _refuse_empty(self.stages)
         last = len(pipe.stages) - 1
         parts = {n: Part(stage, self.reduction if n == last else None, sliced=True) for n, stage in self.stages.items()}
         self.engine = Engine(parts, self.line, self._statement, pipe.shared, _names(pipe))
@@ -284,6 +279,26 @@ def _kind(schedule: str, stages: int, ranks: int) -> ScheduleKind:
         f"{schedule} runs {kind.stages_per_process} stage{'s' * (kind.stages_per_process > 1)} on each of {ranks} processes, and the model "
         f"is cut into {stages}: split it with stages = {ranks * kind.stages_per_process}, or choose another schedule"
     )
+
+
+def line_of(pipe: Pipe, schedule: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> Line:
+    """Where this process stands in the pipeline that `Pipe.on` makes. Raises PlanError for stages and processes that do not fit."""
+    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.group.WORLD
+    elif group is not None and dist.get_world_size(group) == 1:
+        group = None
+    kind = _kind(schedule, len(pipe.stages), dist.get_world_size(group) if group is not None else 1)
+    return Line(group, len(pipe.stages), kind, device if device is not None else _device(pipe.stages))
+
+
+def _refuse_empty(stages: Mapping[int, nn.Module]) -> None:
+    for number, stage in stages.items():
+        empty = next((name for name, p in stage.named_parameters() if p.is_meta), None)
+        if empty is not None:
+            raise PlanError(
+                f"{empty} of stage {number} is on the meta device: give this process's stages their weights first, by "
+                "pipe.load(folder, pipe.own(schedule)) or pipe.begin(pipe.own(schedule))"
+            )
 
 
 def _device(stages: list[Any]) -> torch.device:

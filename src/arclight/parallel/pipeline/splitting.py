@@ -130,6 +130,12 @@ class Pipe:
         """Set all stages to evaluation."""
         return self.train(False)
 
+    def own(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
+        """Numbers of the stages that :meth:`on` gives this process, which :meth:`load` and :meth:`begin` give their weights before."""
+        from arclight.parallel.pipeline.piperunner import line_of
+
+        return line_of(self, schedule, group).own
+
     def load(
         self, path: str | Path, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None, prefix: str | None = None, rename: Callable[[str], str] | None = None, mapped: bool = True,
