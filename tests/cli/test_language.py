@@ -130,6 +130,19 @@ def test_what_cannot_be_is_said_in_a_sentence(typed: Typed, recipe: str, flags: 
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
+def test_a_pipeline_is_shown_where_the_recipe_asks_for_it(recipe: str) -> None:
+    words = "--plan.pp 2 --plan.micro_batches 4 --task.overrides.layers 2 --trainer.max_steps 5 --timeline.after 2 --timeline.steps 2"
+    command = [sys.executable, "-m", "arclight.cli", "train", recipe, *words.split()]
+    environment = os.environ | {"PYTHONPATH": str(Path(arclight.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plots = Path("runs/lm/1/plots")
+    assert {"pipeline.html", "pipeline.json", "pipeline.svg"} <= {file.name for file in plots.iterdir()}
+    assert "One training step of the pipeline" in Path("runs/lm/1/report.html").read_text(encoding="utf-8")
+    assert "process  stages" in Path("runs/lm/1/log.txt").read_text(encoding="utf-8")
+
+
 def test_replicas_of_a_plan_train_apart(typed: Typed, recipe: str) -> None:
     """In a process of their own: those of a plan start the command again."""
     words = "--diloco.sync_every 4 --diloco.outer_lr 1 --diloco.outer_momentum 0"

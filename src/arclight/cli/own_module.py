@@ -25,7 +25,7 @@ from arclight import recipe
 from arclight.cli.arguments import UsageError, problems_listed
 from arclight.parallel.plan import Plan
 from arclight.recipe import MISSING, Imported, RecipeError, read, write
-from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, TrainerSettings
+from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
 
 TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -58,6 +58,8 @@ class OwnRun:
     """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
     diloco: Diloco | None = None
     """Let replicas train alone and exchange what has become of them now and then."""
+    timeline: Timeline | None = None
+    """Show a training step of the pipeline, as plots/pipeline.html."""
 
 
 def named_module(arguments: Sequence[str]) -> type | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from arclight.parallel.plan import Plan
 from arclight.text.settings import Language
-from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, TrainerSettings
+from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
 from arclight.vision.settings import Detection
 
 
@@ -37,6 +37,8 @@ class Recipe:
     """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
     diloco: Diloco | None = None
     """Let replicas train alone and exchange what has become of them now and then."""
+    timeline: Timeline | None = None
+    """Show a training step of the pipeline, as plots/pipeline.html."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.task, "build", None)):

@@ -125,7 +125,7 @@ def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
     from arclight import LearningRateMonitor
 
     # the guard first: others must see only what it lets pass
-    parts = [recipe.guard, recipe.diloco, recipe.ema, recipe.stopping, recipe.checkpoint]
+    parts = [recipe.guard, recipe.diloco, recipe.ema, recipe.stopping, recipe.timeline, recipe.checkpoint]
     return [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
 
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from arclight.trainer.callbacks import DiLoCo, EarlyStopping, EMAWeightAveraging, LossGuard, ModelCheckpoint
+    from arclight.trainer.callbacks import (
+        DiLoCo,
+        EarlyStopping,
+        EMAWeightAveraging,
+        LossGuard,
+        ModelCheckpoint,
+        PipelineTimeline,
+    )
 
 Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"]
 
@@ -172,6 +179,23 @@ class Guard:
         return LossGuard(
             self.policy, sigma=self.sigma, window=self.window, warmup=min(20, self.window), patience=self.patience
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Show one training step of a pipeline: which process computes what when, and why it waits (plots/pipeline.html)."""
+
+    after: int = 3
+    """Steps that are not looked at, which allocate and compile."""
+    steps: int = 5
+    """Steps of which the one of median length is shown."""
+    activations: bool = False
+    """Whether memory on a CPU is that of all tensors saved for backward, which slows these steps."""
+
+    def build(self) -> PipelineTimeline:
+        from arclight.trainer.callbacks import PipelineTimeline
+
+        return PipelineTimeline(self.after, self.steps, activations=self.activations)
 
 
 @dataclass(frozen=True, kw_only=True)
