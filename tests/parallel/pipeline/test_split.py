@@ -181,6 +181,18 @@ def test_arguments_and_results_of_all_kinds() -> None:
     ]  # fmt: skip
     assert all("hidden" not in stage.state_dict() for stage in pipe.stages)
     assert [set(stage.parts) for stage in pipe.stages] == [{"one"}, {"two"}, {"three"}]
+    other = Rich().double()
+    other.hidden = pipe.stages[0].hidden
+    for number, stage in enumerate(split(Rich().double(), calls[0], at=["two", "three"]).stages):
+        missing, unexpected = stage.load_state_dict(other.state_dict(), strict=False)
+        assert not missing
+        assert "shift" not in unexpected
+        torch.testing.assert_close(stage.get_buffer("shift"), other.shift)
+        pipe.stages[number] = stage
+    pipe.stages[0].hidden = other.hidden
+    torch.manual_seed(3)
+    wanted = other.eval()(*calls[1][0], **calls[1][1])
+    torch.testing.assert_close(pipe.eval()(*calls[1][0], **calls[1][1])["out"], wanted["out"], rtol=0, atol=0)
 
 
 class Tied(nn.Module):
@@ -253,6 +265,30 @@ def test_what_cannot_be_cut_is_refused_with_what_can_be_done() -> None:
     assert "unused.weight" in split(model, example, stages=2).stages[1].state_dict()
     with pytest.raises(KeyError, match="nowhere"):
         split(Tied(True), example, stages=2).remap_qualname("nowhere")
+
+
+class Counts(nn.Module):
+    """Code between parts counts in a buffer, and changes an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        x += self.steps
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.steps
+
+
+def test_what_code_between_parts_changes_is_changed_once() -> None:
+    pipe = same(Counts(), ((floats(2, 4),), {}), stages=3)
+    assert [("steps" in stage.state_dict()) for stage in pipe.stages] == [True, False, False]
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(PlanError, match=r"0 changes in place a tensor .*an argument"):
+        split(model, (torch.randn(2, 4),), at=["0", "1"], frontend="slice")
 
 
 class Branches(nn.Module):

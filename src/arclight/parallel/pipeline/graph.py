@@ -51,6 +51,10 @@ class UnitGraph:
     """Which random numbers, drawn by glue, the result depends on."""
     rewritten: frozenset[Value] = frozenset()
     """What glue changes in place, from the value that a call gave to what later calls read."""
+    writes_arguments: bool = False
+    """Whether glue changes arguments of the model in place."""
+    buffers: frozenset[str] = frozenset()
+    """Buffers of no part (by their first names) that glue changes in place."""
 
     def live(self, at: int) -> tuple[Value, ...]:
         """What crosses a cut before call ``at``, in order: all that calls from there on, or the result, read of earlier ones.

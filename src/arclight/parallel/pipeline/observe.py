@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from arclight.parallel.pipeline.holes import (
     holes_of,
     through,
 )
-from arclight.parallel.pipeline.templates import Templates
+from arclight.parallel.pipeline.templates import Templates, writes_of
 from arclight.parallel.pipeline.turns import Turn, bound, copy_tree, first_buffers, parameter_names, turn
 from arclight.parallel.plan import PlanError
 
@@ -136,6 +137,7 @@ class _Observer:
         self.root, self.units = root, units
         self.names = parameter_names(root)[0]
         self.buffers = first_buffers(root)
+        self.loose: list[tuple[str, Tensor]] = []
         self.calls: list[Call] = []
         self.rewritten: set[Value] = set()
         self.memories: dict[int, tuple[Memory, int]] = {}
@@ -152,10 +154,12 @@ class _Observer:
             if not isinstance(module, Turn):
                 module.training = True
         args, kwargs = tree_map_only(Tensor, self._example, (args, kwargs))
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         with torch.no_grad(), _Watching():
             result = bound(function, self.root)(tree)(*args, **kwargs)
         self._note_writes()
-        return self._graph(result)
+        written = frozenset(self.buffers[name] for name, buffer in self.loose if writes_of(buffer))
+        return replace(self._graph(result), writes_arguments=any(map(writes_of, given)), buffers=written)
 
     def _graph(self, result: Any) -> UnitGraph:
         found = list(holes_of(tree_flatten(result)[0]))
@@ -228,7 +232,13 @@ class _Observer:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 whole = _join(path, name)
-                module._buffers[name] = hole_like(buffer, whole, home=self.home) if buffer.is_meta else buffer.clone()
+                real = not buffer.is_meta and not self._in_part(path)
+                module._buffers[name] = buffer.clone() if real else hole_like(buffer, whole, home=self.home)
+                if not self._in_part(path):
+                    self.loose.append((whole, cast(Tensor, module._buffers[name])))
+
+    def _in_part(self, path: str) -> bool:
+        return path in self.units or any(path.startswith(unit + ".") for unit in self.units)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -240,6 +250,11 @@ class _Observer:
         reads, parameters, numbers = _sorted_out([*given, *holes_of(leaves_in, _DEEP)])
         inside = [self.names[_join(path, n)] for n, _ in turn.named_parameters(remove_duplicate=False)]
         template = self.templates.find(path, True, args, kwargs)
+        if template.writes_data:
+            raise HoleError(
+                f"{path} changes in place a tensor that is computed between the parts of the model (or an argument), and that later stages "
+                "may need unchanged: use the module without inplace"
+            )
         modifies: set[Value] = set()
         for argument in template.changed:
             changed = given[argument].origin.memory

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from arclight.parallel.pipeline.cuts import SENT, Cuts
 from arclight.parallel.pipeline.graph import Value
@@ -139,6 +139,8 @@ class Sliced:
         self.names, _ = parameter_names(root)
         self.templates = Templates(root, self.units, home)
         self._function = bound(function, root)
+        self.borrowed: list[str] = []
+        """Buffers that the first stage saves, and this process must load too."""
         view = self._view(root)
         self._trees = {number: self._tree(root, view, number) for number in self.own}
         self.templates.let_go()
@@ -184,13 +186,22 @@ class Sliced:
             if foreign:
                 new._buffers.clear()
             elif 0 not in self.own and module not in whole and not _inside(path, called):
-                new._non_persistent_buffers_set.update(new._buffers)
+                self._copy_buffers(path, new)
             empty = not any(x is not None for members in (new._parameters, new._modules) for x in members.values())
             return None if foreign and empty else new
 
         found = visit("", root, False)
         assert found is not None
         return shell(found) if found is root else found
+
+    def _copy_buffers(self, path: str, module: nn.Module) -> None:
+        """Buffers of code between parts are every stage's, and the first stage's to save. Those that it changes each has for itself."""
+        persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        self.borrowed += [_join(path, name) for name in persistent]
+        module._non_persistent_buffers_set.update(persistent)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and _join(path, name) in self.cuts.graph.buffers:
+                module._buffers[name] = buffer.clone()
 
     def _tree(self, root: nn.Module, view: nn.Module, number: int) -> _Tree:
         stage = _Stage(self.cuts, number, self.templates)
@@ -277,6 +288,8 @@ class Sliced:
 
         Raises PlanError where the code takes another way than for the example, or needs what no stage sends.
         """
+        if self.cuts.graph.writes_arguments:
+            args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         tree = self._trees[stage]
         conductor = tree.stage
         if len(received) != len(conductor.receives):

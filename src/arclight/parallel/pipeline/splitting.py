@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,24 @@ class StageModule(nn.Module):
     def parts(self) -> dict[str, nn.Module]:
         """The modules that this stage calls, by path. Modules above them are never called themselves."""
         return self._sliced.parts
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module. Buffers that the first stage saves, and all stages compute with, are loaded where ``state_dict`` has them."""
+        own = OrderedDict(state_dict)
+        for name in self._sliced.borrowed:
+            value = own.pop(name, None)
+            if value is not None:
+                path, _, last = name.rpartition(".")
+                buffers = self.get_submodule(path)._buffers
+                buffer = buffers[last]
+                if assign or buffer is None:
+                    buffers[last] = value
+                else:
+                    with torch.no_grad():
+                        buffer.copy_(value)
+        if hasattr(state_dict, "_metadata"):
+            own._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return super().load_state_dict(own, strict, assign)
 
     def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
         tied = _tied(self)

@@ -25,6 +25,8 @@ class Template:
     """Which of the tensors in the arguments it changes in place, as `holes_of` counts them."""
     buffers: tuple[str, ...]
     """Names of buffers, in the part, that it changes."""
+    writes_data: bool
+    """Whether it changes tensors in the arguments that are no holes."""
     memories: tuple[int, ...]
     """For each leaf the tensor of the arguments that it is a view of, or a negative number that leaves of one memory share."""
 
@@ -120,11 +122,15 @@ class Templates:
         device = next((self._home_of(x) for x in before if isinstance(x, Tensor)), self.home)
         args, kwargs = tree_map_only(Tensor, prepared, (args, kwargs))
         given = [x for x, was in zip(tree_flatten((args, kwargs))[0], before, strict=True) if isinstance(was, Hole)]
-        buffers = {name: (one, _writes(one)) for name, one in part.named_buffers(remove_duplicate=False)}
+        buffers = {name: (one, writes_of(one)) for name, one in part.named_buffers(remove_duplicate=False)}
         with torch.no_grad():
             leaves, structure = tree_flatten(part(*args, **kwargs))
         now = dict(part.named_buffers(remove_duplicate=False))
-        kept = tuple(name for name, (one, count) in buffers.items() if now.get(name) is not one or _writes(one) > count)
+        kept = tuple(
+            name for name, (one, count) in buffers.items() if now.get(name) is not one or writes_of(one) > count
+        )
+        others = [x for x, was in zip(tree_flatten((args, kwargs))[0], before, strict=True)
+                  if isinstance(x, Tensor) and not isinstance(was, Hole)]  # fmt: skip
         changed = tuple(index for index, one in enumerate(given) if one.origin.memory.writes)
         memories: list[int] = []
         made: list[Any] = []
@@ -137,7 +143,7 @@ class Templates:
             else:
                 memories.append(-1)
                 made.append(leaf)
-        return Template(tuple(made), structure, changed, kept, tuple(memories))
+        return Template(tuple(made), structure, changed, kept, any(map(writes_of, others)), tuple(memories))
 
     def _home_of(self, tensor: Tensor) -> torch.device:
         return self.home if tensor.device.type == "meta" and self.home is not None else tensor.device
@@ -173,7 +179,12 @@ class Templates:
             )
         memories = tuple(-1 - index for index in range(len(leaves)))
         return Template(
-            tuple(hole_like(x, path) if isinstance(x, Tensor) else x for x in leaves), structure, (), kept, memories
+            tuple(hole_like(x, path) if isinstance(x, Tensor) else x for x in leaves),
+            structure,
+            (),
+            kept,
+            False,
+            memories,
         )
 
 
@@ -185,7 +196,8 @@ def moved(hole: Hole, device: torch.device | None, types: Mapping[torch.dtype, t
     return made
 
 
-def _writes(tensor: Tensor) -> int:
+def writes_of(tensor: Tensor) -> int:
+    """How often a tensor that was made here has been changed in place."""
     return tensor.origin.memory.writes if isinstance(tensor, Hole) else tensor._version
 
 
