@@ -29,6 +29,7 @@ from arclight.parallel.apply import check, parallelize, replicate
 from arclight.parallel.context import install_context
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.pipeline.choosing import Wishes
+from arclight.parallel.pipeline.cut import can_be_cut_by_deletion
 from arclight.parallel.pipeline.install import check as check_pipeline
 from arclight.parallel.pipeline.install import install
 from arclight.parallel.pipeline.spreading import check_steps, is_runnable, spread_steps
@@ -148,7 +149,9 @@ class PlanStrategy(ShardedStrategy):
             raise PlanError(
                 "automatic_optimization=False hides from the plan what a step calls: use strategy='fsdp', or let the Trainer step"
             )
-        own_steps = self.in_stages and not is_runnable(module)
+        own_steps = self.in_stages and not (
+            is_runnable(module) and can_be_cut_by_deletion(module.get_submodule("model"))
+        )
         if own_steps:
             check_steps(self.plan, module)
         else:

@@ -48,8 +48,8 @@ class Chunks:
                 f"chunks say how {unknown[0]!r} is cut, but there is no such argument among {', '.join(map(repr, tree))}"
             )
         leaves = {key: list(_leaves(str(key), value, self.spec.get(key, 0))) for key, value in tree.items()}
-        count, reason = _count([leaf for some in leaves.values() for leaf in some], number)
-        cut = {key: _cut(value, leaves[key], count) for key, value in tree.items()}
+        count, samples, reason = _count([leaf for some in leaves.values() for leaf in some], number)
+        cut = {key: _cut(value, leaves[key], count, samples) for key, value in tree.items()}
         return [{key: parts[index] for key, parts in cut.items()} for index in range(count)], reason
 
 
@@ -75,8 +75,8 @@ def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int |
         yield name, leaf, spec if cut else None
 
 
-def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int, str]:
-    """Of how many micro-batches the arguments are enough, and why they are fewer than ``number``; empty where they are not."""
+def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int, int, str]:
+    """For how many micro-batches the arguments are enough, the number of samples, and why they are fewer than ``number``; empty where they are not."""
     count, samples, first, reason = number, 0, "", ""
     for name, leaf, dim in leaves:
         if dim is None:
@@ -93,22 +93,26 @@ def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int,
                 f"{name} has {size} samples in dimension {dim} and {first} has {samples}: the number of micro-batches ({count}) cannot be "
                 f"reduced for one argument alone; give both the same, or say that {name} is not cut: chunks = {{{name!r}: {REPLICATE!r}}}"
             )
-    return count, reason
+    return count, samples, reason
 
 
-def _cut(value: Any, leaves: list[tuple[str, Any, int | None]], count: int) -> list[Any]:
+def _cut(value: Any, leaves: list[tuple[str, Any, int | None]], count: int, samples: int) -> list[Any]:
     """``value`` for each micro-batch."""
-    parts = [_parts(leaf, dim, count) for _, leaf, dim in leaves]
+    parts = [_parts(leaf, dim, count, samples) for _, leaf, dim in leaves]
     if len(leaves) == 1 and leaves[0][1] is value:
         return parts[0]
     structure = tree_flatten(value)[1]
     return [tree_unflatten([part[index] for part in parts], structure) for index in range(count)]
 
 
-def _parts(value: Any, dim: int | None, count: int) -> list[Any]:
+def _parts(value: Any, dim: int | None, count: int, samples: int) -> list[Any]:
     if dim is None:
         return [value] * count
-    return list(value.tensor_split(count, dim))
+    rows = value.shape[dim] // samples
+    if rows == 1:
+        return list(value.tensor_split(count, dim))
+    ends = [rows * (number * (samples // count) + min(number, samples % count)) for number in range(1, count)]
+    return list(value.tensor_split(ends, dim))
 
 
 def merge(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:

@@ -71,6 +71,15 @@ def _cost(module: nn.Module) -> float:
     return total
 
 
+def can_be_cut_by_deletion(model: nn.Module) -> bool:
+    """Whether no parameter of ``model`` is used by several of its parts; where one is, stages are sliced, which sums its gradients."""
+    try:
+        refuse_shared(model)
+    except PlanError:
+        return False
+    return True
+
+
 def refuse_shared(model: nn.Module) -> None:
     """Raise PlanError for a parameter that more than one child of the model (or layer) uses: stages would train it apart."""
     users: dict[nn.Parameter, list[str]] = {}
