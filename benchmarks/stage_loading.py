@@ -91,7 +91,7 @@ def _anonymous() -> float:
 def _measure(way: str, width: int, checkpoint: str) -> dict[str, float]:
     with torch.device("meta"):
         model = Rows(width)
-    pipe = pipeline.split(model, (torch.zeros(1, 2, dtype=torch.int64),), stages=4)
+    pipe = pipeline.split(model, (torch.zeros(1, 2, dtype=torch.int64),), at=["layers.2", "layers.8", "layers.14"])
     names = set(pipe.stages[0].state_dict())
     watch = _Watch()
     watch.start()
