@@ -93,7 +93,8 @@ def _timeline(found: Found, device: Hardware, file: Path) -> None:
 def _parser() -> Parser:
     parser = recipe_parser(
         "plan",
-        "Predict memory, exchanges and time of a recipe on GPUs that need not be there, and find the fastest plan.",
+        "Predict memory, exchanges and time of a recipe on GPUs that need not be there, and find the fastest plan. "
+        "For any other model: arclight plan package.module:Model --help.",
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="processes, one GPU each (default: those of the recipe's plan)"

@@ -14,7 +14,7 @@ from tests.parallel.pipeline.chains import GPT2, QWEN2_5, Sizes, bound, by_layer
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline.costs import Link, Tie, UnitCost
-from arclight.parallel.pipeline.partition import Partition, Room, partition, refine
+from arclight.parallel.pipeline.partition import Partition, Room, RoomError, partition, refine
 
 
 def cuts_of(count: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -103,8 +103,9 @@ def test_no_cut_is_better(block: int) -> None:
         if room is not None and not fits:
             refused += 1
             least = min(max(case.memory(cuts, room)) for cuts in every)
-            with pytest.raises(PlanError, match=rf"the least cap that would do is .*\({least:.0f} bytes"):
+            with pytest.raises(RoomError, match=rf"the least cap that would do is .*\({least:.0f} bytes") as said:
                 case.solve()
+            assert said.value.least == max(case.memory(said.value.cuts, room)) == pytest.approx(least)
             continue
         found = case.solve()
         bounded += len(fits) < len(every)

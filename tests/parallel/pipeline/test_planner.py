@@ -126,6 +126,8 @@ def test_a_cap_that_no_plan_meets_says_what_would() -> None:
     ) as said:
         choose(costs, 32, 2, stages=2, schedules=("1F1B", "ZB-H1"), memory="4MiB", states=1.0)
     assert "micro-batches" in str(said.value)
+    # By hand: the stage with eight of the units of 1 MiB each, one of which is computed again while two inputs wait for their backward.
+    assert "is 9.0" in str(said.value)
     with pytest.raises(PlanError, match="take smaller micro-batches"):
         choose(costs, 8, 2, stages=2, schedules="1F1B", memory="1KiB")
 

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -114,7 +115,9 @@ def _done(
         memo[id(parameter)] = nn.Parameter(stand_in(parameter), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = stand_in(buffer)
-    double = copy.deepcopy(model, memo)
+    with warnings.catch_warnings():  # what torch's own graphs say when they are copied
+        warnings.filterwarnings("ignore", message=".*(data pointer of FakeTensor|LeafSpec)")
+        double = copy.deepcopy(model, memo)
     # Numbers of the arguments are real where they are known: glue may look at them.
     arguments = tree_map_only(Tensor, lambda x: stand_in(x) if x.is_meta else x.detach().cpu(), arguments_of(example))
     with ExitStack() as modes:

@@ -10,10 +10,9 @@ from typing import Any
 from arclight.parallel.pipeline.bubbles import bubble, peak_bytes
 from arclight.parallel.pipeline.costs import Link, ModelCosts, UnitCost
 from arclight.parallel.pipeline.orders import held_at_most, order_of
-from arclight.parallel.pipeline.partition import Judge, Room, partition, refine, stages_of
+from arclight.parallel.pipeline.partition import Judge, Room, RoomError, partition, refine, stages_of
 from arclight.parallel.pipeline.simulation import Prediction, simulate
 from arclight.parallel.pipeline.upstream import ScheduleKind, schedule_kind
-from arclight.parallel.plan import PlanError
 
 Costs = ModelCosts | tuple[ModelCosts, ModelCosts]
 """Of micro-batches of one size (others cost in proportion), or of two sizes (others lie on the line through them)."""
@@ -150,8 +149,8 @@ class Line:
             room = Room(limit - self.moment, tuple(map(float, self.flights)), self.forecast.states)
             try:
                 return partition(units, self.number, number, room=room, **options).cuts
-            except PlanError:  # the fastest cut is taken to tell by how much it is too large
-                pass
+            except RoomError as error:  # the cut that holds least tells how much more there should be
+                return error.cuts
         seed = partition(units, self.number, number, **options).cuts
         if self.kind.stages_per_process == 1:
             return seed

@@ -41,6 +41,15 @@ class Room:
     """Bytes for each byte of parameters: weights, gradients and two moments of an optimizer."""
 
 
+class RoomError(PlanError):
+    """No cut keeps all stages within their room."""
+
+    def __init__(self, said: str, least: float, cuts: tuple[int, ...]) -> None:
+        """least: the least cap in bytes with which ``cuts``, and no others with less, would do."""
+        super().__init__(said)
+        self.least, self.cuts = least, cuts
+
+
 @dataclass(frozen=True)
 class Partition:
     """A chain cut into stages, with what is predicted of them."""
@@ -74,8 +83,8 @@ def partition(
     they need not exchange gradients.
     Of cuts that are as good, the one whose stages are most alike; then the one with shorter stages first.
 
-    Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and, naming the least
-    cap that would do, where no cut keeps all stages within ``room``.
+    Exact: no cut is better by the formula of this file. Raises PlanError for fewer units than stages, and RoomError, which
+    names the least cap that would do, where no cut keeps all stages within ``room``.
     """
     count = len(units)
     if stages < 1 or micro_batches < 1:
@@ -93,7 +102,7 @@ def partition(
         allowed = [need <= room.cap for need in needs]
         least, cuts = _least_max(needs)
         if least > room.cap:
-            raise PlanError(_no_room(room, least, cuts, count))
+            raise RoomError(_no_room(room, least, cuts, count), least, tuple(cuts))
     search = _Search(table, allowed, micro_batches)
     cuts = search.best()
     ends = [*cuts[1:], count]
