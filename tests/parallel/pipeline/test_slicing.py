@@ -256,3 +256,55 @@ class LogitsOf:
             return run
 
         self.stages = [stage(number) for number in range(len(pipe.stages))]
+
+
+@pytest.fixture
+def alone() -> Any:
+    """A process group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class Residual(nn.Module):
+    """Parameters of code between parts, at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x + self.start)
+        for layer in self.layers[1:]:
+            x = x + layer(x).tanh()
+        return x * self.end
+
+
+def test_stages_are_spread_by_fsdp_part_by_part(alone: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    whole, x = Residual().double(), floats(3, 4)
+    result = whole(x)
+    result.sum().backward()
+    model = copy.deepcopy(whole)
+    model.zero_grad()
+    pipe = split(model, (x,), stages=3)
+    for stage in pipe.stages:
+        for part in stage.parts.values():
+            fully_shard(part, mesh=alone)
+        fully_shard(stage, mesh=alone)
+    for _ in range(2):
+        for stage in pipe.stages:
+            stage.zero_grad()
+        got = pipe(x)
+        got.sum().backward()
+        torch.testing.assert_close(got, result, rtol=0, atol=0)
+        found = {name: p.grad.full_tensor() for stage in pipe.stages for name, p in stage.named_parameters()}
+        torch.testing.assert_close(found, {name: p.grad for name, p in whole.named_parameters()}, rtol=0, atol=1e-13)
+    graph = observe(model, None, (x,), {})
+    assert [call.name for call in graph.calls] == [call.name for call in pipe.graph.calls]
+    again = split(Residual(), (x.float(),), stages=3)
+    for stage in again.stages:
+        fully_shard(stage, mesh=alone, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert again(x.float()).dtype == torch.bfloat16
