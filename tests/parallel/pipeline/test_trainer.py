@@ -17,7 +17,10 @@ import arclight as al
 from arclight import checkpoint
 from arclight.parallel import Pipeline, Plan, PlanError
 from arclight.parallel.pipeline.pieces import parts
+from arclight.trainer.callbacks import MicroBatching
 from arclight.trainer.strategies import select
+from arclight.vision import Detector
+from arclight.vision.settings import Detection
 
 
 class Classifier(al.Module):
@@ -439,3 +442,40 @@ def test_batches_that_cannot_be_cut_are_refused_with_the_hook_that_cuts_them() -
     assert [size for _, size in parts(Ragged(), torch.zeros(5, 2), 3)] == [1, 2, 2]
     with pytest.raises(PlanError, match=r"ZBVZeroBubble computes gradients of weights by themselves.*compile = none"):
         pipeline(2, schedule="ZBVZeroBubble", plan=Plan(compile="aot_eager"))
+
+
+def scenes(count: int, size: int) -> list[dict[str, Any]]:
+    """Batches as a detector's loader gives them; images have unequal numbers of boxes, one of them none."""
+    generator, batches = torch.Generator().manual_seed(4), []
+    for _ in range(count):
+        images = torch.randint(0, 256, (size, 3, 64, 64), generator=generator, dtype=torch.uint8)
+        rows = [(n, 0.0, *(0.3 + 0.1 * k for _ in range(2)), 0.3, 0.2) for n in range(size) for k in range(n)]
+        batches.append({"images": images, "targets": torch.tensor(rows), "paths": [str(n) for n in range(size)]})
+    return batches
+
+
+@pytest.mark.slow
+def test_a_detector_as_it_is(tmp_path: Path) -> None:
+    """Its batches have rows of boxes, its loss branches on them, and its epochs end with a metric over all images."""
+
+    def fitted(folder: str, strategy: Any, *callbacks: al.Callback) -> tuple[list[float], dict[str, float], Any]:
+        torch.manual_seed(1)
+        settings = Detection(data=Path("none"), image_size=64, memory_format="contiguous")
+        detector, record = Detector(settings, names=["code"]), Record()
+        run = trainer(tmp_path / folder, strategy, record, *callbacks, max_epochs=1)
+        run.fit(detector, scenes(3, 4), scenes(2, 3))
+        metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+        return record.losses, metrics, detector
+
+    # What mixes samples (batch normalization) sees micro-batches: the reference is a step in parts, in one process.
+    losses, metrics, alone = fitted("1", "auto", MicroBatching(2))
+    found, others, module = fitted("2", pipeline(2, micro_batches=2))
+    assert found == pytest.approx(losses, rel=1e-4)
+    for name in ("val/loss", "val/map50", "val/recall"):
+        assert others[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-4)
+    before, after = alone.state_dict(), module.state_dict()
+    assert before.keys() == after.keys()
+    counted = [name for name in before if name.endswith("num_batches_tracked")]
+    assert counted
+    assert all(torch.equal(before[name], after[name]) for name in counted)
+    assert all(torch.allclose(before[name], after[name], atol=1e-2) for name in before if "running_mean" in name)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class MicroBatching(Callback):
     """When a training step runs out of memory, do it again in parts, and go on so for the rest of the run.
 
-    The batch is cut along the first dimension of its tensors into parts of at most ``micro_batch_size`` samples, a number
-    that is halved, with a notice, until the step succeeds; None to begin with whole batches. Each part's loss counts by
-    its samples and the optimizer steps once, so that for a loss that is a mean over samples the gradients are those of
-    the whole batch. What mixes samples (batch normalization, contrastive losses) sees the parts only. ``training_step``
-    and the hooks around backward run once for each part. A step that failed in backward had logged already: that batch
-    counts twice in its epoch's means.
+    The batch is cut along the first dimension of its tensors, or by the module's ``part_of_batch(batch, start, stop)``, into
+    parts of at most ``micro_batch_size`` samples, a number that is halved, with a notice, until the step succeeds;
+    None to begin with whole batches. Each part's loss counts by its samples and the optimizer steps once, so that for
+    a loss that is a mean over samples the gradients are those of the whole batch. What mixes samples (batch
+    normalization, contrastive losses) sees the parts only. ``training_step`` and the hooks around backward run once
+    for each part. A step that failed in backward had logged already: that batch counts twice in its epoch's means.
 
     Raises MisconfigurationError with manual optimization, several processes (of which one alone could fail),
     ``accumulate_grad_batches`` above 1, optimizers that take a closure and an overridden ``optimizer_step``; the
@@ -114,7 +114,7 @@ def _backward_in_parts(
     total: torch.Tensor | None = None
     for action in parts.zero_first:
         action()
-    for part, samples in _cut(batch, size, at_most):
+    for part, samples in _cut(trainer.lightning_module, batch, size, at_most):
         if part is not batch:
             current.set(part)
         newest = forward(part, index)
@@ -136,12 +136,13 @@ def _backward_in_parts(
     return {**output, "loss": total} if isinstance(output, Mapping) else total
 
 
-def _cut(batch: Any, size: int, at_most: int) -> Iterator[tuple[Any, int]]:
-    """The parts of a batch, as even as can be, with their numbers of samples."""
+def _cut(module: Module, batch: Any, size: int, at_most: int) -> Iterator[tuple[Any, int]]:
+    """The parts of a batch, as even as can be, with their numbers of samples; as the module cuts them (``part_of_batch``), if it does."""
+    own = getattr(module, "part_of_batch", None)
     count = -(-size // at_most)
     if count <= 1:
         yield batch, size
         return
     bounds = [size * number // count for number in range(count + 1)]
     for start, stop in pairwise(bounds):
-        yield part_of_batch(batch, start, stop, size), stop - start
+        yield part_of_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start
