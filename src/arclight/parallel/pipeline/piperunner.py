@@ -36,7 +36,7 @@ class Result:
     """What a step or an evaluation gave, on every process of the pipeline alike."""
 
     loss: Tensor
-    """Of the whole batch, float64, without a graph; NaN where nothing counted, 0 where there is no loss."""
+    """Of the whole batch, float64, without a graph; NaN where nothing counted, as where there was no loss."""
     count: Tensor
     """What it is the mean over."""
     outputs: Any = None
@@ -126,7 +126,7 @@ class PipeRunner:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, targets: Any = None, outputs: Where = "last", **kwargs: Any) -> Result:
-        """Forward of a batch, on any schedule. Without ``targets`` there is no loss, only outputs, unless the loss is the model's own."""
+        """Forward of a batch, on any schedule. Without ``targets`` there are outputs only, and no loss."""
         pieces, key = self._pieces(args, kwargs, targets)
         wanted = self.reduction if targets is not None else no_loss
         for part in self.engine.parts.values():
