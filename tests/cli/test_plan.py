@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from arclight.cli.plan import parse_bytes
 from arclight.cli.plan_verify import Share, line, verify
 from arclight.cli.schema import Recipe
 from arclight.parallel import Plan
+from arclight.parallel.plan import bytes_of
 from arclight.parallel.planning import estimate
 from arclight.parallel.planning.chain import Chain
 from arclight.parallel.planning.devices import hardware
@@ -156,9 +156,9 @@ def test_replicas_apart_exchange_nothing_in_a_step(recipe: str, typed: Typed) ->
 
 
 def test_bytes_as_people_write_them() -> None:
-    assert parse_bytes("80GB") == 80e9
-    assert parse_bytes("79.5 GiB") == 79.5 * 2**30
-    assert parse_bytes("512mib") == 2**29
+    assert bytes_of("80GB") == 80e9
+    assert bytes_of("79.5 GiB") == 79.5 * 2**30
+    assert bytes_of("512mib") == 2**29
 
 
 OWN = """

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser, write_json
 from arclight.cli.own_module import names_target
-from arclight.parallel.plan import Plan
+from arclight.parallel.plan import Plan, bytes_of
 from arclight.text.settings import Language
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from arclight.parallel.planning.devices import Hardware
     from arclight.parallel.planning.estimates import Estimate
     from arclight.parallel.planning.searching import Found, Limits
-
-UNITS = {"GB": 1e9, "GiB": 2**30, "MB": 1e6, "MiB": 2**20, "TB": 1e12}
 
 
 def plan(arguments: list[str]) -> int:
@@ -178,7 +175,7 @@ def _limits(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpus:
     open_to_choice = {"ep", "micro_batches"} if fixed.get("replicas") == "apart" else {"pp", "ep", "micro_batches"}
     alone = fixed | dict.fromkeys(fixed.keys() & open_to_choice, 1)
     Plan(**alone)  # what contradicts itself is said at once
-    return Limits(gpus, parse_bytes(options.memory) if options.memory else 0.95 * device.memory * 2**30, fixed)
+    return Limits(gpus, bytes_of(options.memory) if options.memory else 0.95 * device.memory * 2**30, fixed)
 
 
 def _fixed(word: str) -> tuple[str, Any]:
@@ -190,19 +187,6 @@ def _fixed(word: str) -> tuple[str, Any]:
     if isinstance(known[name], bool):
         return name, {"true": True, "false": False}.get(text.lower(), text)
     return name, int(text) if text.isdigit() else text
-
-
-def parse_bytes(text: str) -> float:
-    """Bytes of "80GB", "79.1 GiB", ... Raises UsageError for anything else."""
-    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]+)", text.strip())
-    unit = {name.lower(): size for name, size in UNITS.items()}.get(found[2].lower()) if found else None
-    try:
-        size = float(found[1]) * unit if found and unit else 0.0
-    except ValueError:
-        size = 0.0
-    if size <= 0:
-        raise UsageError(f"--memory {text}: write a number and a unit, as 80GB; units are {', '.join(UNITS)}")
-    return size
 
 
 def as_json(chain: Chain, device: Hardware, found: Found) -> dict[str, Any]:

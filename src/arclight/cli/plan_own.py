@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.cli import own_module
 from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.parallel.plan import bytes_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -196,9 +197,7 @@ def _first_samples(tree: Any, whole: int, samples: int) -> Any:
 
 
 def _limit(options: argparse.Namespace, device: Hardware) -> float:
-    from arclight.cli.plan import parse_bytes
-
-    return parse_bytes(options.memory) if options.memory else 0.95 * device.memory * 2**30
+    return bytes_of(options.memory) if options.memory else 0.95 * device.memory * 2**30
 
 
 def _choose(costs: tuple[ModelCosts, ...], samples: int, device: Hardware, options: argparse.Namespace) -> Choice:

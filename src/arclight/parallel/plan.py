@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,18 @@ if TYPE_CHECKING:
 
 class PlanError(ValueError):
     """A plan that cannot be carried out, said before anything is built: what does not fit, and what would."""
+
+
+UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12, "kB": 1e3, "KiB": 2.0**10}
+
+
+def bytes_of(text: str) -> float:
+    """Bytes of "80GB", "79.1 GiB", ... (in any case of letters). Raises PlanError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)", text.strip())
+    unit = {name.lower(): size for name, size in UNITS.items()}.get(found[2].lower()) if found else None
+    if found is None or unit is None or not float(found[1]):
+        raise PlanError(f"memory {text}: write a number and a unit, as 80GB; units are {', '.join(UNITS)}")
+    return float(found[1]) * unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from tests.parallel.pipeline.chains import GPT2
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline.bubbles import peak_bytes
 from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
-from arclight.parallel.pipeline.planner import Choice, agreed, bytes_of, choose, micro_batch_numbers
+from arclight.parallel.pipeline.planner import Choice, agreed, choose, micro_batch_numbers
 from arclight.parallel.pipeline.simulation import simulate
 
 
@@ -148,9 +148,7 @@ def test_contradictions_are_said(options: dict[str, object], message: str) -> No
         choose(blocks(1.0, 1.0, 1.0, 1.0), 8, **options)  # type: ignore[arg-type]
 
 
-def test_bytes_and_micro_batches() -> None:
-    assert bytes_of("22GiB") == 22 * 2**30
-    assert bytes_of("1.5 mb") == 1.5e6
+def test_numbers_of_micro_batches_are_divisors_and_rounds() -> None:
     assert micro_batch_numbers(10, 4) == [1, 2, 4, 5, 8, 10]
     assert max(micro_batch_numbers(1000, 4)) <= 64
 

@@ -12,9 +12,9 @@ from arclight.parallel.pipeline.costs import ModelCosts
 from arclight.parallel.pipeline.graph import UnitGraph
 from arclight.parallel.pipeline.measuring import predict
 from arclight.parallel.pipeline.pieces import Reduction
-from arclight.parallel.pipeline.planner import bytes_of, choose
+from arclight.parallel.pipeline.planner import choose
 from arclight.parallel.pipeline.upstream import schedule_kind
-from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.plan import Plan, PlanError, bytes_of
 
 Step = Callable[..., Any]
 AUTOMATIC = ("1F1B", "ZB-H1", "ZBVZeroBubble", "V-Half")

@@ -11,7 +11,6 @@ The same costs give the same choice, so that all processes of a run choose alike
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from arclight.parallel.pipeline.bubbles import busy
 from arclight.parallel.pipeline.costs import Link
 from arclight.parallel.pipeline.options import Costs, Forecast, Option, Setting
-from arclight.parallel.plan import PlanError
+from arclight.parallel.plan import PlanError, bytes_of
 
 GIB = 2**30
 SCHEDULES = (
@@ -149,15 +148,6 @@ def agreed(costs: Costs, group: dist.ProcessGroup | None = None) -> Costs:
     dist.broadcast_object_list(box, dist.get_global_rank(group, 0) if group is not None else 0, group=group)
     found: Costs = box[0]
     return found
-
-
-def bytes_of(text: str) -> float:
-    """Bytes of "22GiB", "80 GB", ... Raises PlanError for anything else."""
-    units = {"gb": 1e9, "gib": 2.0**30, "mb": 1e6, "mib": 2.0**20, "tb": 1e12, "kib": 2.0**10, "kb": 1e3}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
-    if found is None or found[2].lower() not in units or not float(found[1]):
-        raise PlanError(f"memory = {text!r}: write a number and a unit, as 22GiB or 80GB")
-    return float(found[1]) * units[found[2].lower()]
 
 
 def micro_batch_numbers(batch: int, processes: int) -> list[int]:
