@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import Pipe, split
@@ -289,3 +291,82 @@ def test_cutting_and_first_runs_draw_no_random_numbers_of_their_own(frontend: An
     pipe = split(model, (x,), stages=3, frontend=frontend)
     torch.testing.assert_close(torch.get_rng_state(), before)
     torch.testing.assert_close(pipe(x), expected, rtol=0, atol=0)
+
+
+class Blocks(nn.Module):
+    """Four blocks, and a forward that uses them in a way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 8), "down": nn.Linear(8, 8)}) if way == "modules" else self.block(way)
+            for _ in range(4)
+        )
+
+    @staticmethod
+    def block(way: str) -> nn.Module:
+        class Block(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+        return Block()
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            if self.way == "members":
+                x = x + block.down(torch.relu(block.up(x)))
+            elif self.way == "modules":
+                x = x + block["down"](torch.relu(block["up"](x)))
+            elif self.way in ("checkpoint", "reentrant"):
+                x = x + checkpoint(block, x, use_reentrant=self.way == "reentrant")
+        return x
+
+
+@pytest.mark.parametrize("way", ["members", "modules", "checkpoint"])
+def test_blocks_are_used_in_any_way(way: str) -> None:
+    model = Blocks(way)
+    whole, x = copy.deepcopy(model), torch.randn(3, 8)
+    pipe = split(model, (x,), stages=3, frontend="slice")
+    expected, result = whole(x), pipe(x)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    expected.sum().backward()
+    result.sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(whole), rtol=0, atol=0)
+
+
+def test_gradients_that_would_be_lost_in_a_reentrant_checkpoint_are_refused() -> None:
+    pipe = split(Blocks("reentrant"), (torch.randn(3, 8),), stages=2, frontend="slice")
+    with pytest.raises(PlanError, match=r"reentrant checkpoint.*use_reentrant=False"):
+        pipe(torch.randn(3, 8, requires_grad=True))
+
+
+def test_results_that_hooks_take_out_of_blocks_are_never_of_some_stages_only() -> None:
+    config = transformers.BertConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=48,
+        attn_implementation="eager",
+    )
+    bert, tokens = transformers.BertModel(config), torch.randint(48, (2, 6))
+    fresh = copy.deepcopy(bert)
+    with pytest.raises(PlanError, match=r"what encoder\.layer\.0 computes and does not return"):
+        split(bert, ((tokens,), {"output_attentions": True}), stages=2, frontend="slice")
+    late = split(bert, (tokens,), stages=2)
+    for _ in range(3):
+        with pytest.raises(PlanError, match=r"the result needs what encoder\.layer\.0 returned"):
+            late(tokens, output_attentions=True)
+    with pytest.warns(UserWarning, match="traced graph"):
+        pipe = split(fresh, ((tokens,), {"output_attentions": True}), stages=2)
+    torch.manual_seed(1)
+    expected = fresh(tokens, output_attentions=True)
+    torch.manual_seed(1)
+    result = pipe(tokens, output_attentions=True)
+    assert len(result.attentions) == 4
+    torch.testing.assert_close(result.attentions, expected.attentions)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -31,6 +34,18 @@ class Run:
     received: dict[Value, Tensor]
     kept: dict[Value, Any] = field(default_factory=dict)
     next: int = 0
+    differentiated: bool = field(default_factory=torch.is_grad_enabled)
+
+
+def _refuse_reentrant(path: str) -> None:
+    """Raise PlanError within a checkpoint that switches gradients off: what is sent on from there would have none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name == "forward":
+            raise PlanError(
+                f"{path} is called within a reentrant checkpoint, out of which no gradient leads to other stages: give it use_reentrant=False"
+            )
+        frame = frame.f_back
 
 
 def _by_call(values: Sequence[Value]) -> dict[int, list[Value]]:
@@ -62,7 +77,12 @@ class StageCalls:
     def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run, path = self.run, turn.turn_path
         if run is None:
-            raise PlanError(f"{path} is called outside of a forward of stage {self.number}")
+            if path not in self.own:
+                raise PlanError(f"{path} is called outside of a forward of stage {self.number}")
+            parent, name = self.own[path]
+            return parent._modules[name](*args, **kwargs)  # type: ignore[misc]  # a checkpoint around it computes it again
+        if run.differentiated and not torch.is_grad_enabled():
+            _refuse_reentrant(path)
         number, calls = run.next, self.cuts.graph.calls
         if number >= len(calls) or calls[number].name != path:
             expected = calls[number].name if number < len(calls) else "none"

@@ -58,12 +58,16 @@ def observe(
     for name, parameter in root.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise PlanError(f"{name} has no shape yet: call the model once before it is cut")
-    closed: set[str] = set()
+    closed, opened = set[str](), set[str]()
     while True:
-        units = choose(root, at, closed)
+        units = choose(root, at, closed, opened)
         seen = _Observer(root, units)
         try:
-            return seen.run(function, args, kwargs)
+            graph = seen.run(function, args, kwargs)
+            bypassed = seen.bypassed(graph) - opened - closed
+            if not bypassed:
+                return graph
+            opened |= bypassed
         except HoleError as error:
             path = seen.innermost(error)
             if not path and open_end and seen.all_used():
@@ -73,13 +77,15 @@ def observe(
             closed.add(path)
 
 
-def choose(root: nn.Module, at: Collection[str] = (), closed: Collection[str] = ()) -> set[str]:
-    """Paths of the modules that are the parts of ``root``. closed: not looked into. Raises PlanError for a name that is none."""
+def choose(
+    root: nn.Module, at: Collection[str] = (), closed: Collection[str] = (), opened: Collection[str] = ()
+) -> set[str]:
+    """Paths of the modules that are the parts of ``root``. closed: not looked into. opened: no parts. Raises PlanError for a name that is none."""
     total = sum(parameter.numel() for parameter in root.parameters()) or 1
     units: set[str] = set()
 
     def visit(path: str, module: nn.Module, member: bool) -> None:
-        wanted = any(name.startswith(path + ".") if path else True for name in at)
+        wanted = path in opened or any(name.startswith(path + ".") if path else True for name in at)
         weights = sum(parameter.numel() for parameter in module.parameters())
         if path and not wanted:
             looked_into = path not in closed and not path.startswith(tuple(c + "." for c in closed)) and _opens(module)
@@ -163,7 +169,8 @@ class _Observer:
 
     def _graph(self, result: Any) -> UnitGraph:
         found = list(holes_of(tree_flatten(result)[0]))
-        inside = next((one for one in found if not one.origin.sources and one.of in self.units), None)
+        of_parts = (one for one in found if one.of in self.units)
+        inside = next((o for o in of_parts if all(isinstance(source, Draw) for source in o.origin.sources)), None)
         if inside is not None:
             raise HoleError(
                 f"the result holds what {inside.of} computes and does not return (a hook takes it?): let it be returned"
@@ -195,6 +202,18 @@ class _Observer:
         aliases = {name: first for name, first in self.names.items() if name != first}
         return UnitGraph(tuple(self.calls), result, rewritten=frozenset(self.rewritten), aliases=aliases)
 
+    def bypassed(self, graph: UnitGraph) -> set[str]:
+        """Parts that are not called themselves, while code around them uses what is in them."""
+        loose = {name for call in graph.calls for name in call.parameters if not name.startswith(f"{call.name}.")}
+        loose.update(graph.result_parameters)
+        idle = self.units - {call.name for call in graph.calls}
+        return {
+            path
+            for path in idle
+            if any(self.names.get(name) in loose for name in self.names if name.startswith(f"{path}."))
+            and any(True for _ in self.root.get_submodule(path).children())
+        }
+
     def innermost(self, error: BaseException) -> str | None:
         """The path of the module whose code was running when ``error`` was raised."""
         path, trace = None, error.__traceback__
@@ -216,6 +235,7 @@ class _Observer:
         part = copy_tree(module, lambda *_: None, lambda inner, new: self._without_data(_join(path, inner), new))
         for inner in part.modules():
             inner.training = True
+        self.templates.listen(path, part)
         return turn(path, part, self, module)
 
     def real(self, _: Turn) -> None:

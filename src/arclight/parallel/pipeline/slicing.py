@@ -159,6 +159,7 @@ class Sliced:
                 shown = module
             elif uses & (mine | set(sent)):
                 shown = copy_tree(module, lambda *_: None, lambda inner, new: link(_join(path, inner), new))
+                self.templates.listen(path, shown)
             else:
                 shown = self.templates.part(path)
             return turn(path, shown, stage, module)

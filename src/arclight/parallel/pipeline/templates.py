@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from arclight.parallel.pipeline.holes import Hole, HoleError, hole_like
-from arclight.parallel.pipeline.turns import copy_tree, walk
+from arclight.parallel.pipeline.turns import HOOKS, copy_tree, walk
 from arclight.parallel.plan import PlanError
 
 
@@ -40,6 +41,7 @@ class Templates:
         self._originals = {path: module for path, module in walk(root) if path in units}
         self._parts: dict[str, nn.Module] = {}
         self._known: dict[Any, Template] = {}
+        self._hooks: dict[str, int] = {}
 
     def part(self, path: str) -> nn.Module:
         """The module at ``path`` as a copy without data, made when it is first asked for."""
@@ -47,8 +49,14 @@ class Templates:
             made = copy_tree(self._originals[path], lambda *_: None, lambda _, new: self._empty(path, new))
             made._forward_hooks.clear()  # those of who stands for it are called
             made._forward_pre_hooks.clear()
-            self._parts[path] = made
+            self._parts[path], self._hooks[path] = made, _hooks_inside(made)
         return self._parts[path]
+
+    def listen(self, path: str, shown: nn.Module) -> None:
+        """``shown`` stands for the part at ``path``: hooks put on modules inside of it are called where those inside of the part are."""
+        for own, other in itertools.islice(zip(self.part(path).modules(), shown.modules(), strict=True), 1, None):
+            for name in HOOKS:
+                own.__dict__[name] = other.__dict__[name]
 
     def let_go(self) -> None:
         """Make all copies, and forget the model that they were made of."""
@@ -79,9 +87,10 @@ class Templates:
     def find(self, path: str, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Template:
         """What the part at ``path`` returns for such arguments. Raises PlanError where that depends on their data."""
         key = (path, training, *_autocast(), signature((args, kwargs)))
-        found = self._known.get(key)
+        part = self.part(path)
+        # Code of the model may have put hooks inside since: what they take there must come, or be missed, each time.
+        found = self._known.get(key) if _hooks_inside(part) == self._hooks[path] else None
         if found is None:
-            part = self.part(path)
             if part.training is not training:
                 part.train(training)
             here = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -201,6 +210,10 @@ def writes_of(tensor: Tensor) -> int:
     return tensor.origin.memory.writes if isinstance(tensor, Hole) else tensor._version
 
 
+def _hooks_inside(part: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in part.modules())
+
+
 def _autocast() -> tuple[torch.dtype | None, ...]:
     return tuple(torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda"))
 
@@ -223,6 +236,11 @@ def _sign(tree: Any, found: list[Any], deep: int) -> None:
     kind = type(tree)
     found.append(kind)
     if isinstance(tree, Tensor):
+        if tree.is_nested:
+            raise PlanError(
+                "a nested tensor comes between the parts of the model, which no stage can be told the size of: build it without them "
+                "(nn.TransformerEncoder(..., enable_nested_tensor=False))"
+            )
         found += (tree.shape, tree.dtype)
     elif kind in _PLAIN:
         found.append(tree)

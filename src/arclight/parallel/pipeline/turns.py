@@ -141,7 +141,7 @@ def _code(hook: Any) -> Any:
     return getattr(getattr(hook, "__func__", hook), "__code__", hook)
 
 
-_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
           "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def turn(path: str, stands_for: nn.Module, conductor: Conductor, original: nn.Mo
     del made.__dict__["training"]
     for name in ("_parameters", "_buffers", "_modules"):
         made.__dict__[name] = stands_for.__dict__[name]
-    for name in _HOOKS:
+    for name in HOOKS:
         hooks = original.__dict__[name]
         made.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not _spreads(hook))
     made.__dict__.update(_path=path, _stands_for=stands_for, _conductor=conductor)
