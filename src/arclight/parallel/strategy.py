@@ -32,7 +32,7 @@ from arclight.parallel.pipeline.choosing import Wishes
 from arclight.parallel.pipeline.cut import can_be_cut_by_deletion
 from arclight.parallel.pipeline.install import check as check_pipeline
 from arclight.parallel.pipeline.install import install
-from arclight.parallel.pipeline.spreading import check_steps, is_runnable, spread_steps
+from arclight.parallel.pipeline.spreading import check_steps, is_runnable, only_stages, shares_parameters, spread_steps
 from arclight.parallel.pipeline.steps import Steps
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.shard import Types
@@ -181,6 +181,12 @@ class PlanStrategy(ShardedStrategy):
         self._refuse_scaler()
         install(module, self.mesh, lambda model, part: parallelize(model, self.mesh, root=part, **options), self.device)
         return StepRoot(module, shared=False)
+
+    def _cuts_steps(self, module: nn.Module) -> bool:
+        """Whether the steps are cut, and not the model by what its parts are called: for modules that are not written for that, and for
+        models of which two parts share a parameter.
+        """
+        return not is_runnable(module) or (only_stages(self.plan) and shares_parameters(module.model))
 
     def _cut_steps(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         """The module's own steps cut into stages: it keeps what this process's have."""

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.parallel import Pipeline, Plan, PlanError
+from arclight.parallel import Pipeline, Plan, PlanError, initialize
 from arclight.parallel.pipeline.pieces import parts
+from arclight.parallel.running import batch_loss
+from arclight.text import build_model
 from arclight.trainer.callbacks import MicroBatching
 from arclight.trainer.strategies import select
 from arclight.vision import Detector
@@ -479,3 +481,51 @@ def test_a_detector_as_it_is(tmp_path: Path) -> None:
     assert counted
     assert all(torch.equal(before[name], after[name]) for name in counted)
     assert all(torch.allclose(before[name], after[name], atol=1e-2) for name in before if "running_mean" in name)
+
+
+class Runnable(Tiny):
+    """A module that is written for runners, whose embeddings are tied."""
+
+    runner: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        sizes = {"vocab_size": 40, "dim": 16, "layers": 4, "heads": 2, "kv_heads": 2, "hidden": 24}
+        self.model = build_model("llama3-debug", **sizes, tied=True).double()
+        initialize(self.model, 3)
+
+    def split_batch(self, batch: Any) -> Any:
+        return (batch["tokens"][:, :-1],), {"positions": None}, batch["labels"][:, 1:]
+
+    def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total = cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return total, (targets != -100).sum()
+
+    def loss_of(self, batch: Any) -> Tensor:
+        total, count = batch_loss(self, batch)
+        return total / count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [pipeline(2), Plan(pp=2).strategy(start_method="fork")], ids=["wish", "plan"])
+def test_modules_for_runners_may_have_tied_embeddings_too(tmp_path: Path, strategy: Any) -> None:
+    def fitted(folder: str, chosen: Any) -> Any:
+        module = Runnable()
+        trainer(tmp_path / folder, chosen, max_epochs=1).fit(module, sentences(18, 6, True))
+        return module
+
+    assert largest_difference(fitted("2", strategy), fitted("1", "auto")) < 1e-12
+
+
+class Other(Classifier):
+    """A validation step that comes back to an earlier part."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.model(self.model[:-1](batch[0])).mean())
+
+
+@pytest.mark.slow
+def test_a_step_that_comes_back_to_an_earlier_stage_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"validation_step calls model.0 .stage 0. after parts of stage 1"):
+        fit(tmp_path, pipeline(2, micro_batches=4, schedule="1F1B"), Other())

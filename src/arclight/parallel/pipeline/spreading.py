@@ -18,6 +18,7 @@ from arclight.parallel.initial import declarations, materialize
 from arclight.parallel.pipeline.agreement import Statement
 from arclight.parallel.pipeline.beginning import begin
 from arclight.parallel.pipeline.choosing import Chosen, Wishes, choose_for
+from arclight.parallel.pipeline.cut import refuse_shared
 from arclight.parallel.pipeline.engine import Engine
 from arclight.parallel.pipeline.holding import outline
 from arclight.parallel.pipeline.parts import Line
@@ -36,6 +37,20 @@ if TYPE_CHECKING:
 def is_runnable(module: nn.Module) -> bool:
     """Whether a module is written for runners (`arclight.parallel.running.Runnable`), so that its steps need not be cut."""
     return all(hasattr(module, name) for name in ("model", "runner", "split_batch", "loss"))
+
+
+def only_stages(plan: Plan) -> bool:
+    """Whether the plan spreads nothing within a stage but samples and shares of weights."""
+    return plan.cp == plan.tp == plan.ep == 1
+
+
+def shares_parameters(model: Any) -> bool:
+    """Whether parts of ``model`` share a parameter, so that it cannot be cut by deletion."""
+    try:
+        refuse_shared(model)
+    except PlanError:
+        return True
+    return False
 
 
 def check_steps(plan: Plan, module: nn.Module) -> None:

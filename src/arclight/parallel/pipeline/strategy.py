@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.parallel.pipeline.choosing import Wishes, check_memory
 from arclight.parallel.pipeline.pieces import REDUCTIONS, Reduction
+from arclight.parallel.pipeline.spreading import only_stages
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.strategy import PlanStrategy
 
@@ -66,6 +68,9 @@ class Pipeline(PlanStrategy):
     @property
     def in_stages(self) -> bool:
         return True
+
+    def _cuts_steps(self, module: nn.Module) -> bool:
+        return only_stages(self.plan) or super()._cuts_steps(module)
 
     def attach(
         self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
