@@ -437,3 +437,14 @@ def test_stages_do_not_keep_the_model() -> None:
     assert all(parameter() is None for parameter in gone)
     assert kept
     assert all(parameter() is not None for parameter in kept)
+
+
+def test_modules_with_parametrizations_and_modules_of_torch_are_parts() -> None:
+    normed = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(4)))
+    pipe = same(normed, ((floats(3, 4),), {}), stages=2)
+    assert [call.name for call in pipe.graph.calls] == ["0", "1", "2", "3"]
+    attending = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3, enable_nested_tensor=False
+    )
+    pipe = same(attending, ((floats(2, 5, 8),), {}), ((floats(3, 4, 8),), {}), stages=3)
+    assert [call.name for call in pipe.graph.calls] == ["layers.0", "layers.1", "layers.2"]

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -31,8 +32,6 @@ from arclight.parallel.plan import PlanError
 
 _DEEP = 3
 """How far into the attributes of other objects tensors are looked for."""
-_LISTS = (nn.ModuleList, nn.ModuleDict)
-"""What cannot be called, so that somebody calls its members."""
 _LARGE = 1 / 8
 """A repeated block that holds more of the model than this, and has repeated blocks itself, is taken apart."""
 
@@ -94,7 +93,7 @@ def choose(
             if (weights and not looked_into) or path in at or _drops(module):
                 units.add(path)
                 return
-        alike = isinstance(module, _LISTS) or (isinstance(module, nn.Sequential) and _alike(module))
+        alike = _is_list(module) or (isinstance(module, nn.Sequential) and _alike(module))
         for name, child in module._modules.items():
             if child is not None:
                 visit(f"{path}.{name}" if path else name, child, alike)
@@ -105,13 +104,20 @@ def choose(
 
 def _opens(module: nn.Module) -> bool:
     """Whether a module that is no block is looked into: it has blocks."""
-    lists = (part for part in module.modules() if isinstance(part, _LISTS))
+    lists = (part for part in module.modules() if _is_list(part))
     return any(next(part.parameters(), None) is not None for part in lists) or _repeats(module)
 
 
 def _repeats(module: nn.Module, deep: bool = False) -> bool:
     """Whether a list of modules that are alike is in it. deep: only such whose members consist of modules."""
-    return any(isinstance(part, (*_LISTS, nn.Sequential)) and _alike(part, deep) for part in module.modules())
+    return any((_is_list(part) or isinstance(part, nn.Sequential)) and _alike(part, deep) for part in module.modules())
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether it cannot be called, so that somebody calls its members. Parametrizations are kept in such, and called by none."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward:
+        return False
+    return not any(isinstance(member, ParametrizationList) for member in module.children())
 
 
 def _alike(container: nn.Module, deep: bool = False) -> bool:
