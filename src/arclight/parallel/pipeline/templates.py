@@ -41,6 +41,7 @@ class Templates:
         self._originals = {path: module for path, module in walk(root) if path in units}
         self._parts: dict[str, nn.Module] = {}
         self._known: dict[Any, Template] = {}
+        self._inside: dict[str, list[Mapping[int, Any]]] = {}
         self._hooks: dict[str, int] = {}
 
     def part(self, path: str) -> nn.Module:
@@ -49,7 +50,8 @@ class Templates:
             made = copy_tree(self._originals[path], lambda *_: None, lambda _, new: self._empty(path, new))
             made._forward_hooks.clear()  # those of who stands for it are called
             made._forward_pre_hooks.clear()
-            self._parts[path], self._hooks[path] = made, _hooks_inside(made)
+            self._parts[path], self._inside[path] = made, _hooks_inside(made)
+            self._hooks[path] = sum(map(len, self._inside[path]))
         return self._parts[path]
 
     def listen(self, path: str, shown: nn.Module) -> None:
@@ -57,6 +59,7 @@ class Templates:
         for own, other in itertools.islice(zip(self.part(path).modules(), shown.modules(), strict=True), 1, None):
             for name in HOOKS:
                 own.__dict__[name] = other.__dict__[name]
+        self._inside[path] = _hooks_inside(self.part(path))
 
     def let_go(self) -> None:
         """Make all copies, and forget the model that they were made of."""
@@ -89,7 +92,7 @@ class Templates:
         key = (path, training, *_autocast(), signature((args, kwargs)))
         part = self.part(path)
         # Code of the model may have put hooks inside since: what they take there must come, or be missed, each time.
-        found = self._known.get(key) if _hooks_inside(part) == self._hooks[path] else None
+        found = self._known.get(key) if sum(map(len, self._inside[path])) == self._hooks[path] else None
         if found is None:
             if part.training is not training:
                 part.train(training)
@@ -210,8 +213,8 @@ def writes_of(tensor: Tensor) -> int:
     return tensor.origin.memory.writes if isinstance(tensor, Hole) else tensor._version
 
 
-def _hooks_inside(part: nn.Module) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in part.modules())
+def _hooks_inside(part: nn.Module) -> list[Mapping[int, Any]]:
+    return [hooks for module in part.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
 
 
 def _autocast() -> tuple[torch.dtype | None, ...]:
