@@ -1,4 +1,4 @@
-"""What the README says is what happens: its code runs, in order, in an empty folder."""
+"""What the README and the guides say is what happens: their code runs, in order, in an empty folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def block(language: str) -> str:
-    """The block of README.md marked as tested, in one language."""
-    found = re.search(rf"<!-- tested -->\n```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert found, f"README.md has no tested block in {language}"
+def block(language: str, page: str = "README.md") -> str:
+    """The block of a page marked as tested, in one language."""
+    found = re.search(rf"<!-- tested -->\n```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert found, f"{page} has no tested block in {language}"
     return found.group(1)
 
 
@@ -48,6 +48,15 @@ def test_shell(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "lm-hf" / "model.safetensors").exists()
 
 
+def test_pipelines(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the guide cuts a model of transformers")
+    (tmp_path / "example.py").write_text(block("python", "docs/pipelines.md"))
+    cuts, names = run([sys.executable, "example.py"], tmp_path).strip().splitlines()
+    assert cuts.endswith("{'transformer.wte.weight': (0, 3)}")
+    assert "transformer.h." in names
+    assert "https://" not in (tmp_path / "predicted.html").read_text()
+
+
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()))
@@ -56,5 +65,6 @@ def test_make_targets_exist() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
-        assert (ROOT / target).exists(), target
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"

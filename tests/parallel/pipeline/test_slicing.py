@@ -223,6 +223,9 @@ def test_results_that_gather_state_of_several_stages_are_refused() -> None:
     tokens = torch.randint(0, 20, (2, 6))
     with pytest.raises(PlanError, match=r"DynamicCache.*use_cache=False"):
         split(model, {"input_ids": tokens, "use_cache": True}, stages=2)
+    assert model.config.use_cache
+    assert split(model, {"input_ids": tokens}, stages=2)(input_ids=tokens).past_key_values is None
+    assert model.config.use_cache
     pipe = split(model, {"input_ids": tokens, "use_cache": False, "output_hidden_states": True}, stages=2)
     wanted = model(tokens, use_cache=False, output_hidden_states=True)
     got = pipe(input_ids=tokens, use_cache=False, output_hidden_states=True)

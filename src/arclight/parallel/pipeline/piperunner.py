@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -283,6 +284,11 @@ def _kind(schedule: str, stages: int, ranks: int) -> ScheduleKind:
 
 def line_of(pipe: Pipe, schedule: str, group: dist.ProcessGroup | None, device: torch.device | None = None) -> Line:
     """Where this process stands in the pipeline that `Pipe.on` makes. Raises PlanError for stages and processes that do not fit."""
+    if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise PlanError(
+            f"this is one of {os.environ['WORLD_SIZE']} processes that have not met, and each would train alone: call "
+            "torch.distributed.init_process_group first"
+        )
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         group = dist.group.WORLD
     elif group is not None and dist.get_world_size(group) == 1:

@@ -5,6 +5,7 @@ Nothing here changes the tree that is copied. A copy has the same classes, its o
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 
 
 def shell(module: nn.Module) -> nn.Module:
-    """``module`` without its depth: its class, its attributes, dicts (children, parameters, buffers, hooks) of its own."""
+    """``module`` without its depth: its class, its attributes, dicts (children, parameters, buffers, hooks) of its own.
+
+    Models of transformers that return caches of keys and values unless they are told not to are told: no stage has all of one.
+    """
     made: nn.Module = object.__new__(type(module))
     for name, value in module.__dict__.items():
         if name == "_compiled_call_impl":
@@ -29,6 +33,10 @@ def shell(module: nn.Module) -> nn.Module:
         elif isinstance(value, types.MethodType) and value.__self__ is module:
             value = types.MethodType(value.__func__, made)  # a forward that was put on the instance
         made.__dict__[name] = value
+    config = made.__dict__.get("config")
+    if getattr(config, "use_cache", None) is True:
+        made.__dict__["config"] = config = copy.copy(config)
+        config.use_cache = False
     return made
 
 
