@@ -157,8 +157,10 @@ def test_names_and_wishes() -> None:
     assert chosen.plan.pp == chosen.world_size == 2
     with pytest.raises(PlanError, match="reduction = 'mean' is not known; choose one of token_mean, micro_mean, sum"):
         Pipeline(2, reduction="mean")  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="memory = '22 apples': write a number and a unit, as 22GiB"):
+    with pytest.raises(PlanError, match="memory 22 apples: write a number and a unit"):
         Pipeline(2, memory="22 apples")
+    with pytest.raises(PlanError, match="memory = 0 is no size"):
+        Pipeline(2, memory=0)
     with pytest.raises(PlanError, match="no pipeline schedule 'ring'"):
         Pipeline(2, schedule="ring")
 
