@@ -33,7 +33,7 @@ def shell(module: nn.Module) -> nn.Module:
         elif isinstance(value, types.MethodType) and value.__self__ is module:
             value = types.MethodType(value.__func__, made)  # a forward that was put on the instance
         made.__dict__[name] = value
-    config = made.__dict__.get("config")
+    config: Any = made.__dict__.get("config")
     if getattr(config, "use_cache", None) is True:
         made.__dict__["config"] = config = copy.copy(config)
         config.use_cache = False
