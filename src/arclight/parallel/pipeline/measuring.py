@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from arclight.parallel.pipeline.about import NamedAsTheModel, about
 from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
 from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
 from arclight.parallel.pipeline.passes import Clock, Done, Pass, Roofline, arguments_of
@@ -137,13 +138,6 @@ def _done(
             ) from error
 
 
-class OneCall(Protocol):
-    """A stage of one call; see `splitting.StageModule`."""
-
-    receives: tuple[Value, ...]
-    sends: tuple[Value, ...]
-
-
 class _InTurn(nn.Module):
     def __init__(self, stages: Sequence[Any]) -> None:
         super().__init__()
@@ -157,7 +151,7 @@ class _InTurn(nn.Module):
 
 
 def predict_stages(
-    stages: Sequence[OneCall], model: nn.Module, graph: UnitGraph, example: Any, *, device: Hardware | str | None = None
+    stages: Sequence[NamedAsTheModel], model: nn.Module, graph: UnitGraph, example: Any, *, device: Hardware | str | None = None
 ) -> ModelCosts:  # fmt: skip
     """As :func:`predict`, of stages that have a call of ``graph`` each, which need be no modules of ``model`` (a traced graph)."""
     figures = _figures(model, device)
@@ -165,7 +159,7 @@ def predict_stages(
     calls = []
     for number, stage in enumerate(whole.stages):
         own = tuple(f"stages.{number}.{name}" for name, _ in stage.named_parameters())
-        reads = frozenset(Value(number - 1, leaf) for leaf in range(len(stages[number].receives)))
+        reads = frozenset(Value(number - 1, leaf) for leaf in range(len(about(stages[number]).receives)))
         calls.append(Call(f"stages.{number}", own, reads, graph.calls[number].outputs))
     in_turn = UnitGraph(tuple(calls), frozenset())
     done = _done(whole, lambda copied: copied, in_turn, example, figures)

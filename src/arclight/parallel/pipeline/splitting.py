@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.about import About, NamedAsTheModel
 from arclight.parallel.pipeline.beginning import begin
 from arclight.parallel.pipeline.costs import ModelCosts, UnitCost
 from arclight.parallel.pipeline.cuts import Cuts, MultiUse
-from arclight.parallel.pipeline.graph import UnitGraph, Value
+from arclight.parallel.pipeline.graph import UnitGraph
 from arclight.parallel.pipeline.holding import outline
 from arclight.parallel.pipeline.holes import HoleError
 from arclight.parallel.pipeline.loading import Loaded, load
@@ -39,14 +40,11 @@ Policy = Callable[[UnitGraph, int], Sequence[int]]
 """``(graph, stages)``: the first call of each stage."""
 
 
-class StageModule(nn.Module):
+class StageModule(NamedAsTheModel):
     """One stage of a model: its parameters under their names in the model, and its part of the forward."""
 
     def __init__(self, root: nn.Module, cuts: Cuts, number: int, home: torch.device | None = None) -> None:
-        super().__init__()
-        self.number = number
-        self.receives: tuple[Value, ...] = cuts.crossing(number)
-        self.sends: tuple[Value, ...] = cuts.crossing(number + 1)
+        super().__init__(About(number, cuts.crossing(number), cuts.crossing(number + 1)))
         self._sliced = Sliced(root, None, cuts, [number], self, home)
         self.training = root.training
 
@@ -55,11 +53,9 @@ class StageModule(nn.Module):
 
         Returns the tensors of ``sends``; on the last stage what the model returns.
         """
-        return self._sliced.run(self.number, received, args, dict(kwargs or {}))
+        return self._sliced.run(self._about.number, received, args, dict(kwargs or {}))
 
-    @property
-    def parts(self) -> dict[str, nn.Module]:
-        """The modules that this stage calls, by path. Modules above them are never called themselves."""
+    def _parts(self) -> dict[str, nn.Module]:
         return self._sliced.parts
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -89,7 +85,8 @@ class StageModule(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"stage {self.number}, receives {len(self.receives)}, sends {len(self.sends)}"
+        known = self._about
+        return f"stage {known.number}, receives {len(known.receives)}, sends {len(known.sends)}"
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

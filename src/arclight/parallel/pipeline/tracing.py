@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from arclight.parallel.pipeline.about import About, NamedAsTheModel
 from arclight.parallel.pipeline.cuts import SENT, Cuts
 from arclight.parallel.pipeline.exporting import Exported, Frame, export
 from arclight.parallel.pipeline.graph import UnitGraph, Value
@@ -39,7 +40,7 @@ class _Program:
         return self  # nothing in it changes
 
 
-class TracedStage(nn.Module):
+class TracedStage(NamedAsTheModel):
     """One stage: its part of the graph, over the model's live parameters under all of their names.
 
     ``forward(*received, args=..., kwargs=...)`` takes what :attr:`receives` lists and the whole model's arguments, and gives what
@@ -51,8 +52,7 @@ class TracedStage(nn.Module):
         self, model: nn.Module, program: _Program, owned: Collection[str], names: Mapping[str, str], frame: Frame
     ) -> None:
         """owned: first names of parameters and buffers. names: for all names their first ones."""
-        super().__init__()
-        self.number, self.receives, self.sends = program.number, program.receives, program.sends
+        super().__init__(About(program.number, program.receives, program.sends))
         self._frame, self._program = frame, program
         self._programs = {frame.device: program.module}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -68,8 +68,10 @@ class TracedStage(nn.Module):
 
     def forward(self, *received: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         program, frame = self._program, self._frame
-        if len(received) != len(self.receives):
-            raise PlanError(f"stage {self.number} receives {len(self.receives)} tensors and was given {len(received)}")
+        if len(received) != len(program.receives):
+            raise PlanError(
+                f"stage {program.number} receives {len(program.receives)} tensors and was given {len(received)}"
+            )
         leaves = frame.flatten(args, kwargs or {})
         inputs = [leaves[at] for at in program.inputs]
         states = [_at(self, name) for name in program.states]
@@ -77,7 +79,7 @@ class TracedStage(nn.Module):
             if state.dtype != self._dtypes[name]:
                 raise PlanError(
                     f"{name} is {state.dtype}, and was traced as {self._dtypes[name]}, which is written into the graph of stage "
-                    f"{self.number}: split the model again in this precision"
+                    f"{program.number}: split the model again in this precision"
                 )
         frame.refuse_precision()
         tensors = (value for value in (*states, *received, *inputs) if isinstance(value, Tensor))
@@ -99,13 +101,9 @@ class TracedStage(nn.Module):
             _put(self, name, _at(self, first), persistent=True)
         return self
 
-    @property
-    def parts(self) -> dict[str, nn.Module]:
-        """Modules that this stage calls, by path: none."""
-        return {}
-
     def extra_repr(self) -> str:
-        return f"stage {self.number} of a traced graph, receives {len(self.receives)}, sends {len(self.sends)}"
+        known = self._about
+        return f"stage {known.number} of a traced graph, receives {len(known.receives)}, sends {len(known.sends)}"
 
     def _on(self, device: torch.device) -> fx.GraphModule:
         """The graph where tensors that it makes (masks, positions) are made on ``device``."""
@@ -244,7 +242,8 @@ def _at(module: nn.Module, name: str) -> Tensor:
     *path, last = name.split(".")
     for part in path:
         module = module._modules[part]  # type: ignore[assignment]
-    tensor: Tensor = getattr(module, last)
+    tensor = module._parameters[last] if last in module._parameters else module._buffers[last]
+    assert tensor is not None
     return tensor
 
 
@@ -253,12 +252,14 @@ def _put(module: nn.Module, name: str, tensor: Tensor, persistent: bool) -> None
     *path, last = name.split(".")
     for part in path:
         if part not in module._modules:
-            module.add_module(part, nn.Module())
+            module._modules[part] = nn.Module()  # under any name, also one that means something of a stage
         module = module._modules[part]  # type: ignore[assignment]
     if isinstance(tensor, nn.Parameter):
-        module.register_parameter(last, tensor)
-    else:
-        module.register_buffer(last, tensor, persistent=persistent)
+        module._parameters[last] = tensor
+        return
+    module._buffers[last] = tensor
+    if not persistent:
+        module._non_persistent_buffers_set.add(last)
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:
