@@ -307,11 +307,14 @@ class PlanStrategy(ShardedStrategy):
                 parts = math.prod(size for placement, size in sizes if not placement.is_replicate())
             copies.setdefault(holders // parts, []).append(own_part(gradient))
         norms = {count: nn.utils.get_total_norm(parts, norm_type).to(self.device) for count, parts in copies.items()}
+        nothing = torch.zeros((), device=self.device)
+        if self.in_stages:  # of which one may have gradients of other types than another, or none
+            norms, nothing = {count: norm.double() for count, norm in norms.items()}, nothing.double()
         if math.isinf(norm_type):
-            total = torch.stack([torch.zeros((), device=self.device), *norms.values()]).max()
+            total = torch.stack([nothing, *norms.values()]).max()
             dist.all_reduce(total, dist.ReduceOp.MAX, group=self.step_group)
             return total
-        total = torch.zeros((), device=self.device)
+        total = nothing
         for count, norm in norms.items():
             total = total + norm**norm_type / count
         dist.all_reduce(total, group=self.step_group)

@@ -230,7 +230,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     _place(trainer, module, "train")  # before the weights come: some are nowhere yet, some will be shares
     if saved is not None:
         state.restore_model(trainer, saved)
-    trainer.optimizers, trainer.lr_scheduler_configs = configured(module, module.configure_optimizers())
+    trainer.optimizers, trainer.lr_scheduler_configs = configured(module, _configured_by(module))
     for optimizer in trainer.optimizers:
         trainer.strategy.setup_optimizer(optimizer)
     trainer.call("on_fit_start")
@@ -246,6 +246,18 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
             logger.resume(trainer.progress.global_step)
     _train(trainer, module, resumed=saved is not None)
     _finish(trainer, module, "fit")
+
+
+def _configured_by(module: Module) -> Any:
+    try:
+        return module.configure_optimizers()
+    except ValueError as error:
+        if "empty parameter list" in str(error):
+            error.add_note(
+                "Nothing that this process has is to be trained (all of a pipeline's stage may be frozen, for one): give optimizers groups, which "
+                "may be empty - AdamW([{'params': parameters}]) - or all parameters, of which frozen ones stay as they are"
+            )
+        raise
 
 
 def _train(trainer: Trainer, module: Module, resumed: bool) -> None:

@@ -531,3 +531,38 @@ class Other(Classifier):
 def test_a_step_that_comes_back_to_an_earlier_stage_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"validation_step calls model.0 .stage 0. after parts of stage 1"):
         fit(tmp_path, pipeline(2, micro_batches=4, schedule="1F1B"), Other())
+
+
+class Finetuned(Classifier):
+    """Of its model only the head trains, which it finds by name; it counts in a buffer what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3).double()
+        self.model.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += len(batch[0])
+        self.steps += 1
+        output = self.head(self.model(batch[0]))
+        return {"loss": cross_entropy(output, batch[1]), "output": output.detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.head(self.model(batch[0])), batch[1]))
+
+    on_validation_epoch_end = al.Module.on_validation_epoch_end
+
+    def configure_optimizers(self) -> Any:
+        body = [p for p in self.model.parameters() if p.requires_grad]
+        return torch.optim.AdamW([{"params": body, "lr": 1e-4}, {"params": self.head.parameters()}], lr=1e-2)
+
+
+def test_a_stage_of_which_nothing_trains_and_a_buffer_of_no_part(tmp_path: Path) -> None:
+    _, wanted, alone = fit(tmp_path / "1", "auto", Finetuned())
+    _, found, module = fit(tmp_path / "2", pipeline(2, micro_batches=4), Finetuned())
+    assert found.losses == pytest.approx(wanted.losses, rel=1e-12)
+    assert largest_difference(module, alone) < 1e-12
+    assert float(module.seen) == 76
+    with pytest.raises(Exception, match="seen is changed between parts of the model, by each of the 2 stages of a pro"):
+        fit(tmp_path / "3", pipeline(2, schedule="ZBVZeroBubble", micro_batches=4), Finetuned())

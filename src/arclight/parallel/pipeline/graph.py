@@ -55,6 +55,8 @@ class UnitGraph:
     """Whether glue changes arguments of the model in place."""
     buffers: frozenset[str] = frozenset()
     """Buffers of no part (by their first names) that glue changes in place."""
+    repeated: frozenset[str] = frozenset()
+    """Of these those that are changed before the last call: a process would do so once for each stage that it has."""
 
     def live(self, at: int) -> tuple[Value, ...]:
         """What crosses a cut before call ``at``, in order: all that calls from there on, or the result, read of earlier ones.

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from arclight.parallel.pipeline import chance
 from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
 from arclight.parallel.pipeline.holes import (
     Draw,
@@ -135,8 +136,14 @@ def _drops(module: nn.Module) -> bool:
 class _Watching(TorchDispatchMode):
     """Sees operations on tensors that have data, too: of those that draw random numbers the result is a hole."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+        """Of which tensors, by their ``id``."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.read.update(id(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         if next(holes_of((args, kwargs)), None) is None and not draws(func, args, kwargs):
             return func(*args, **kwargs)
         return through(func, args, kwargs)
@@ -156,6 +163,12 @@ class _Observer:
         self.paths: dict[nn.Module, str] = {}
         self.templates = Templates(root, units)
         self.home: torch.device | None = None
+        self.chance = chance.state()
+        self.watching = _Watching()
+        self.first_read: dict[str, int] = {}
+        self.counted: dict[str, int] = {}
+        self.writes: dict[str, list[int]] = {}
+        """For each buffer of no part before which calls it is written."""
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitGraph:
         real = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor) and not x.is_meta]
@@ -167,11 +180,22 @@ class _Observer:
                 module.training = True
         args, kwargs = tree_map_only(Tensor, self._example, (args, kwargs))
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        with torch.no_grad(), _Watching():
+        with torch.no_grad(), self.watching:
             result = bound(function, self.root)(tree)(*args, **kwargs)
         self._note_writes()
-        written = frozenset(self.buffers[name] for name, buffer in self.loose if writes_of(buffer))
-        return replace(self._graph(result), writes_arguments=any(map(writes_of, given)), buffers=written)
+        uncounted = [name for name, buffer in self.loose if name not in self.writes and self._written(name, buffer)]
+        late = next((n for n, at in self.writes.items() if self.first_read.get(n, len(self.calls)) < at[-1]), None)
+        if late is not None:
+            raise HoleError(
+                f"{late} is read before other parts than it is changed, so that earlier stages would never see the change: change it in a part"
+            )
+        early = frozenset(
+            self.buffers[n] for n in (*self.writes, *uncounted) if self.writes.get(n, [0])[0] < len(self.calls)
+        )
+        written = frozenset(self.buffers[name] for name in (*self.writes, *uncounted))
+        return replace(
+            self._graph(result), writes_arguments=any(map(writes_of, given)), buffers=written, repeated=early
+        )
 
     def _graph(self, result: Any) -> UnitGraph:
         found = list(holes_of(tree_flatten(result)[0]))
@@ -263,12 +287,22 @@ class _Observer:
                 if not self._in_part(path):
                     self.loose.append((whole, cast(Tensor, module._buffers[name])))
 
+    def _written(self, name: str, buffer: Tensor) -> bool:
+        """Some operations (batch_norm) do not count their writes."""
+        if isinstance(buffer, Hole):
+            return False
+        path, _, leaf = name.rpartition(".")
+        before = self.root.get_submodule(path)._buffers[leaf]
+        return before is not None and not torch.equal(buffer, before)
+
     def _in_part(self, path: str) -> bool:
         return path in self.units or any(path.startswith(unit + ".") for unit in self.units)
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if chance.state() != self.chance:
+            raise HoleError(chance.ADVICE)
         self._note_writes()
         path, number = turn.turn_path, len(self.calls)
         leaves_in = tree_flatten((args, kwargs))[0]
@@ -276,6 +310,7 @@ class _Observer:
         reads, parameters, numbers = _sorted_out([*given, *holes_of(leaves_in, _DEEP)])
         inside = [self.names[_join(path, n)] for n, _ in turn.named_parameters(remove_duplicate=False)]
         template = self.templates.find(path, True, args, kwargs)
+        self.chance = chance.state()  # a part may draw what it likes
         if template.writes_data:
             raise HoleError(
                 f"{path} changes in place a tensor that is computed between the parts of the model (or an argument), and that later stages "
@@ -305,6 +340,13 @@ class _Observer:
 
     def _note_writes(self) -> None:
         """What code between parts has changed in place since the last call."""
+        for name, buffer in self.loose:
+            if id(buffer) in self.watching.read:
+                self.first_read.setdefault(name, len(self.calls))
+            if writes_of(buffer) != self.counted.get(name, 0):
+                self.counted[name] = writes_of(buffer)
+                self.writes.setdefault(name, []).append(len(self.calls))
+        self.watching.read.clear()
         for key, (memory, before) in self.memories.items():
             if memory.writes != before:
                 if len(memory.values) > 1:

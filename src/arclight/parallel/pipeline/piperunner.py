@@ -234,8 +234,9 @@ class PipeRunner:
         if self.line.group is None:
             return norm
         if math.isinf(norm_type):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.line.group)
-            return norm
+            largest = norm.double()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.line.group)
+            return largest.to(norm.dtype)
         power = norm.double() ** norm_type
         dist.all_reduce(power, group=self.line.group)
         return (power ** (1 / norm_type)).to(norm.dtype)

@@ -23,6 +23,14 @@ from arclight.parallel.pipeline.turns import bound, copy_tree, parameter_names, 
 from arclight.parallel.plan import PlanError
 
 
+class Elsewhere(nn.Module):
+    """In a module that is spread, what stands for a part of which this process has nothing: it has no parameters."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raises PlanError."""
+        raise PlanError("this part of the model lies on another process of the pipeline: call it in a step")
+
+
 class Sliced:
     """A model of which this process computes some stages.
 
@@ -91,7 +99,9 @@ class Sliced:
             elif 0 not in self.own and module not in whole and not _inside(path, called):
                 self._copy_buffers(path, new)
             empty = not any(x is not None for members in (new._parameters, new._modules) for x in members.values())
-            return None if foreign and empty else new
+            if foreign and empty:
+                return Elsewhere() if self.in_place and not within else None
+            return new
 
         found = visit("", root, False)
         assert found is not None
@@ -116,7 +126,7 @@ class Sliced:
             found: nn.Module | None = view
             for name in path.split(".") if path else []:
                 found = None if found is None else found._modules.get(name)
-            return found
+            return None if isinstance(found, Elsewhere) else found
 
         def link(path: str, module: nn.Module) -> None:
             """A copied module has what the view has, as it is when a run begins, and holes for the rest."""

@@ -128,6 +128,11 @@ class Steps:
         self.teller = Teller(line.group, line.owner(line.stages - 1), line.device)
         self.last = line.stages - 1 in line.own
         cuts = Cuts.of(graph, tuple(begins))
+        if graph.repeated and len(line.own) > 1:
+            raise PlanError(
+                f"{min(graph.repeated)} is changed between parts of the model, by each of the {len(line.own)} stages of a process once: change it "
+                "after the last part was called, or choose a schedule with one stage for each process (1F1B)"
+            )
         for number in range(self.line.stages):
             for call in graph.calls[slice(*cuts.range(number))]:
                 self._calls.setdefault(call.name, []).append(number)
@@ -135,7 +140,10 @@ class Steps:
         parts = tuple(f"{call.name}." for call in graph.calls)
         self.everybodys = frozenset(name for name, _ in self.module.named_buffers() if not name.startswith(parts))
         with self._undisturbed():
-            self._sliced[step.__name__] = self._cut(step, cuts)
+            sliced = self._sliced[step.__name__] = self._cut(step, cuts)
+        if self.last:  # saves what belongs to no part, as it is the one that has seen whole steps
+            for path, _, name in (whole.rpartition(".") for whole in sliced.borrowed):
+                self.module.get_submodule(path)._non_persistent_buffers_set.discard(name)
         self.skeleton.let_go()
 
     def _observe(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitGraph:

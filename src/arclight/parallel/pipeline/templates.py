@@ -106,6 +106,8 @@ class Templates:
     def _first(self, part: nn.Module, path: str, args: Any, kwargs: Any) -> Template:
         try:
             return self._run(part, path, args, kwargs)
+        except ChangedArgumentError:
+            raise
         except HoleError:
             return self._run_on_zeros(part, path, args, kwargs)
         except RuntimeError:
@@ -135,8 +137,10 @@ class Templates:
         args, kwargs = tree_map_only(Tensor, prepared, (args, kwargs))
         given = [x for x, was in zip(tree_flatten((args, kwargs))[0], before, strict=True) if isinstance(was, Hole)]
         buffers = {name: (one, writes_of(one)) for name, one in part.named_buffers(remove_duplicate=False)}
+        inside = tree_flatten((args, kwargs))
         with torch.no_grad():
             leaves, structure = tree_flatten(part(*args, **kwargs))
+        _refuse_changed(path, inside, tree_flatten((args, kwargs)))
         now = dict(part.named_buffers(remove_duplicate=False))
         kept = tuple(
             name for name, (one, count) in buffers.items() if now.get(name) is not one or writes_of(one) > count
@@ -179,8 +183,10 @@ class Templates:
 
             running = copy_tree(part, lambda *_: None, real)
             here, there = tree_map_only(Tensor, data, (args, kwargs))
+            inside = tree_flatten((here, there))
             with torch.no_grad():
                 results.append(tree_flatten(running(*here, **there)))
+            _refuse_changed(path, inside, tree_flatten((here, there)))
             kept = tuple(name for name, one in running.named_buffers(remove_duplicate=False) if one._version)
         (leaves, structure), (others, _) = results
         if _shown(leaves) != _shown(others) or any(
@@ -197,6 +203,17 @@ class Templates:
             kept,
             False,
             memories,
+        )
+
+
+class ChangedArgumentError(HoleError):
+    """A part puts what it computes into a list or dict that it is given, instead of returning it."""
+
+
+def _refuse_changed(path: str, before: tuple[list[Any], TreeSpec], after: tuple[list[Any], TreeSpec]) -> None:
+    if before[1] != after[1] or any(now is not was for was, now in zip(before[0], after[0], strict=True)):
+        raise ChangedArgumentError(
+            f"{path} changes a list or dict that it is given, which other stages would not see: let it return what it computes"
         )
 
 

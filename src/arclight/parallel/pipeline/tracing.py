@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from arclight.parallel.pipeline import chance
 from arclight.parallel.pipeline.about import About, NamedAsTheModel
 from arclight.parallel.pipeline.cuts import SENT, Cuts
 from arclight.parallel.pipeline.exporting import Exported, Frame, export
@@ -118,7 +119,10 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     The model is not changed, and may be on the meta device; so may the arguments. Raises PlanError, naming the user's line, for what
     a graph cannot say (see :func:`~arclight.parallel.pipeline.exporting.export`).
     """
+    before = chance.state()
     exported = export(model, args, kwargs)
+    if chance.state() != before:
+        raise PlanError(f"a graph would compute with the same numbers forever: {chance.ADVICE}")
     return TracedModel(model, exported, find_calls(exported))
 
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from arclight.parallel.pipeline.holes import HoleError
+
 
 def shell(module: nn.Module) -> nn.Module:
     """``module`` without its depth: its class, its attributes, dicts (children, parameters, buffers, hooks) of its own.
@@ -102,6 +104,10 @@ class Conductor(Protocol):
         ...
 
 
+class AbsentError(HoleError, AttributeError):
+    """A part has no such attribute. That may be asked for (``hasattr``)."""
+
+
 class Turn(nn.Module):
     """Stands in the place of a module, is of its class, has its attributes - and a call of it is taken by a conductor."""
 
@@ -112,14 +118,14 @@ class Turn(nn.Module):
         real = state["_conductor"].real(self)
         if real is None:
             return nn.Module.__call__(self, *args, **kwargs)
-        held = {name: state[name] for name in ("_forward_hooks", "_forward_pre_hooks")}
-        for name, hooks in held.items():  # what the module has too is called with it
-            known = {_code(hook) for hook in real.__dict__[name].values()}
-            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _code(hook) not in known)
+        held = {name: real.__dict__[name] for name in _CALLED}
+        for name, hooks in held.items():  # what they change, stages that are given the part's result change themselves
+            mine = {_code(hook) for hook in state[name].values()}
+            real.__dict__[name] = type(hooks)((key, hook) for key, hook in hooks.items() if _code(hook) not in mine)
         try:
             return nn.Module.__call__(self, *args, **kwargs)
         finally:
-            state.update(held)
+            real.__dict__.update(held)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_conductor"].call(self, args, kwargs)
@@ -129,7 +135,13 @@ class Turn(nn.Module):
         for members in (state["_parameters"], state["_buffers"], state["_modules"]):
             if name in members:
                 return members[name]
-        return getattr(state["_stands_for"], name)
+        try:
+            return getattr(state["_stands_for"], name)
+        except AttributeError as error:
+            raise AbsentError(
+                f"code between the parts of the model reads {name} of {self.turn_path}, which that has not before it is called, and which other "
+                f"stages would not have: let {self.turn_path} return it"
+            ) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_stands_for"], name, value)
@@ -149,6 +161,7 @@ def _code(hook: Any) -> Any:
     return getattr(getattr(hook, "__func__", hook), "__code__", hook)
 
 
+_CALLED = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
           "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
