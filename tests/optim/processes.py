@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from arclight.fabric.rank_zero import rank_zero_only
+
+PATIENCE = 200
+"""Seconds that all of it may take."""
+GRACE = 20
+"""Seconds that processes have to say what is wrong after one of them has failed."""
 
 
 def run(count: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> None:
@@ -21,10 +29,16 @@ def run(count: int, folder: Path, function: Callable[..., Any], *arguments: Any)
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + PATIENCE
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode for process in processes):  # the others may wait for it
+            deadline = min(deadline, time.monotonic() + GRACE)
+        for process in processes:
+            process.join(0.05)
     for process in processes:
-        process.join(200)
         if process.is_alive():
             process.kill()
+            process.join()
     said = [path.read_text() for path in sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)]
     assert not said, said[0]
     assert [process.exitcode for process in processes] == [0] * count
@@ -32,6 +46,7 @@ def run(count: int, folder: Path, function: Callable[..., Any], *arguments: Any)
 
 def _main(rank: int, count: int, folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    del rank_zero_only.rank  # a run in the process that this one is a copy of may have fixed it
     try:
         store = dist.FileStore(str(folder / "store"), count)
         dist.init_process_group("gloo", rank=rank, world_size=count, store=store)

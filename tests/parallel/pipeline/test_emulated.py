@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 from tests.parallel.pipeline.emulated import emulate_all
+from tests.parallel.pipeline.naps import undisturbed
 
 from arclight.parallel.pipeline.actions import Trace
 from arclight.parallel.pipeline.bubbles import bubble
@@ -41,14 +42,23 @@ def compare(names: list[str], unit: float, uneven: bool = False, steps: int = 5)
 
 
 def test_a_step_takes_about_what_is_simulated() -> None:
-    for name, (ratio, points) in compare(["1F1B", "V-Min"], 0.02, steps=2).items():
-        assert 0.99 < ratio < 1.4, name
-        assert -5 < points < 15, name
+    def check() -> None:
+        for name, (ratio, points) in compare(["1F1B", "V-Min"], 0.02, steps=2).items():
+            assert 0.99 < ratio < 1.4, name
+            assert -5 < points < 15, name
+
+    undisturbed(check)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("uneven", [False, True])
 def test_steps_take_what_is_simulated(uneven: bool) -> None:
-    for name, (ratio, points) in compare(list(RECIPES), 0.06, uneven).items():
-        assert 0.99 < ratio < (1.05 if RECIPES[name].stages_per_process == 1 else 1.1), name
-        assert abs(points) < 5, name
+    left = set(RECIPES)
+
+    def check() -> None:
+        for name, (ratio, points) in compare(sorted(left), 0.06, uneven).items():
+            if 0.99 < ratio < (1.05 if RECIPES[name].stages_per_process == 1 else 1.1) and abs(points) < 5:
+                left.remove(name)
+        assert not left
+
+    undisturbed(check)

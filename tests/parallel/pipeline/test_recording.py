@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.pipeline.naps import Sleeper
+from tests.parallel.pipeline.naps import Sleeper, undisturbed
 from tests.parallel.pipeline.steps import one_forward_one_backward, run
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ from arclight.text import build_model
 MICRO_BATCHES = 4
 AHEAD = 1234.5
 """Seconds that the clock of the second process is ahead of that of the first."""
-SLACK = 1e-3
+SLACK = 0.05
 """Seconds by which clocks of processes may differ after they were compared."""
 
 
@@ -246,18 +246,22 @@ def test_what_is_recorded_is_what_was_predicted() -> None:
         torch.set_num_threads(1)
         return slept()
 
-    measured = al.Fabric(accelerator="cpu", devices=4, strategy=DDPStrategy(start_method="fork")).launch(here)
     costs = [UnitCost(f, i if stage else 0.0, w) for stage, (f, i, w) in enumerate(KNOWN)]  # tokens have no gradient
     predicted = simulate("1F1B", costs, 4, 8)
-    for rank in range(4):
-        assert [span.action for span in measured.of(rank)] == [span.action for span in predicted.of(rank)]
     expected = {span.action: span.end - span.start for span in predicted.spans}
-    for span in measured.spans:
-        assert span.end - span.start >= 0.99 * expected[span.action]
-    assert measured.seconds >= 0.99 * predicted.seconds
-    assert bubble(measured) == pytest.approx(bubble(predicted), abs=0.15)
-    causes = [cause.imbalance for cause in idle(measured)]
-    assert causes.index(max(causes)) == 0  # it has nothing to compute for gradients of tokens
+
+    def check() -> None:
+        measured = al.Fabric(accelerator="cpu", devices=4, strategy=DDPStrategy(start_method="fork")).launch(here)
+        for rank in range(4):
+            assert [span.action for span in measured.of(rank)] == [span.action for span in predicted.of(rank)]
+        for span in measured.spans:
+            assert span.end - span.start >= 0.99 * expected[span.action]
+        assert measured.seconds >= 0.99 * predicted.seconds
+        assert bubble(measured) == pytest.approx(bubble(predicted), abs=0.15)
+        causes = [cause.imbalance for cause in idle(measured)]
+        assert causes.index(max(causes)) == 0  # it has nothing to compute for gradients of tokens
+
+    undisturbed(check)
 
 
 def test_a_step_is_simulated_from_what_was_recorded_of_it() -> None:

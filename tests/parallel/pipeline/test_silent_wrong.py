@@ -43,6 +43,12 @@ def batch(samples: int = 8, seed: int = 0) -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))  # type: ignore[return-value]
 
 
+def brief_group() -> Any:
+    """For what is expected to wait in vain."""
+    dist.barrier()  # making a group waits no longer either
+    return dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+
+
 def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     return mse_loss(output, targets, reduction="sum"), targets.numel()
 
@@ -286,7 +292,7 @@ def masked(rank: int) -> None:
 def evaluation(rank: int) -> None:
     x, y = batch()
     for schedule in ("ZBVZeroBubble", "DualPipeV"):
-        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+        group = brief_group()
         torchs, parts = bare(chain(4), schedule, group=group)
         with pytest.raises((AssertionError, RuntimeError)), torch.no_grad():
             torchs.eval(*([x] if 0 in parts else []), target=y if 3 in parts else None)
@@ -302,7 +308,7 @@ def evaluation(rank: int) -> None:
 
 
 def sizes(rank: int) -> None:
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    group = brief_group()
     x, y = batch(10)
     torchs, parts = bare(chain(2), "GPipe", group=group)
     with pytest.raises((RuntimeError, ValueError)):  # uneven
@@ -413,7 +419,7 @@ def skips(rank: int) -> None:
     model.zero_grad()
     spec = {f"members.{n}": SplitPoint.BEGINNING for n in (1, 2, 3)}
     traced = pipeline(model, (x[:2],), split_spec=spec)
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    group = brief_group()
     own = [traced.build_stage(n, CPU, group) for n in (rank, rank + 2)]
     torchs = get_schedule_class("Interleaved1F1B")(own, MICRO_BATCHES, loss_fn=mse_loss)
     with pytest.raises(RuntimeError):

@@ -115,10 +115,12 @@ def let_others_go(group: dist.ProcessGroup, device: torch.device) -> None:
     if "nccl" in dist.get_backend(group):
         group.abort()
         return
-    # gloo has no abort that others notice; but it closes all connections of a group when a receive is late.
-    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1, device=device)], peer, 2**30).wait(datetime.timedelta(milliseconds=1))
+    # gloo has no abort that others notice; but it closes all connections of a group when a receive is late. One from a process that
+    # has gone fails at once and closes none, so each is tried.
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for peer in ((rank + distance) % size for distance in range(1, size)):
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1, device=device)], peer, 2**30).wait(datetime.timedelta(milliseconds=1))
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
