@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.parallel import Pipeline, Plan, PlanError, initialize
-from arclight.parallel.pipeline.pieces import parts
+from arclight.parallel.pipeline.pieces import hides_targets, parts
 from arclight.parallel.running import batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import MicroBatching
@@ -566,3 +567,29 @@ def test_a_stage_of_which_nothing_trains_and_a_buffer_of_no_part(tmp_path: Path)
     assert float(module.seen) == 76
     with pytest.raises(Exception, match="seen is changed between parts of the model, by each of the 2 stages of a pro"):
         fit(tmp_path / "3", pipeline(2, schedule="ZBVZeroBubble", micro_batches=4), Finetuned())
+
+
+@dataclass
+class Rows:
+    inputs: Tensor
+    labels: Tensor
+
+
+class OfRows(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step((batch.inputs, batch.labels), batch_idx)
+
+
+def test_batches_may_be_dataclasses_and_hidden_targets_are_counted_or_warned_of(tmp_path: Path) -> None:
+    def fitted(folder: str, strategy: Any) -> Any:
+        rows = points(20, 8, False)
+        loader = DataLoader(rows.dataset, 8, collate_fn=lambda xs: Rows(*map(torch.stack, zip(*xs, strict=True))))
+        module = OfRows()
+        trainer(tmp_path / folder, strategy, max_epochs=1).fit(module, loader)
+        return module
+
+    assert largest_difference(fitted("2", pipeline(2, micro_batches=4)), fitted("1", "auto")) < 1e-12
+    hidden = {"tokens": torch.zeros(2, 3), "labels": torch.tensor([[1, -100], [2, 3]])}
+    assert hides_targets(Classifier(), hidden)
+    assert not hides_targets(Tiny(), hidden)
+    assert not hides_targets(Classifier(), {"labels": torch.ones(2, dtype=torch.long), "mask": torch.ones(2).bool()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -47,6 +47,10 @@ class Piece:
         if isinstance(leaf, Tensor):
             rows = leaf.shape[:1] if leaf.shape[:1] == (self.samples,) else "rows"
             return rows, tuple(leaf.shape[1:]), str(leaf.dtype)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return type(leaf).__name__, [
+                self._shown(x) for x in tree_flatten([getattr(leaf, f.name) for f in fields(leaf)])[0]
+            ]
         return leaf if isinstance(leaf, bool) else type(leaf).__name__
 
 
@@ -91,6 +95,16 @@ def weights(module: Any, cut: list[tuple[Any, int]]) -> tuple[list[float], bool]
     if any(isinstance(x, Tensor) for x in counted):
         return torch.stack([torch.as_tensor(x).double() for x in counted]).tolist(), True  # waits for a device once
     return [float(x) for x in counted], True
+
+
+def hides_targets(module: Any, batch: Any) -> bool:
+    """Whether some targets are not to be counted (-100, as cross_entropy has it), and the module does not say how many are."""
+    integers = (
+        x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
+    )
+    return not weights(module, [(batch, 1)])[1] and any(
+        bool((x == -100).any()) for x in integers if x.dtype is not torch.bool
+    )
 
 
 def pieces_of(

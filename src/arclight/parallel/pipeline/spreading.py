@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.checkpointing import checkpoint_block
 from arclight.parallel.compiling import compile_each
 from arclight.parallel.initial import declarations, materialize
@@ -22,7 +23,7 @@ from arclight.parallel.pipeline.cut import refuse_shared
 from arclight.parallel.pipeline.engine import Engine
 from arclight.parallel.pipeline.holding import outline
 from arclight.parallel.pipeline.parts import Line
-from arclight.parallel.pipeline.pieces import parts
+from arclight.parallel.pipeline.pieces import hides_targets, parts
 from arclight.parallel.pipeline.runner import PipelineRunner
 from arclight.parallel.pipeline.shared import Shared
 from arclight.parallel.pipeline.steps import StagePart, StepOptions, Steps
@@ -89,6 +90,11 @@ def spread_steps(
     chosen = choose_for(module, step, args, graph, parts(module, batch, 1)[0][1], plan, wishes)
     kind = schedule_kind(chosen.schedule)
     line = Line(mesh.group("pp") if plan.pp > 1 else None, len(chosen.cuts), kind, device)
+    if wishes.reduction == "token_mean" and chosen.micro_batches > 1 and hides_targets(module, batch):
+        rank_zero_warn(
+            "some targets of a batch are -100, and count nothing: the mean of micro-batches' means is not that of the batch. Give "
+            f"{type(module).__name__} a batch_weight(batch) that says how many count, as (labels != -100).sum()"
+        )
     options = StepOptions(chosen.micro_batches, wishes.evaluation_micro_batches, wishes.reduction)
     steps.cut(step, graph, chosen.cuts, line, options)
     names = steps.names_of()
