@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 from statistics import fmean
 
 from arclight.parallel.pipeline.actions import Action, Span, Trace
+from arclight.parallel.pipeline.orders import needs
 from arclight.parallel.plan import PlanError
 
 
@@ -47,14 +48,8 @@ def source(action: Action, trace: Trace, spans: dict[Action, Span]) -> Span | No
 
     None for forwards of the first stage, whose input is there from the start.
     """
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind == "F":
-        return spans.get(Action(stage - 1, "F", micro_batch))
-    if action.kind == "W":
-        return spans.get(Action(stage, "I", micro_batch))
-    if stage == trace.stages - 1:
-        return spans.get(Action(stage, "F", micro_batch))
-    return spans.get(Action(stage + 1, "B", micro_batch)) or spans.get(Action(stage + 1, "I", micro_batch))
+    choices = [*needs(action, trace.stages)]
+    return next((spans[made] for made in choices[-1] if made in spans), None) if choices else None
 
 
 def by_process(trace: Trace) -> list[list[Span]]:

@@ -212,7 +212,7 @@ def _check_counts(order: Order, stages: int, micro_batches: int) -> None:
 
 
 def needs(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
-    """What must be over before ``action``: of each tuple one (a backward in one or that of the inputs)."""
+    """What must be over before ``action``: of each tuple one (a backward in one or that of the inputs); last what it computes with."""
     stage, number = action.stage, action.micro_batch
     if action.kind == "F":
         if stage:

@@ -58,7 +58,6 @@ class Sliced:
         floating = ((m._parameters, n, p.device, p.dtype) for m in view.modules() for n, p in m.named_parameters(recurse=False)
                     if p.is_floating_point())  # fmt: skip
         self._sample: Any = next(floating, None)
-        self._probe: tuple[nn.Module, str] = (holder, "")
         self._host = root if self.in_place else shell(root)
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             holder.__dict__[name] = view.__dict__[name]
@@ -265,12 +264,6 @@ class Sliced:
                 f"{self.cuts.graph.calls[value.call].name} returned {tensor!r} where it gave a tensor for the example"
             )
         return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
-
-
-def _floating(module: nn.Module) -> tuple[nn.Module, str]:
-    """Where a floating parameter is below ``module``: the module that has it, and its name there; "" where there is none."""
-    every = ((part, name, p) for part in module.modules() for name, p in part._parameters.items())
-    return next(((part, name) for part, name, p in every if p is not None and p.is_floating_point()), (module, ""))
 
 
 def _inside(path: str, units: set[str]) -> bool:
