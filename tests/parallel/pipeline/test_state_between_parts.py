@@ -210,3 +210,26 @@ def test_a_buffer_that_earlier_stages_would_not_see_changed() -> None:
         split(Counted(early=True), (INPUTS,), stages=2, frontend="slice")
     with pytest.warns(UserWarning, match=said):
         compare(Counted(early=True), 2)
+
+
+class Fading(nn.Module):
+    """Keeps a number that is written after the last part and read before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        self.scale *= 0.5
+        return x
+
+
+def test_numbers_that_code_between_parts_keeps_are_warned_of() -> None:
+    model = Fading()
+    with pytest.warns(UserWarning, match=r"changes scale: every stage that runs it changes its own"):
+        split(model, (torch.randn(2, 4),), stages=2)
+    assert model.scale == 1.0

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline import chance
 from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
 from arclight.parallel.pipeline.holes import (
@@ -183,6 +184,7 @@ class _Observer:
         with torch.no_grad(), self.watching:
             result = bound(function, self.root)(tree)(*args, **kwargs)
         self._note_writes()
+        self._warn_of_state()
         uncounted = [name for name, buffer in self.loose if name not in self.writes and self._written(name, buffer)]
         late = next((n for n, at in self.writes.items() if self.first_read.get(n, len(self.calls)) < at[-1]), None)
         if late is not None:
@@ -294,6 +296,24 @@ class _Observer:
         path, _, leaf = name.rpartition(".")
         before = self.root.get_submodule(path)._buffers[leaf]
         return before is not None and not torch.equal(buffer, before)
+
+    def _warn_of_state(self) -> None:
+        """Numbers and the like that code between parts keeps in attributes: each stage that runs it has its own."""
+        plain, found = (bool, int, float, complex, str), []
+        for copied, path in self.paths.items():
+            if not self._in_part(path):
+                before = vars(self.root.get_submodule(path))
+                changed = (
+                    n
+                    for n, x in vars(copied).items()
+                    if n != "training" and isinstance(before.get(n), plain) and x != before[n]
+                )
+                found += [_join(path, name) for name in changed]
+        if found:
+            rank_zero_warn(
+                f"code between the parts of the model changes {', '.join(found)}: every stage that runs it changes its own, and what is changed "
+                "after a stage's last part does not reach it; let a part keep such state, or a buffer"
+            )
 
     def _in_part(self, path: str) -> bool:
         return path in self.units or any(path.startswith(unit + ".") for unit in self.units)
