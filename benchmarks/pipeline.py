@@ -19,13 +19,13 @@ from tests.parallel.pipeline.grid import CASES, Words, batch_of, gradient_errors
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import pipeline
-from arclight.parallel.pipeline.bubbles import bubble
 from arclight.parallel.pipeline.costs import ModelCosts, UnitCost
-from arclight.parallel.pipeline.orders import RECIPES
-from arclight.parallel.pipeline.partition import partition
-from arclight.parallel.pipeline.planner import choose
-from arclight.parallel.pipeline.simulation import simulate
+from arclight.parallel.pipeline.plans.partition import partition
+from arclight.parallel.pipeline.plans.planner import choose
+from arclight.parallel.pipeline.schedules.orders import RECIPES
+from arclight.parallel.pipeline.schedules.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
+from arclight.parallel.pipeline.views.bubbles import bubble
 from benchmarks.results import parser, publish, versions
 from benchmarks.stage_loading import load_peak_over_stage
 from benchmarks.stage_overhead import overhead

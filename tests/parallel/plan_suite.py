@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from arclight.fabric.sharding import whole_tensor
 from arclight.parallel import Mesh, Plan, initialize, parallelize
 from arclight.parallel.context import ContextRunner
-from arclight.parallel.pipeline.install import install
+from arclight.parallel.pipeline.running.install import install
 from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model

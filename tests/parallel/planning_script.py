@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from arclight.parallel import Mesh, Plan, parallelize
 from arclight.parallel.context import apply_context, sequence_index
-from arclight.parallel.pipeline.install import install
+from arclight.parallel.pipeline.running.install import install
 from arclight.parallel.planning.chain import Chain, Workload
 from arclight.parallel.planning.devices import hardware
 from arclight.parallel.planning.estimates import estimate

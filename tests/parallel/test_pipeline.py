@@ -16,11 +16,11 @@ from arclight.fabric.sharding import load_whole_weights
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.actions import write_csv
-from arclight.parallel.pipeline.cut import cut_evenly
-from arclight.parallel.pipeline.install import check, install
-from arclight.parallel.pipeline.orders import order_of
-from arclight.parallel.pipeline.partition import stages_of
-from arclight.parallel.pipeline.runner import micro_batches
+from arclight.parallel.pipeline.plans.partition import stages_of
+from arclight.parallel.pipeline.running.install import check, install
+from arclight.parallel.pipeline.running.runner import micro_batches
+from arclight.parallel.pipeline.schedules.orders import order_of
+from arclight.parallel.pipeline.stages.cut import cut_evenly
 from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model

@@ -19,7 +19,7 @@ from tests.parallel.planning_script import CASES, batch, loss
 from torch import nn
 
 from arclight.parallel import Plan, PlanError
-from arclight.parallel.pipeline.cut import cut_evenly
+from arclight.parallel.pipeline.stages.cut import cut_evenly
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.planning import estimate, search
 from arclight.parallel.planning.chain import Chain, Workload

@@ -70,7 +70,7 @@ def _verified(task: Language, best: Estimate) -> bool:
 
 def _timeline(found: Found, device: Hardware, file: Path) -> None:
     """Write a page with a step of the best plan that has a pipeline, as it is predicted."""
-    from arclight.parallel.pipeline.timelines import timeline
+    from arclight.parallel.pipeline.views.timelines import timeline
     from arclight.parallel.planning.reasons import describe
     from arclight.parallel.planning.simulation import simulated
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from arclight.parallel.pipeline.costs import ModelCosts
     from arclight.parallel.pipeline.graph import UnitGraph
-    from arclight.parallel.pipeline.planner import Choice
+    from arclight.parallel.pipeline.plans.planner import Choice
     from arclight.parallel.planning.devices import Hardware
 
 FIXED = ("pp", "schedule", "micro_batches", "activation_checkpointing")
@@ -69,7 +69,7 @@ def own_plan(arguments: Sequence[str]) -> int:
     show(subject, graph, costs[-1], choice, device, samples, _limit(options, device))
     write_json(options.json, as_json(subject, costs[-1], choice))
     if options.timeline is not None:
-        from arclight.parallel.pipeline.timelines import timeline
+        from arclight.parallel.pipeline.views.timelines import timeline
 
         best = choice.best[0]
         timeline(best.prediction, file=options.timeline, title=f"{subject.name}: {best.setting}, predicted")
@@ -171,9 +171,9 @@ def _first_batch(module: Any, data: Any) -> Any:
 
 def _costs(subject: Subject, device: Hardware, measured: bool) -> tuple[tuple[ModelCosts, ...], UnitGraph]:
     """Of micro-batches of the example, and of half of it, so that what each takes at least is known; and the parts."""
-    from arclight.parallel.pipeline.measuring import measure, predict, samples_of
-    from arclight.parallel.pipeline.observe import observe
-    from arclight.parallel.pipeline.passes import arguments_of
+    from arclight.parallel.pipeline.plans.measuring import measure, predict, samples_of
+    from arclight.parallel.pipeline.plans.passes import arguments_of
+    from arclight.parallel.pipeline.stages.observe import observe
 
     args, kwargs = arguments_of(subject.example if isinstance(subject.example, (tuple, dict)) else (subject.example,))
     graph = observe(subject.model, subject.function, args, kwargs)
@@ -202,7 +202,7 @@ def _limit(options: argparse.Namespace, device: Hardware) -> float:
 
 def _choose(costs: tuple[ModelCosts, ...], samples: int, device: Hardware, options: argparse.Namespace) -> Choice:
     from arclight.parallel.pipeline.costs import Link
-    from arclight.parallel.pipeline.planner import choose
+    from arclight.parallel.pipeline.plans.planner import choose
 
     fixed = dict(_fixed(word) for word in options.fix)
     near = options.gpus <= device.node

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from arclight.cli.plan_report import BAR, GIB, LEAST, REASONS, console_of, short, table_of
-from arclight.parallel.pipeline.bubbles import busy, idle
-from arclight.parallel.pipeline.partition import stages_of
-from arclight.parallel.pipeline.planner import size_words
+from arclight.parallel.pipeline.plans.partition import stages_of
+from arclight.parallel.pipeline.plans.planner import size_words
 from arclight.parallel.pipeline.upstream import schedule_kind
+from arclight.parallel.pipeline.views.bubbles import busy, idle
 from arclight.parallel.planning.reasons import duration
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from arclight.cli.plan_own import Subject
     from arclight.parallel.pipeline.costs import ModelCosts
     from arclight.parallel.pipeline.graph import UnitGraph
-    from arclight.parallel.pipeline.options import Option
-    from arclight.parallel.pipeline.planner import Choice, Rejected
+    from arclight.parallel.pipeline.plans.options import Option
+    from arclight.parallel.pipeline.plans.planner import Choice, Rejected
     from arclight.parallel.planning.devices import Hardware
 
 CAUSES = {

@@ -71,7 +71,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from arclight.parallel import Mesh, parallelize
-    from arclight.parallel.pipeline.install import install
+    from arclight.parallel.pipeline.running.install import install
     from arclight.text import build_model
 
     task = json.load(sys.stdin)

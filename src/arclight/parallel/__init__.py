@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from arclight.parallel.apply import parallelize
     from arclight.parallel.initial import Constant, Normal, draw, initialize
     from arclight.parallel.mesh import Mesh
-    from arclight.parallel.pipeline.strategy import Pipeline
+    from arclight.parallel.pipeline.training.strategy import Pipeline
     from arclight.parallel.plan import Plan, PlanError
     from arclight.parallel.strategy import PlanStrategy
 
@@ -20,7 +20,7 @@ __getattr__, __dir__, __all__ = lazy(
         "Constant": "arclight.parallel.initial",
         "Mesh": "arclight.parallel.mesh",
         "Normal": "arclight.parallel.initial",
-        "Pipeline": "arclight.parallel.pipeline.strategy",
+        "Pipeline": "arclight.parallel.pipeline.training.strategy",
         "Plan": "arclight.parallel.plan",
         "PlanError": "arclight.parallel.plan",
         "PlanStrategy": "arclight.parallel.strategy",

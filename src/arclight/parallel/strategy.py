@@ -28,12 +28,18 @@ from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.parallel.apply import check, parallelize, replicate
 from arclight.parallel.context import install_context
 from arclight.parallel.mesh import Mesh
-from arclight.parallel.pipeline.choosing import Wishes
-from arclight.parallel.pipeline.cut import can_be_cut_by_deletion
-from arclight.parallel.pipeline.install import check as check_pipeline
-from arclight.parallel.pipeline.install import install
-from arclight.parallel.pipeline.spreading import check_steps, is_runnable, only_stages, shares_parameters, spread_steps
-from arclight.parallel.pipeline.steps import Steps
+from arclight.parallel.pipeline.running.install import check as check_pipeline
+from arclight.parallel.pipeline.running.install import install
+from arclight.parallel.pipeline.stages.cut import can_be_cut_by_deletion
+from arclight.parallel.pipeline.training.choosing import Wishes
+from arclight.parallel.pipeline.training.spreading import (
+    check_steps,
+    is_runnable,
+    only_stages,
+    shares_parameters,
+    spread_steps,
+)
+from arclight.parallel.pipeline.training.steps import Steps
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.shard import Types
 

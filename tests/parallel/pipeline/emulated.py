@@ -18,10 +18,10 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel.pipeline.actions import Trace
 from arclight.parallel.pipeline.costs import UnitCost
-from arclight.parallel.pipeline.engine import Engine
-from arclight.parallel.pipeline.parts import Line, Part
-from arclight.parallel.pipeline.recording import record
+from arclight.parallel.pipeline.running.engine import Engine
+from arclight.parallel.pipeline.running.parts import Line, Part
 from arclight.parallel.pipeline.upstream import schedule_kind
+from arclight.parallel.pipeline.views.recording import record
 from arclight.parallel.running import Split
 
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from arclight.parallel import PlanError, initialize, pipeline
-from arclight.parallel.pipeline.beginning import begin
+from arclight.parallel.pipeline.weights.beginning import begin
 from arclight.text import build_model
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 from tests.parallel.pipeline.steps import gpipe, one_forward_one_backward, run
 
 from arclight.parallel.pipeline.actions import Action, Span, Trace
-from arclight.parallel.pipeline.bubbles import bubble, busy, describe, idle, peak_bytes, source
+from arclight.parallel.pipeline.views.bubbles import bubble, busy, describe, idle, peak_bytes, source
 from arclight.parallel.plan import PlanError
 
 

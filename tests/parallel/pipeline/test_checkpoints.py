@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import arclight as al
 from arclight import checkpoint
 from arclight.parallel import Pipeline
-from arclight.parallel.pipeline.loading import load
-from arclight.parallel.pipeline.saving import save
+from arclight.parallel.pipeline.weights.loading import load
+from arclight.parallel.pipeline.weights.saving import save
 
 torch.set_num_threads(1)
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import split
 from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
-from arclight.parallel.pipeline.cuts import Cuts
 from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
-from arclight.parallel.pipeline.measuring import closed_places, measure, measure_link, predict, predict_stages
-from arclight.parallel.pipeline.observe import observe
-from arclight.parallel.pipeline.tracing import trace
+from arclight.parallel.pipeline.plans.measuring import closed_places, measure, measure_link, predict, predict_stages
+from arclight.parallel.pipeline.stages.cuts import Cuts
+from arclight.parallel.pipeline.stages.observe import observe
+from arclight.parallel.pipeline.stages.tracing import trace
 from arclight.parallel.planning.devices import hardware
 
 EXACT = replace(hardware("cpu"), fp32=1.0, bf16=1.0, achieved=1.0, attention=1.0, bandwidth=1e9, launch=1e-9)

@@ -9,10 +9,10 @@ from tests.parallel.pipeline.emulated import emulate_all
 from tests.parallel.pipeline.naps import undisturbed
 
 from arclight.parallel.pipeline.actions import Trace
-from arclight.parallel.pipeline.bubbles import bubble
 from arclight.parallel.pipeline.costs import UnitCost
-from arclight.parallel.pipeline.orders import RECIPES, order_of
-from arclight.parallel.pipeline.simulation import simulate
+from arclight.parallel.pipeline.schedules.orders import RECIPES, order_of
+from arclight.parallel.pipeline.schedules.simulation import simulate
+from arclight.parallel.pipeline.views.bubbles import bubble
 
 RANKS, MICRO_BATCHES = 4, 8
 

@@ -15,13 +15,13 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, pipeline
 from arclight.parallel.pipeline.actions import Action
-from arclight.parallel.pipeline.bubbles import busy, peak_bytes
 from arclight.parallel.pipeline.costs import Link, UnitCost
-from arclight.parallel.pipeline.forecasts import measure_stages
-from arclight.parallel.pipeline.halves import backward_of_inputs
-from arclight.parallel.pipeline.measuring import predict
-from arclight.parallel.pipeline.observe import observe
-from arclight.parallel.pipeline.planner import choose
+from arclight.parallel.pipeline.plans.forecasts import measure_stages
+from arclight.parallel.pipeline.plans.measuring import predict
+from arclight.parallel.pipeline.plans.planner import choose
+from arclight.parallel.pipeline.running.halves import backward_of_inputs
+from arclight.parallel.pipeline.stages.observe import observe
+from arclight.parallel.pipeline.views.bubbles import busy, peak_bytes
 from arclight.text import build_model
 
 COST = UnitCost(0.006, 0.004, 0.005)

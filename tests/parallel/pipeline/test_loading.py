@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from arclight.fabric.weight_files import WeightFiles
-from arclight.parallel.pipeline.loading import load
+from arclight.parallel.pipeline.weights.loading import load
 
 torch.set_num_threads(1)
 

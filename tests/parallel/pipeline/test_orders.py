@@ -15,10 +15,9 @@ from torch.distributed.pipelining import schedules as upstream
 
 from arclight.parallel import Plan, PlanError
 from arclight.parallel.pipeline.actions import Action, Order, read_csv, write_csv
-from arclight.parallel.pipeline.bubbles import bubble
 from arclight.parallel.pipeline.costs import UnitCost
-from arclight.parallel.pipeline.install import check
-from arclight.parallel.pipeline.orders import (
+from arclight.parallel.pipeline.running.install import check
+from arclight.parallel.pipeline.schedules.orders import (
     RECIPES,
     check_order,
     held_at_most,
@@ -26,8 +25,9 @@ from arclight.parallel.pipeline.orders import (
     shape_of,
     splits_backward,
 )
-from arclight.parallel.pipeline.simulation import simulate
+from arclight.parallel.pipeline.schedules.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind, that_fits
+from arclight.parallel.pipeline.views.bubbles import bubble
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 SIZES = list(itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12, 17)))

@@ -14,7 +14,7 @@ from tests.parallel.pipeline.chains import GPT2, QWEN2_5, Sizes, bound, by_layer
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline.costs import Link, Tie, UnitCost
-from arclight.parallel.pipeline.partition import Partition, Room, RoomError, partition, refine
+from arclight.parallel.pipeline.plans.partition import Partition, Room, RoomError, partition, refine
 
 
 def cuts_of(count: int, stages: int) -> Iterator[tuple[int, ...]]:

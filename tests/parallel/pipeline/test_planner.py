@@ -12,10 +12,10 @@ from tests.optim.processes import run
 from tests.parallel.pipeline.chains import GPT2
 
 from arclight.parallel import PlanError
-from arclight.parallel.pipeline.bubbles import peak_bytes
 from arclight.parallel.pipeline.costs import Link, ModelCosts, Tie, UnitCost
-from arclight.parallel.pipeline.planner import Choice, agreed, choose, micro_batch_numbers
-from arclight.parallel.pipeline.simulation import simulate
+from arclight.parallel.pipeline.plans.planner import Choice, agreed, choose, micro_batch_numbers
+from arclight.parallel.pipeline.schedules.simulation import simulate
+from arclight.parallel.pipeline.views.bubbles import peak_bytes
 
 
 def blocks(*seconds: float, held: int = 100, output: int = 10, parameters: int = 50, samples: int = 1) -> ModelCosts:

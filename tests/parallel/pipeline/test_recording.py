@@ -18,12 +18,12 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.actions import Action, Trace
-from arclight.parallel.pipeline.bubbles import bubble, busy, idle, peak_bytes
 from arclight.parallel.pipeline.costs import UnitCost
-from arclight.parallel.pipeline.install import install
-from arclight.parallel.pipeline.recording import Recorder, Recording, _clock_offset, record, recorded_step
-from arclight.parallel.pipeline.simulation import simulate
+from arclight.parallel.pipeline.running.install import install
+from arclight.parallel.pipeline.schedules.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
+from arclight.parallel.pipeline.views.bubbles import bubble, busy, idle, peak_bytes
+from arclight.parallel.pipeline.views.recording import Recorder, Recording, _clock_offset, record, recorded_step
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
 

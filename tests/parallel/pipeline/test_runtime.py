@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import Pipe, Reducer, split
-from arclight.parallel.pipeline.chunks import Chunks, merge
+from arclight.parallel.pipeline.running.chunks import Chunks, merge
 
 WIDTH = 6
 

@@ -26,9 +26,9 @@ import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.fabric.weight_files import WeightFiles
 from arclight.parallel import PlanError, pipeline
-from arclight.parallel.pipeline import saving
-from arclight.parallel.pipeline.loading import load
-from arclight.parallel.pipeline.saving import save
+from arclight.parallel.pipeline.weights import saving
+from arclight.parallel.pipeline.weights.loading import load
+from arclight.parallel.pipeline.weights.saving import save
 
 torch.set_num_threads(1)
 

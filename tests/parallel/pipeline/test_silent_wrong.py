@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import PipeRunner, split
-from arclight.parallel.pipeline.partition import stages_of
+from arclight.parallel.pipeline.plans.partition import stages_of
 from arclight.parallel.pipeline.upstream import schedule_kind
 
 CPU, WIDTH, MICRO_BATCHES = torch.device("cpu"), 8, 4

@@ -11,11 +11,11 @@ import pytest
 
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline.actions import Action, Order, write_csv
-from arclight.parallel.pipeline.bubbles import bubble, busy, idle, peak_bytes
 from arclight.parallel.pipeline.costs import Link, UnitCost
-from arclight.parallel.pipeline.orders import RECIPES, held_at_most, order_of, shape_of
-from arclight.parallel.pipeline.simulation import Prediction, idle_seconds
-from arclight.parallel.pipeline.simulation import simulate as simulate_as_run
+from arclight.parallel.pipeline.schedules.orders import RECIPES, held_at_most, order_of, shape_of
+from arclight.parallel.pipeline.schedules.simulation import Prediction, idle_seconds
+from arclight.parallel.pipeline.schedules.simulation import simulate as simulate_as_run
+from arclight.parallel.pipeline.views.bubbles import bubble, busy, idle, peak_bytes
 
 simulate = partial(simulate_as_run, whole_first=False)
 """As in papers: the first stage splits its backward like all others."""

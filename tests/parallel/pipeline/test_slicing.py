@@ -14,10 +14,10 @@ from torch.nn import functional
 import arclight as al
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import split
-from arclight.parallel.pipeline.cut import cut_evenly, view
-from arclight.parallel.pipeline.cuts import Cuts
-from arclight.parallel.pipeline.observe import observe
-from arclight.parallel.pipeline.slicing import Sliced
+from arclight.parallel.pipeline.stages.cut import cut_evenly, view
+from arclight.parallel.pipeline.stages.cuts import Cuts
+from arclight.parallel.pipeline.stages.observe import observe
+from arclight.parallel.pipeline.stages.slicing import Sliced
 
 
 @pytest.fixture(autouse=True)

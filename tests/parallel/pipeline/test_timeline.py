@@ -16,10 +16,10 @@ from tests.parallel.pipeline.steps import gpipe, one_forward_one_backward, run
 from tests.serve.browser import Browser, chromium
 
 from arclight.parallel.pipeline.actions import Action, Span, Trace
-from arclight.parallel.pipeline.bubbles import bubble, busy, idle
-from arclight.parallel.pipeline.chrome import chrome_trace
-from arclight.parallel.pipeline.recording import Recording
-from arclight.parallel.pipeline.timelines import timeline
+from arclight.parallel.pipeline.views.bubbles import bubble, busy, idle
+from arclight.parallel.pipeline.views.chrome import chrome_trace
+from arclight.parallel.pipeline.views.recording import Recording
+from arclight.parallel.pipeline.views.timelines import timeline
 from arclight.parallel.plan import PlanError
 
 PREDICTED = run(one_forward_one_backward(4, 8), {"F": 0.01, "B": 0.02}, name="1F1B")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.parallel import Pipeline, Plan, PlanError, initialize
-from arclight.parallel.pipeline.pieces import hides_targets, parts
+from arclight.parallel.pipeline.training.pieces import hides_targets, parts
 from arclight.parallel.running import batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import MicroBatching

@@ -74,27 +74,27 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.parallel.pipeline.chrome import chrome_trace
-    from arclight.parallel.pipeline.chunks import Reducer
-    from arclight.parallel.pipeline.forecasts import simulate
-    from arclight.parallel.pipeline.piperunner import PipeRunner
-    from arclight.parallel.pipeline.recording import record
-    from arclight.parallel.pipeline.splitting import Pipe, StageModule, split
-    from arclight.parallel.pipeline.strategy import Pipeline
-    from arclight.parallel.pipeline.timelines import timeline
+    from arclight.parallel.pipeline.plans.forecasts import simulate
+    from arclight.parallel.pipeline.running.chunks import Reducer
+    from arclight.parallel.pipeline.running.piperunner import PipeRunner
+    from arclight.parallel.pipeline.stages.splitting import Pipe, StageModule, split
+    from arclight.parallel.pipeline.training.strategy import Pipeline
+    from arclight.parallel.pipeline.views.chrome import chrome_trace
+    from arclight.parallel.pipeline.views.recording import record
+    from arclight.parallel.pipeline.views.timelines import timeline
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "Pipe": "arclight.parallel.pipeline.splitting",
-        "PipeRunner": "arclight.parallel.pipeline.piperunner",
-        "Reducer": "arclight.parallel.pipeline.chunks",
-        "Pipeline": "arclight.parallel.pipeline.strategy",
-        "StageModule": "arclight.parallel.pipeline.splitting",
-        "chrome_trace": "arclight.parallel.pipeline.chrome",
-        "record": "arclight.parallel.pipeline.recording",
-        "simulate": "arclight.parallel.pipeline.forecasts",
-        "split": "arclight.parallel.pipeline.splitting",
-        "timeline": "arclight.parallel.pipeline.timelines",
+        "Pipe": "arclight.parallel.pipeline.stages.splitting",
+        "PipeRunner": "arclight.parallel.pipeline.running.piperunner",
+        "Reducer": "arclight.parallel.pipeline.running.chunks",
+        "Pipeline": "arclight.parallel.pipeline.training.strategy",
+        "StageModule": "arclight.parallel.pipeline.stages.splitting",
+        "chrome_trace": "arclight.parallel.pipeline.views.chrome",
+        "record": "arclight.parallel.pipeline.views.recording",
+        "simulate": "arclight.parallel.pipeline.plans.forecasts",
+        "split": "arclight.parallel.pipeline.stages.splitting",
+        "timeline": "arclight.parallel.pipeline.views.timelines",
     },
 )

@@ -88,7 +88,7 @@ class Trace:
 
     def __str__(self) -> str:
         """A table: for each process how busy it was, and why it was not."""
-        from arclight.parallel.pipeline.bubbles import describe
+        from arclight.parallel.pipeline.views.bubbles import describe
 
         return describe(self)
 

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from arclight.parallel.pipeline.actions import Action
-from arclight.parallel.pipeline.orders import (
+from arclight.parallel.pipeline.schedules.orders import (
     first_of,
     is_file,
     load_order,
@@ -37,11 +37,11 @@ from arclight.parallel.pipeline.orders import (
     shape_of,
     splits_backward,
 )
-from arclight.parallel.pipeline.recording import recorded_step
+from arclight.parallel.pipeline.views.recording import recorded_step
 from arclight.parallel.plan import PlanError
 
 if TYPE_CHECKING:
-    from arclight.parallel.pipeline.stage import Stage
+    from arclight.parallel.pipeline.running.stage import Stage
 
 
 StageBase = _PipelineStageBase
@@ -53,7 +53,7 @@ class ScheduleKind:
     """What must be known of a schedule before it is built."""
 
     name: str
-    """By which `arclight.parallel.pipeline.orders.order_of` gives its actions."""
+    """By which `arclight.parallel.pipeline.schedules.orders.order_of` gives its actions."""
     build: Callable[..., Any]
     stages_per_process: int = 1
     v_shaped: bool = False

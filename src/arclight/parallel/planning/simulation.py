@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from arclight.parallel.pipeline.costs import Link, UnitCost
-from arclight.parallel.pipeline.simulation import Prediction, simulate
+from arclight.parallel.pipeline.schedules.simulation import Prediction, simulate
 from arclight.parallel.plan import PlanError
 from arclight.parallel.planning.stages import chunks, entrances, stages
 from arclight.parallel.planning.timing import exchange_seconds, group

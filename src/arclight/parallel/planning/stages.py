@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from arclight.parallel.pipeline.cut import cut_evenly
-from arclight.parallel.pipeline.install import check
-from arclight.parallel.pipeline.orders import held_at_most, is_file, order_of
-from arclight.parallel.pipeline.partition import stages_of
+from arclight.parallel.pipeline.plans.partition import stages_of
+from arclight.parallel.pipeline.running.install import check
+from arclight.parallel.pipeline.schedules.orders import held_at_most, is_file, order_of
+from arclight.parallel.pipeline.stages.cut import cut_evenly
 from arclight.parallel.pipeline.upstream import ScheduleKind, schedule_kind
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.chain import Chain

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from arclight.parallel.pipeline.orders import is_file
-from arclight.parallel.pipeline.simulation import idle_seconds
+from arclight.parallel.pipeline.schedules.orders import is_file
+from arclight.parallel.pipeline.schedules.simulation import idle_seconds
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.devices import STREAMED, Hardware
 from arclight.parallel.planning.memory import Link, reduces_once, reshards

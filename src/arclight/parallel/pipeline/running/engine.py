@@ -1,0 +1,254 @@
+"""Micro-batches through the stages of a pipeline, there and back; what crosses the cuts is found out by the first of each shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten
+
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.running.agreement import DisagreementError, Statement, digest, verify
+from arclight.parallel.pipeline.running.boundary import Boundary, TensorShape
+from arclight.parallel.pipeline.running.faults import Board, failed, let_others_go, timeout_of
+from arclight.parallel.pipeline.running.halves import reached
+from arclight.parallel.pipeline.running.parts import Line, Part
+from arclight.parallel.pipeline.running.stage import Stage
+from arclight.parallel.pipeline.upstream import Schedule, that_fits
+from arclight.parallel.plan import PlanError
+from arclight.parallel.running import Split
+
+_Passed = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+"""By stage: what came in and what it gave, for one micro-batch."""
+
+
+class Engine:
+    """Runs the stages of this process, in step with the other processes of the pipeline.
+
+    Before the first step they compare what they were given (``statement``). An error on one of them ends the others too, and says which
+    stage was at which action; the engine cannot be used after it.
+    """
+
+    def __init__(
+        self, parts: dict[int, Part], line: Line, statement: Callable[[], Statement] | None = None,
+        shared: dict[str, tuple[int, ...]] | None = None, expected: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """statement, shared, expected: see `agreement.verify`. Raises PlanError for stages that are in a DistributedDataParallel."""
+        self.parts, self.line = parts, line
+        self._statement, self._shared, self._expected = statement, shared or {}, expected
+        self._boundaries: dict[Any, dict[int, Boundary]] = {}
+        self._schedules: dict[Any, Schedule] = {}
+        self.parameters = list(dict.fromkeys(p for part in parts.values() for p in part.parameters()))
+        """Of this process's stages, each once."""
+        self._board = Board(line.group, line.rank) if line.group is not None else None
+        self._verified = line.group is None
+        self._warned = False
+        self._failure: str | None = None
+        for part in parts.values():
+            if any(isinstance(module, DistributedDataParallel) for module in part.modules()):
+                raise PlanError(
+                    "a stage is in a DistributedDataParallel, which sums gradients in each backward and not after the last, and misses "
+                    "those of split backwards: give the pipeline the bare model and data=<the group of replicas>"
+                )
+
+    @property
+    def last(self) -> Part | None:
+        """The part of the last stage, where that is here."""
+        return self.parts.get(self.line.stages - 1)
+
+    def run(self, pieces: list[Split], key: Hashable, backward: bool) -> None:
+        """All ``pieces`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
+        if self._failure is not None:
+            raise RuntimeError(f"this pipeline has failed before and cannot go on: {self._failure}")
+        device = self.line.device.type
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        for part in self.parts.values():
+            part.autocast = torch.autocast(device, dtype) if enabled else nullcontext()
+            part.totals.clear()
+            part.counts.clear()
+        with torch.autocast(device, enabled=False):
+            schedule = self._schedule(pieces, key, backward)
+            try:
+                schedule.run([{"piece": piece} for piece in pieces])
+            except BaseException as error:
+                raise self._fail(error, *self._place(schedule)) from error.__cause__
+        if not backward:
+            self._let_go()
+
+    def _fail(self, error: BaseException, where: str, waiting: bool) -> BaseException:
+        found = failed(self._board, error, where, waiting)
+        self._failure = where
+        if self.line.group is not None:
+            let_others_go(self.line.group, self.line.device)
+        return found
+
+    def _place(self, schedule: Schedule) -> tuple[str, bool]:
+        """What this process is at, in words, and whether it waits for another."""
+        action, computing = schedule.at()
+        if action is None:
+            return f"process {self.line.rank} waited for what it had sent to be received", True
+        who = f"process {self.line.rank} (stage {action.stage})"
+        if computing:
+            return f"{who} failed in {action}", False
+        source = action.stage - 1 if action.kind == "F" else action.stage + 1
+        if not 0 <= source < self.line.stages:
+            return f"{who} waited before {action}", True
+        return f"{who} waited for {action} from stage {source} on process {self.line.place(source)}", True
+
+    # -- schedules and what crosses the cuts -----------------------------------------------------------------------
+
+    def _schedule(self, pieces: list[Split], key: Hashable, backward: bool) -> Schedule:
+        """For micro-batches of these shapes, made when they first come."""
+        key = (backward, key, tuple(p.requires_grad for p in self.parameters) if backward else ())
+        if key not in self._schedules:
+            stages = " and ".join(map(str, self.parts))
+            where = f"process {self.line.rank} (stage {stages}) failed in the first micro-batch of its shape"
+            shapes = [(backward, key[2], signature(*tree_flatten(piece))) for piece in pieces]
+            try:
+                self._agree(shapes)
+                for piece, shape in zip(pieces, shapes, strict=True):
+                    if shape not in self._boundaries:
+                        self._boundaries[shape] = self._cross(piece, backward)
+            except DisagreementError:  # which all processes have
+                raise
+            except BaseException as error:
+                raise self._fail(error, where, True) from error.__cause__
+            self._schedules[key] = self._make(shapes, backward)
+        return self._schedules[key]
+
+    def _make(self, shapes: list[Any], backward: bool) -> Schedule:
+        line, number_of_pieces = self.line, len(shapes)
+        kind = that_fits(line.kind, number_of_pieces, line.ranks, backward)
+        if backward and kind.name != line.kind.name and line.group is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"a batch of {number_of_pieces} micro-batches does not fit the schedule: it runs by a simpler one"
+            )
+        found = [self._boundaries[shape] for shape in shapes]
+        stages = [
+            Stage(
+                part, number, line.stages, line.device, line.group,
+                [crossing.get(number - 1, ()) for crossing in found], [crossing.get(number, ()) for crossing in found],
+            )
+            for number, part in self.parts.items()
+        ]  # fmt: skip
+        return Schedule(kind, stages, number_of_pieces, backward)
+
+    def _agree(self, shapes: list[Any]) -> None:
+        """All processes of a pipeline must have been given the same batch and plan, or they would wait for each other."""
+        if self._board is None or self.line.group is None:
+            return
+        timeout = timeout_of(self.line.group, self.line.device)
+        if not self._verified and self._statement is not None:
+            said = self._statement()
+            heard = self._board.exchange([said.plan, said.parameters], timeout)
+            verify([Statement(*one) for one in heard], self._shared, self._expected)
+        self._verified = True
+        shown = ", ".join(f"{x[0]} {x[1]}" if isinstance(x, tuple) else str(x) for x in shapes[0][2][1])
+        others = self._board.exchange([shown, len(shapes), digest([shape[2] for shape in shapes])], timeout)
+        for rank, other in enumerate(others):
+            if other != others[0]:
+                raise DisagreementError(
+                    f"processes of one pipeline were given batches of different shapes: process 0 {others[0][1]} micro-batches, "
+                    f"the first of {others[0][0]}; process {rank} {other[1]}, the first of {other[0]}; let all of them read the same samples (those of "
+                    "the data-parallel rank)"
+                )
+
+    def _cross(self, piece: Split, backward: bool) -> dict[int, Boundary]:
+        """By the number of the stage before it: what crosses each cut that this process has to do with.
+
+        One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
+        back.
+        """
+        line, crossing, passed = self.line, dict[int, Boundary](), _Passed()
+        devices = [line.device] if line.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices=devices, device_type=line.device.type if devices else None),
+            torch.set_grad_enabled(backward),
+        ):
+            for number, part in self.parts.items():
+                arrived: tuple[Tensor, ...] = ()
+                if number > 0 and number - 1 not in self.parts:
+                    crossing[number - 1], arrived = self._receive(number - 1)
+                elif number > 0:
+                    arrived = tuple(x.detach() for x in passed[number - 1][1])
+                for tensor, shape in zip(arrived, crossing.get(number - 1, ()), strict=True):
+                    tensor.requires_grad_(shape.requires_grad)
+                if number == line.stages - 1:
+                    continue
+                before = {name: buffer.clone() for name, buffer in part.named_buffers()}
+                output = part(*arrived, piece=piece)
+                with torch.no_grad():
+                    for name, buffer in part.named_buffers():
+                        buffer.copy_(before[name])
+                passed[number] = arrived, output
+                crossing[number] = tuple(map(TensorShape.of, output))
+                if number + 1 not in self.parts:
+                    self._send(number + 1, crossing[number], output)
+        if backward:
+            self._cross_back(passed, crossing)
+        self._let_go()
+        return crossing
+
+    def _cross_back(self, passed: _Passed, crossing: dict[int, Boundary]) -> None:
+        """Mark in ``crossing`` the values for which no gradient comes back: the loss does not depend on them."""
+        for number in sorted(passed, reverse=True):
+            arrived, given = passed.pop(number)
+            if number < self.line.stages - 2:  # the last stage has not run: all that it is given may come back
+                if number + 1 not in self.parts:
+                    crossing[number] = _returning(crossing[number], self._hear(number + 1))
+                given = tuple(x for x, shape in zip(given, crossing[number], strict=True) if shape.returns)
+            if number > 0:
+                flags = reached(given, arrived)
+                crossing[number - 1] = _returning(crossing[number - 1], flags)
+                if number - 1 not in self.parts:
+                    self._tell(number - 1, flags)
+
+    # -- messages while shapes are found out -----------------------------------------------------------------------
+
+    def _tell(self, stage: int, message: Any) -> None:
+        dist.send_object_list([message], self.line.owner(stage), group=self.line.group, device=self.line.device)
+
+    def _hear(self, stage: int) -> Any:
+        box = [None]
+        dist.recv_object_list(box, self.line.owner(stage), group=self.line.group, device=self.line.device)
+        return box[0]
+
+    def _send(self, stage: int, boundary: Boundary, tensors: tuple[Tensor, ...]) -> None:
+        self._tell(stage, boundary)
+        for tensor in tensors:
+            dist.send(tensor.detach(), self.line.owner(stage), group=self.line.group)
+
+    def _receive(self, stage: int) -> tuple[Boundary, tuple[Tensor, ...]]:
+        boundary: Boundary = self._hear(stage)
+        tensors = tuple(shape.empty(self.line.device) for shape in boundary)
+        for tensor in tensors:
+            dist.recv(tensor, self.line.owner(stage), group=self.line.group)
+        return boundary, tensors
+
+    def _let_go(self) -> None:
+        """After forwards that no backward follows: weights that FSDP gathered would stay, and be used after the next update."""
+        for part in self.parts.values():
+            for unit in part.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
+
+def _returning(boundary: Boundary, flags: list[bool]) -> Boundary:
+    return tuple(replace(shape, returns=flag) for shape, flag in zip(boundary, flags, strict=True))
+
+
+def signature(leaves: list[Any], structure: Any) -> Hashable:
+    """What the shapes inside the model depend on, of a flattened tree."""
+    return structure, tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor)
+        else x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__qualname__
+        for x in leaves
+    )  # fmt: skip

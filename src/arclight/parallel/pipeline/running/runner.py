@@ -1,0 +1,175 @@
+"""The runner of a pipeline: a batch becomes micro-batches, which a schedule takes through the stages, there and back."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from arclight.fabric.spread import own_parts
+from arclight.parallel.context import over_sequences, shard_arguments
+from arclight.parallel.pipeline.running.engine import Engine, signature
+from arclight.parallel.pipeline.running.shared import Shared
+from arclight.parallel.plan import PlanError
+from arclight.parallel.running import Runnable, Split, with_positions
+
+
+class PipelineRunner:
+    """Runs the steps of a module whose model is cut into stages; see `arclight.parallel.running`.
+
+    A batch is cut along its samples into ``micro_batches`` parts, or fewer where it has fewer samples; parts may differ in size.
+    With gradients switched off it is evaluated, by forwards only. The loss and its count are the same on all processes of the
+    pipeline. cp: the mesh over which sequences are cut. data: the group of processes that see other tokens with the same layers, over
+    which FSDP averages gradients within the schedule; None where there are none. shared: parameters of several stages.
+    """
+
+    def __init__(
+        self, engine: Engine, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None,
+        shared: Shared | None = None,
+    ) -> None:  # fmt: skip
+        self.engine, self.line, self.parts = engine, engine.line, engine.parts
+        self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
+
+    def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
+        pieces = self._pieces(module, batch)
+        key = tuple(signature(*tree_flatten(piece)) for piece in pieces)
+        if not torch.is_grad_enabled():
+            self.engine.run(pieces, key, backward=False)
+            return self._shared(*self._totals())
+        share = self._share(module, batch)
+        for part in self.parts.values():
+            part.share = share
+        if hasattr(module, "scale_losses"):
+            module.scale_losses(share)
+        held = Gradients([p for p in self.engine.parameters if p.requires_grad])
+        self.engine.run(pieces, key, backward=True)
+        gradients = held.taken()
+        if self.shared is not None:
+            self.shared.sum(gradients.new)
+        total, count = self._shared(*self._totals())
+        factor = (self.cp.size() if self.cp is not None else 1) / share
+        start = torch.zeros((), device=self.line.device, requires_grad=True)
+        return _Computed.apply(start, total, gradients, factor, self.data), count
+
+    def _pieces(self, module: Any, batch: Any) -> list[Split]:
+        """The micro-batches: as the module cuts them, where it does so itself (``micro_batches(batch, number)``)."""
+        if hasattr(module, "micro_batches"):
+            own: list[Split] = module.micro_batches(batch, self.micro_batches)
+            return own
+        split = with_positions(module.split_batch(batch))
+        if self.cp is not None:
+            split = shard_arguments(split, self.cp)
+        return micro_batches(split, self.micro_batches)
+
+    def _share(self, module: Any, batch: Any) -> Tensor:
+        """1 / the mean over processes of what their batches count, if the module says that: gradients then have their final size from the
+        start, which is kind to half types. Alike on all processes that have the same layers.
+        """
+        weight = torch.ones((), dtype=torch.float64, device=self.line.device)
+        with suppress(AttributeError, NotImplementedError):  # of a module that does not say
+            weight = torch.as_tensor(module.batch_weight(batch), device=self.line.device).double()
+        if self.data is not None:
+            dist.all_reduce(weight, group=self.data)
+            weight /= dist.get_world_size(self.data)
+        return torch.where(weight > 0, weight, 1.0).reciprocal()
+
+    def _totals(self) -> tuple[Tensor, Tensor]:
+        """Sums of loss and count over all micro-batches where the last stage is; zeros elsewhere."""
+        zero, last = torch.zeros((), device=self.line.device), self.engine.last
+        if last is None:
+            return zero, zero
+        return torch.stack(last.totals).sum(), torch.stack(last.counts).sum().to(self.line.device)
+
+    def _shared(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and count of the whole batch, on every process of the pipeline."""
+        both = torch.stack((total.double(), count.double()))
+        dist.broadcast(both, self.line.owner(self.line.stages - 1), group=self.line.group)
+        total, count = both[0], both[1].long()
+        if self.cp is None:
+            return total, count
+        return over_sequences(total, count, self.cp)
+
+
+class Gradients:
+    """The gradients of one step, apart from those that parameters have from steps before."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self.new: dict[nn.Parameter, Tensor | None] = {}
+
+    def taken(self) -> Gradients:
+        """Take the step's gradients off the parameters, which have those from before again."""
+        self.new = {parameter: parameter.grad for parameter in self.parameters}
+        for parameter, gradient in zip(self.parameters, self.before, strict=True):
+            parameter.grad = gradient
+        self.before = []
+        return self
+
+    def put(self, scale: Tensor | float) -> None:
+        """Add them to the parameters', multiplied by ``scale``."""
+        pairs = [(parameter, new) for parameter, new in self.new.items() if new is not None]
+        self.new = {}
+        if not pairs:
+            return
+        if not (isinstance(scale, float) and scale == 1.0):
+            torch._foreach_mul_(own_parts([new for _, new in pairs]), scale)
+        sums = [(p.grad, new) for p, new in pairs if p.grad is not None]
+        if sums:
+            torch._foreach_add_(own_parts([old for old, _ in sums]), own_parts([new for _, new in sums]))
+        for parameter, new in pairs:
+            if parameter.grad is None:
+                parameter.grad = new
+
+
+class _Computed(torch.autograd.Function):
+    """A loss whose gradients are there before its backward, which scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, total: Tensor, gradients: Gradients, factor: Tensor, data: dist.ProcessGroup | None
+    ) -> Tensor:  # fmt: skip
+        ctx.gradients, ctx.factor, ctx.data = gradients, factor, data
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, ...]:
+        if ctx.data is not None:  # FSDP has averaged over processes already: that is right if all of them scale alike
+            both = torch.stack((scale, -scale))
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=ctx.data)
+            largest, least = both[0], -both[1]
+            torch._assert_async(
+                largest - least <= 1e-4 * torch.maximum(largest.abs(), least.abs()),
+                "data-parallel processes scale the gradients of their pipelines differently: give the module a batch_weight, so "
+                "that losses count by what they are the mean of",
+            )
+            scale = largest
+        ctx.gradients.put(scale * ctx.factor)
+        return None, None, None, None, None
+
+
+def micro_batches(split: Split, number: int) -> list[Split]:
+    """``split`` cut along dimension 0 of its tensors into ``number`` parts, or as many as there are samples.
+
+    Tensors without dimensions and all that is no tensor go into every part. Raises PlanError where tensors have different
+    numbers of samples.
+    """
+    sizes = {tuple(leaf.shape)[0] for leaf in tree_flatten(split)[0] if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) != 1:
+        raise PlanError(
+            f"split_batch gave tensors with {' and '.join(map(str, sorted(sizes))) or 'no'} samples in dimension 0: "
+            "micro-batches need the same number in all of them"
+        )
+    count = min(number, sizes.pop())
+
+    def part(index: int) -> Split:
+        cut: Split = tree_map_only(Tensor, lambda x: x.tensor_split(count)[index] if x.ndim else x, split)
+        return cut
+
+    return [part(index) for index in range(count)]

@@ -1,0 +1,106 @@
+"""Parameters that several stages use: one for the model, whose copies stay the same because their gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arclight.fabric.spread import own_part
+from arclight.parallel.pipeline.running.faults import timeout_of
+from arclight.parallel.pipeline.running.parts import Line
+
+BUCKET = 25 * 2**20
+"""Bytes that are summed at once."""
+
+
+class Shared:
+    """The parameters that stages of several processes have, and the groups of these processes."""
+
+    def __init__(self, line: Line, stages: Mapping[int, nn.Module], users: Mapping[str, tuple[int, ...]]) -> None:
+        """users: numbers of the stages that have a parameter, by the first of its names. All processes of the pipeline call this."""
+        self.elsewhere: set[nn.Parameter] = set()
+        """Those of this process that count where an earlier stage has them."""
+        self._sums: list[tuple[Any, list[nn.Parameter]]] = []
+        self._copies: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
+        groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for name in sorted(users):
+            places = tuple(sorted({line.place(stage) for stage in users[name]}))
+            if line.rank not in places:
+                continue
+            first, *copies = dict.fromkeys(stages[n].get_parameter(name) for n in users[name] if n in stages)
+            if copies:  # stages that were loaded one by one
+                self._copies.append((first, copies))
+                self.elsewhere.update(copies)
+            if len(places) > 1:
+                groups.setdefault(places, []).append(first)
+            if line.place(min(users[name])) != line.rank:
+                self.elsewhere.add(first)
+        for places in sorted(groups):
+            self._sums.append((_group(line, places), groups[places]))
+
+    def sum(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
+        """Replace the gradients of shared parameters in ``gradients`` by their sums over the stages that have them."""
+        for first, copies in self._copies:
+            found = [gradient for one in (first, *copies) if (gradient := gradients.get(one)) is not None]
+            gradients[first] = torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
+        for group, members in self._sums:
+            sum_over(group, [parameter for parameter in members if parameter.requires_grad], gradients)
+        for first, copies in self._copies:
+            total = gradients[first]
+            for copy in copies:
+                gradients[copy] = total.clone() if total is not None else None
+
+
+def _group(line: Line, places: tuple[int, ...]) -> Any:
+    assert line.group is not None
+    if len(places) == line.ranks:
+        return line.group
+    ranks = [dist.get_global_rank(line.group, place) for place in places]
+    return dist.new_group(ranks, timeout=timeout_of(line.group, line.device), use_local_synchronization=True)
+
+
+@torch.no_grad()
+def sum_over(group: Any, parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> None:
+    """Replace the gradients of ``parameters`` by their sums over the processes of ``group``, in few messages.
+
+    A process where a parameter has none counts as zero; where none has one it stays so. What each has is in the same message.
+    """
+    for bucket in _buckets(parameters):
+        sizes = [own_part(parameter).numel() for parameter in bucket]
+        like = own_part(bucket[0])
+        flat = like.new_zeros(sum(sizes) + len(bucket))
+        for place, (parameter, part) in enumerate(zip(bucket, flat[: sum(sizes)].split(sizes), strict=True)):
+            gradient = gradients.get(parameter)
+            if gradient is not None:
+                part.copy_(own_part(gradient).flatten())
+                flat[sum(sizes) + place] = 1
+        dist.all_reduce(flat, group=group)
+        here = all(gradients.get(parameter) is not None for parameter in bucket)
+        holders = [1.0] * len(bucket) if here else flat[sum(sizes) :].tolist()
+        for parameter, part, count in zip(bucket, flat[: sum(sizes)].split(sizes), holders, strict=True):
+            if count:
+                gradient = gradients.get(parameter)
+                if gradient is None:
+                    gradient = gradients[parameter] = torch.empty_like(parameter)
+                own = own_part(gradient)
+                own.copy_(part.view(own.shape))
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """``parameters`` in order, those of one type and device together, up to :data:`BUCKET` bytes."""
+    found: list[list[nn.Parameter]] = []
+    current: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        size = own_part(parameter).numel() * parameter.element_size()
+        members, filled = current.get(key, ([], BUCKET))
+        if filled + size > BUCKET:
+            members, filled = [], 0
+            found.append(members)
+        members.append(parameter)
+        current[key] = members, filled + size
+    return found

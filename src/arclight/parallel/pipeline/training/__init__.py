@@ -1,0 +1,1 @@
+"""A user's own steps in a pipeline, without code of the user's for it."""
