@@ -6,12 +6,12 @@ and of the simulator.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.parallel.pipeline.naps import SlowInputs, SlowWeights
 from torch import Tensor, nn
 
 import arclight as al
@@ -25,35 +25,6 @@ from arclight.parallel.pipeline.views.recording import record
 from arclight.parallel.running import Split
 
 
-class _Inputs(torch.autograd.Function):
-    """Sleeps in forward, and where the gradient of its input is wanted."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, inputs: float) -> Tensor:
-        ctx.seconds = inputs
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None, None
-
-
-class _Weights(torch.autograd.Function):
-    """Sleeps where the gradient of a weight is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 class Sleeper(nn.Module):
     """A stage that takes what its cost says. What comes in has ``cost.output`` bytes, as what it gives."""
 
@@ -65,7 +36,7 @@ class Sleeper(nn.Module):
         self.inputs, self.weights = (0.0, cost.backward) if first else (cost.inputs, cost.weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Inputs.apply(x, self.forward_seconds, self.inputs) * _Weights.apply(self.weight, self.weights)
+        return SlowInputs.apply(x, self.forward_seconds, self.inputs) * SlowWeights.apply(self.weight, self.weights)
 
 
 def loss(output: Tensor, _: Any) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,9 @@ def undisturbed(check: Callable[[], None], attempts: int = 8) -> None:
             time.sleep(attempt)
 
 
-class _Inputs(torch.autograd.Function):
+class SlowInputs(torch.autograd.Function):
+    """Sleeps in forward, and where the gradient of its input is wanted."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.backward_seconds = backward
@@ -40,7 +42,9 @@ class _Inputs(torch.autograd.Function):
         return gradient, None, None
 
 
-class _Weights(torch.autograd.Function):
+class SlowWeights(torch.autograd.Function):
+    """Sleeps where the gradient of a weight is computed."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, backward: float) -> Tensor:
         ctx.backward_seconds = backward
@@ -62,7 +66,7 @@ class Nap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         forward, inputs, weights = self.seconds
-        return _Inputs.apply(x, forward, inputs) * _Weights.apply(self.weight, weights)
+        return SlowInputs.apply(x, forward, inputs) * SlowWeights.apply(self.weight, weights)
 
 
 class Naps(nn.Module):

@@ -412,12 +412,20 @@ class Branching(Classifier):
         return cross_entropy(self.model[2:](hidden), batch[1])
 
 
+class Mixing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = torch.rand((), dtype=batch[0].dtype)
+        output = self.model(share * batch[0] + (1 - share) * batch[0].flip(0))
+        return share * cross_entropy(output, batch[1]) + (1 - share) * cross_entropy(output, batch[1].flip(0))
+
+
 class Ragged(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return cross_entropy(self.model(batch[0]), batch[1][: len(batch[0])])
 
 
 REFUSED = [
+    (Mixing, pipeline(2), {}, "random numbers that the step draws are needed by many"),
     (Unused, pipeline(2), {}, "no stage of the pipeline uses forgotten.weight, forgotten.bias"),
     (Manual, pipeline(2), {}, "automatic_optimization=False hides from the plan what a step calls"),
     (Classifier, pipeline(2), {"precision": "16-mixed"}, "use precision bf16-mixed or 32, or pp = 1"),

@@ -65,6 +65,10 @@ What a step will do is known before any process is started, and what it does can
     pipeline.timeline(run, predicted)                    # timeline.html: predicted over measured, on one page; or a figure, step.svg
     pipeline.timeline(run, run.simulated)                # over it the measured times, without noise and time on the way
     pipeline.chrome_trace(run)                           # trace.json, for Perfetto
+
+Its own rooms: ``stages`` (a model cut), ``schedules`` (orders of actions, and how long they take), ``plans`` (costs, and what to choose by
+them), ``running`` (stages run by a schedule), ``training`` (a user's own steps in stages), ``weights`` (from files, and into them), ``views``
+(recorded steps, shown); beside them the data that they share, and all of torch's private names in ``upstream``.
 """
 
 from __future__ import annotations

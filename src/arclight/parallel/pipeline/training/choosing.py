@@ -10,7 +10,7 @@ from torch import nn
 
 from arclight.parallel.pipeline.costs import ModelCosts
 from arclight.parallel.pipeline.graph import UnitGraph
-from arclight.parallel.pipeline.plans.measuring import predict
+from arclight.parallel.pipeline.plans.measuring import closed_places, predict
 from arclight.parallel.pipeline.plans.planner import choose
 from arclight.parallel.pipeline.training.pieces import Reduction
 from arclight.parallel.pipeline.upstream import schedule_kind
@@ -64,6 +64,19 @@ def choose_for(
         raise PlanError(
             f"{type(module).__name__}.{step.__name__} has {len(graph.calls)} parts that can be stages, and {least} stages are asked for: use "
             f"stages = {fewer} or fewer"
+        )
+    closed = closed_places(graph)
+    if len(graph.calls) - len(closed) < least:
+        drawn = graph.result_draws.union(*(call.draws for call in graph.calls))
+        raise PlanError(
+            f"{type(module).__name__}.{step.__name__} has {len(graph.calls)} parts, and stages can begin with {len(graph.calls) - len(closed)} of "
+            "them only: "
+            + (
+                "random numbers that the step draws are needed by many, and stages would draw different ones. Draw them in a part "
+                "(nn.Dropout) or with the data"
+                if drawn
+                else "parts change in place what others need. Use modules without inplace"
+            )
         )
     costs = _costs(module, step, args, graph)
     # A batch of too few samples runs by a simpler order of the same stages: it is chosen for one that has enough.
