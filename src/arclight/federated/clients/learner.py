@@ -1,0 +1,41 @@
+"""What trains: the one thing that a federation asks of a client's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from arclight.federated.protocol import Evaluate, Fit
+
+    Tensors = Mapping[str, torch.Tensor]
+    Progress = Callable[[int, float | None], None]
+    """Called with steps done of this round, and the newest loss where one is at hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What training for a round, or a measurement, came to."""
+
+    tensors: Tensors = field(default_factory=dict)
+    """Weights after training, and local moments where they were asked for, by manifest key (``model/...``); empty for measurements."""
+    samples: int = 0
+    tokens: int = 0
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Learner(Protocol):
+    """A client's training. One learner lives as long as its worker; between rounds it keeps what is the client's own."""
+
+    def fit(self, order: Fit, weights: Tensors, progress: Progress) -> Outcome:
+        """Train ``order.steps`` optimizer steps from ``weights`` (by manifest key; mapped files, not to be changed)."""
+
+    def evaluate(self, order: Evaluate, weights: Tensors) -> Outcome:
+        """Measure ``weights`` on this client's validation data."""
+
+    def close(self) -> None:
+        """Give back processes and memory."""

@@ -1,0 +1,123 @@
+"""What a run's journal says. Applying the records of a journal in their order gives the coordinator's lasting state.
+
+Who is connected and who works on what at this moment is not among them: nodes say it when they join.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from arclight.federated.errors import Reason
+from arclight.federated.protocol import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of the journal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOpened(Record):
+    run: str
+    settings: str
+    """SHA-256 of the settings that decide the result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOpened(Record):
+    """A round begins: its clients are drawn, its weights are fixed."""
+
+    round: int
+    base: str
+    """Digest of the weights' manifest."""
+    clients: tuple[str, ...]
+    """Those drawn, over-provisioned ones included."""
+    wanted: int
+    """How many updates the round is for."""
+    clock: int
+    steps: int
+    fragment: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateAccepted(Record):
+    """An update is spooled: its blobs are on the server's disk and were checked."""
+
+    round: int
+    client: str
+    digest: str
+    """Of its manifest, which is kept as a blob."""
+    samples: int
+    tokens: int
+    steps: int
+    seconds: float
+    bytes: int
+    norm: float
+    """L2 norm of the decoded change (of ``model/`` keys)."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    staleness: int = 0
+    """Rounds that were committed since the client began (buffered asynchronous mode)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRefused(Record):
+    round: int
+    client: str
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientFailed(Record):
+    """A client is out of the round: it said so, or its node was lost and nobody else could take it."""
+
+    round: int
+    client: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundClosed(Record):
+    """No more updates are taken; these, in this order, become the fold."""
+
+    round: int
+    clients: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCommitted(Record):
+    """The server's step is done and lies in the round's checkpoint."""
+
+    round: int
+    base: str
+    """Digest of the new weights' manifest."""
+    checkpoint: str
+    norm: float
+    """L2 norm of the mean change."""
+    drift: dict[str, float] = field(default_factory=dict)
+    """Client to cosine between its change and the mean."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEvaluated(Record):
+    """Weights of a round were measured; ``client`` is None for the mean over clients or the server's own data."""
+
+    round: int
+    client: str | None
+    samples: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Record):
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spooled:
+    """An update of a closed round, for those who fold it."""
+
+    client: str
+    manifest: Manifest
+    samples: int
+    tokens: int

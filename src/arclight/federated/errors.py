@@ -1,0 +1,33 @@
+"""What goes wrong in a federation, by who has to act on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Reason = Literal[
+    "stale", "duplicate", "unknown_client", "wrong_names", "wrong_shape", "not_finite", "too_large", "damaged", "weight", "version"
+]  # fmt: skip
+
+
+class FederatedError(RuntimeError):
+    """A federated run that cannot go on as it was asked to; the message says why and what to do."""
+
+
+class ProtocolError(FederatedError):
+    """A message that is malformed, of another version, or not allowed now."""
+
+
+class BlobError(FederatedError):
+    """Bytes that are missing, cut short, or not those that their digest names."""
+
+
+class RefusedError(FederatedError):
+    """An update that the server does not take; ``reason`` tells programs what the message tells people."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(message)
+        self.reason: Reason = reason
+
+
+class LinkError(FederatedError):
+    """The other side could not be reached before the deadline; what was to be sent is kept."""

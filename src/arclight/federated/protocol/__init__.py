@@ -1,0 +1,21 @@
+"""What clients and server exchange: messages, and manifests of tensors."""
+
+from arclight.federated.protocol.manifest import VERSION, Entry, Manifest, digest_of
+from arclight.federated.protocol.messages import (
+    Ask,
+    Beat,
+    Close,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Fit,
+    Held,
+    Join,
+    Leave,
+    Message,
+    Receipt,
+    Update,
+    Wait,
+    Welcome,
+    read,
+)

@@ -1,0 +1,99 @@
+"""Named tensors as files that their content names: what is sent is said in a manifest, what it weighs lies in blobs.
+
+A blob is a safetensors file and is called by its SHA-256. A tensor is one entry of a manifest: the blob that holds it, how it
+is encoded there, and what it is once decoded. An encoded tensor is one tensor of the blob or several: ``key`` itself and
+``key#part`` for each further part (scales, indices).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from arclight.federated.errors import ProtocolError
+
+VERSION = 1
+Kind = Literal["weights", "delta", "update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One tensor."""
+
+    blob: str
+    """SHA-256 of the file that holds it, 64 hexadecimal digits."""
+    dtype: str
+    """Its type once decoded, as safetensors names types: "F32", "BF16"."""
+    shape: tuple[int, ...]
+    codec: str = "raw"
+    """How its values are written: "raw" (as they are), "bf16", "int8", "int4", "topk"."""
+    parts: tuple[str, ...] = ("",)
+    """Suffixes of the tensors in the blob that it is made of: "" is the key itself, "scale" is ``key#scale``."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What decoding needs besides, as the codec's block size; JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A set of named tensors. Keys are ``model/<parameter name>`` and, for local moments, ``<state>/<parameter name>`` (``exp_avg/...``)."""
+
+    kind: Kind
+    """Weights; the change from ``base`` to the next weights, sent down; or a client's update, sent up."""
+    tensors: dict[str, Entry]
+    blobs: dict[str, int]
+    """Every blob that the tensors lie in, and its bytes."""
+    base: str | None = None
+    """Digest of the weights' manifest that this is a change of; None for weights."""
+    version: int = VERSION
+
+    @property
+    def size(self) -> int:
+        """Bytes to be transferred, without the manifest."""
+        return sum(self.blobs.values())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest's text, which names all of its content."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Canonical text: the same manifest always gives the same bytes."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Manifest:
+        """Inverse of `to_json`. Raises ProtocolError for anything that is not a manifest of this version."""
+        return cls.from_dict(_json(text))
+
+    @classmethod
+    def from_dict(cls, said: Any) -> Manifest:
+        """From what JSON gave. Raises ProtocolError as `from_json`."""
+        from pydantic import TypeAdapter, ValidationError
+
+        if not isinstance(said, Mapping):
+            raise ProtocolError(f"a manifest is a table, got {type(said).__name__}")
+        if said.get("version") != VERSION:
+            raise ProtocolError(
+                f"a manifest of version {said.get('version')!r}: this side speaks {VERSION}; install the same arclight on both"
+            )
+        try:
+            made = TypeAdapter(cls).validate_json(json.dumps(said), strict=True)
+        except (ValidationError, ValueError) as error:
+            raise ProtocolError(f"this is no manifest: {error}") from error
+        if lost := [key for key, entry in made.tensors.items() if entry.blob not in made.blobs]:
+            raise ProtocolError(f"{lost[0]} lies in a blob that the manifest does not list ({len(lost)} such tensors)")
+        return made
+
+
+def _json(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ProtocolError(f"this is no manifest: {error}") from error
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,247 @@
+"""What clients and server say to each other: small JSON messages; tensors go as blobs beside them.
+
+A *node* is a process on some machine that answers for one or more *clients*, each a site's data. Nodes ask, the server
+answers: join, then ask for work again and again (an answer may be held back until there is some), send updates, beat while
+they work. Every message carries the run and the protocol's version. All durations are seconds and relative: no two clocks
+need to agree.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from arclight.federated.errors import ProtocolError, Reason
+from arclight.federated.protocol.manifest import VERSION, Manifest
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Anything that is said; `to_json` and `read` are inverse."""
+
+    kinds: ClassVar[dict[str, type[Message]]] = {}
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = cls.__name__.lower()
+        Message.kinds[cls.kind] = cls
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": self.kind, "version": VERSION, **asdict(self)}, allow_nan=False, sort_keys=True)
+
+
+def read(text: str | bytes) -> Message:
+    """The message in ``text``. Raises ProtocolError for what is none, or is of another version."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        said = json.loads(text)
+        kind, version = said.pop("kind"), said.pop("version")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ProtocolError(f"this is no message: {error!r}") from error
+    if version != VERSION:
+        raise ProtocolError(f"the other side speaks version {version!r}, this one {VERSION}: install the same arclight")
+    if kind not in Message.kinds:
+        raise ProtocolError(f"there is no message {kind!r}")
+    try:
+        return TypeAdapter(Message.kinds[kind]).validate_json(json.dumps(said), strict=True)
+    except ValidationError as error:
+        raise ProtocolError(f"a message {kind!r} that cannot be: {error}") from error
+
+
+# -- from nodes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A round that a client has begun or finished and the server has not yet acknowledged."""
+
+    client: str
+    round: int
+    finished: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join(Message):
+    """A node offers to work for its clients."""
+
+    node: str
+    """Name of the node, the same after a restart."""
+    clients: tuple[str, ...]
+    """Clients whose data this node has; empty: any that the server assigns."""
+    held: tuple[Held, ...] = ()
+    key: str = ""
+    """The node's public key, base64, where the server asks for registered nodes."""
+    signature: str = ""
+    """Of the server's challenge."""
+    steps_per_second: float | None = None
+    """Measured, for balancing and for simulation."""
+    process: str = ""
+    """Random name of this process: tells a restarted node from a second one of the same identity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Message):
+    """A node has a worker free."""
+
+    node: str
+    session: str
+    wait: float = 20.0
+    """How long the answer may be held back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat(Message):
+    """A node is alive, and how far its clients are."""
+
+    node: str
+    session: str
+    steps: dict[str, int] = field(default_factory=dict)
+    """Client to steps done of the round under way."""
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Message):
+    """A client has finished a round; its blobs have been put."""
+
+    node: str
+    session: str
+    client: str
+    round: int
+    manifest: Manifest
+    samples: int
+    tokens: int
+    steps: int
+    seconds: float
+    """Time of training, without transfers."""
+    metrics: Metrics = field(default_factory=dict)
+    """Logged values of training, ``train/loss`` among them."""
+    fragment: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Message):
+    """A client has measured weights."""
+
+    node: str
+    session: str
+    client: str
+    round: int
+    samples: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Message):
+    """A client could not do what it was asked; the error's text is for people."""
+
+    node: str
+    session: str
+    client: str
+    round: int
+    error: str
+    again: bool = False
+    """Whether another attempt may do better (a full disk), or would fail again (a shape)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(Message):
+    """A node ends in order."""
+
+    node: str
+    session: str
+
+
+# -- from the server -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Welcome(Message):
+    session: str
+    run: str
+    beat_every: float
+    """A node that has been silent three times as long counts as lost."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """The run's recipe as tables, for nodes that build their task from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit(Message):
+    """Train one client for a round."""
+
+    run: str
+    client: str
+    round: int
+    steps: int
+    """Optimizer steps of this round."""
+    clock: int
+    """Optimizer steps of the run before this round, by which schedules go."""
+    base: str
+    """Digest of the weights' manifest to start from."""
+    weights: Manifest
+    """Those weights, whole."""
+    changes: tuple[Manifest, ...] = ()
+    """A chain of changes, oldest first, each from its ``base`` to the next and the last to ``base``, for nodes that have one of them."""
+    send: tuple[str, ...] | None = None
+    """Keys to send back; None: every trained parameter, ``model/...``."""
+    form: str = "delta"
+    """"delta": weights before minus weights after; "weights": the weights after."""
+    codec: dict[str, Any] = field(default_factory=lambda: {"kind": "raw"})
+    """Of the update."""
+    weigh_by: str = "samples"
+    seed: int = 0
+    """For what a client draws in this round: randomised layers, noise, masks."""
+    deadline: float | None = None
+    """Seconds from now after which the update is not waited for."""
+    journal_every: int = 50
+    """Steps between saves of a client's own progress."""
+    keep: dict[str, Any] = field(default_factory=dict)
+    """What a client keeps of its own: reset_optimizer, personal, randomised and frozen layers."""
+    privacy: dict[str, Any] = field(default_factory=dict)
+    fragment: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Message):
+    """Measure weights on a client's validation data."""
+
+    run: str
+    client: str
+    round: int
+    base: str
+    weights: Manifest
+    changes: tuple[Manifest, ...] = ()
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Message):
+    """Nothing to do now; ask again after ``seconds``."""
+
+    seconds: float
+    about: str = ""
+    """What is waited for, for logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close(Message):
+    """The run is over for this node."""
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Receipt(Message):
+    """What became of something that a node sent."""
+
+    accepted: bool
+    reason: Reason | None = None
+    message: str = ""
+    committed: int = -1
+    """Newest round that is committed: what a node kept for rounds up to it can go."""
+    cancel: tuple[str, ...] = ()
+    """Clients whose work in progress is no longer wanted."""

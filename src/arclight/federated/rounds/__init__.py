@@ -1,0 +1,1 @@
+"""What a run leaves behind each round, and the tools that look after it."""

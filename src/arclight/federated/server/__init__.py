@@ -1,0 +1,1 @@
+"""The server: it answers nodes, keeps what they send, folds, steps and commits."""

@@ -1,0 +1,56 @@
+"""Settings of a federation (no torch here: a recipe is read without it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from arclight.federated.codecs.settings import Raw
+from arclight.federated.coordination.settings import Buffered, Sampling, Waiting
+from arclight.federated.strategies import FedAvg
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """Many sites train one model: rounds of local training, and what the server does with them."""
+
+    clients: int = 4
+    """Sites, each with data of its own."""
+    rounds: int = 10
+    """Server steps."""
+    local_steps: int = 50
+    """Optimizer steps of each client between two exchanges."""
+    strategy: FedAvg = field(default_factory=FedAvg)
+    """How the mean change moves the weights."""
+    send: Literal["delta", "weights"] = "delta"
+    """What clients send: the change, or the weights themselves, with which one client is centralised training bit for bit."""
+    weigh_by: Literal["samples", "tokens", "equal"] = "samples"
+    """What a client's change weighs in the mean."""
+    moments: tuple[str, ...] = ()
+    """Local optimizer states that are averaged too, as exp_avg."""
+    up: Raw = field(default_factory=Raw)
+    """How changes are written on their way to the server."""
+    down: Raw = field(default_factory=Raw)
+    """How weights are written on their way to clients."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Which clients take part in a round."""
+    waiting: Waiting = field(default_factory=Waiting)
+    """How long a round waits for whom."""
+    buffered: Buffered | None = None
+    """Asynchronous rounds."""
+    journal_every: int = 50
+    """Steps after which a client saves its own progress: a killed client redoes at most as many."""
+    evaluate_every: int = 1
+    """Rounds between evaluations; 0 never evaluates."""
+    evaluate_on: Literal["clients", "server"] = "server"
+    """Whose validation data measure the weights: those of every client, weighed by samples, or the server's."""
+    keep_rounds: int = 3
+    """Newest rounds whose checkpoints are kept; 0 keeps all."""
+    reset_optimizer: bool = False
+    """Whether clients forget their optimizers' states between rounds."""
+
+    def __post_init__(self) -> None:
+        if self.clients < 1 or self.rounds < 0 or self.local_steps < 1:
+            raise ValueError(
+                f"a federation needs at least one client and one local step, got {self.clients} and {self.local_steps}"
+            )

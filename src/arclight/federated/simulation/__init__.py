@@ -1,0 +1,1 @@
+"""A federation of any size on a virtual clock."""

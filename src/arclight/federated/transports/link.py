@@ -1,0 +1,24 @@
+"""A node's line to its server, whatever lies between."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from arclight.federated.blobs import BlobStore
+from arclight.federated.protocol import Message
+
+
+class Link(Protocol):
+    """Where a node sends its messages, and gets and puts blobs."""
+
+    blobs: BlobStore
+    """The server's blobs, as they are seen from here."""
+
+    def send(self, message: Message) -> Message:
+        """The server's answer. Attempts are repeated until a deadline, so messages may arrive twice.
+
+        Raises LinkError where the server cannot be reached, ProtocolError where it refuses the message as such.
+        """
+
+    def close(self) -> None:
+        """Give back connections."""
