@@ -34,6 +34,8 @@ class Entry:
     """Suffixes of the tensors in the blob that it is made of: "" is the key itself, "scale" is ``key#scale``."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What decoding needs besides, as the codec's block size; JSON values."""
+    name: str | None = None
+    """What the tensor is called in the blob, where that is not the key: a checkpoint's file has no ``model/`` before its names."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,174 @@
+"""Blobs in a folder: each is the file ``<digest>``; what is still coming in lies under ``.partial/``.
+
+A name appears in one step, when all bytes are on the disk and hash to it. Any number of threads and processes may use one
+folder. What came of a blob before a connection or a process broke off is kept, and an attempt to come goes on from there.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from arclight.checkpoint.files import HashedFile
+from arclight.fabric import replacing
+from arclight.federated.blobs.digests import checked, missing, not_it, pieces_of
+from arclight.federated.blobs.incoming import Incoming, telling_of_room
+from arclight.federated.errors import BlobError
+
+_PARTIAL = ".partial"
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+
+
+class FolderStore:
+    """A folder of blobs, made where it is missing; what processes that are gone left half done there is removed.
+
+    keep_partial: seconds for which a blob that came only in part waits for the rest.
+    """
+
+    def __init__(self, folder: str | Path, *, keep_partial: float = 86_400.0) -> None:
+        self.folder = Path(folder)
+        self._partial = self.folder / _PARTIAL
+        self._partial.mkdir(parents=True, exist_ok=True)
+        self.sweep(keep_partial)
+
+    def __repr__(self) -> str:
+        return f"FolderStore({str(self.folder)!r})"
+
+    def __iter__(self) -> Iterator[str]:
+        """Digests of all blobs that are there."""
+        for entry in os.scandir(self.folder):
+            if not entry.name.startswith("."):
+                yield entry.name
+
+    def size(self, digest: str) -> int | None:
+        try:
+            return self._path(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
+        return pieces_of(self.file(digest), offset, length)
+
+    def file(self, digest: str) -> Path:
+        path = self._path(digest)
+        if not path.exists():
+            raise missing(digest, self.folder)
+        return path
+
+    def put(self, digest: str, source: Path | bytes) -> None:
+        """As `BlobStore.put`. A file on the same file system is linked, not copied: it must not be changed in place afterwards."""
+        if self.size(digest) is not None:
+            return
+        if isinstance(source, bytes):
+            self._copy(digest, (source,))
+            return
+        with source.open("rb", buffering=0) as file:
+            seen = os.fstat(file.fileno())
+            if seen.st_dev == self.folder.stat().st_dev:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != digest:
+                    raise not_it(digest, found, seen.st_size)
+                if self._link(digest, source, seen):
+                    return
+        self._copy(digest, pieces_of(source))
+
+    def adopt(self, digest: str, path: Path) -> None:
+        """Keep a file under the SHA-256 that came out when it was written: it is linked and not read again.
+
+        It must not be changed in place afterwards. On another file system it is copied, and verified on the way.
+        """
+        if self.size(digest) is None and not self._link(digest, path, path.stat()):
+            self._copy(digest, pieces_of(path))
+
+    @contextmanager
+    def create(self, digest: str | None = None) -> Iterator[HashedFile]:
+        """A new blob, written from front to back; it is there, under the SHA-256 of what was written, when the block ends.
+
+        digest: which one it has to be. Raises BlobError, and keeps nothing, where another comes out.
+        """
+        temporary = replacing.temporary(self.folder / "blob")
+        what = "a new blob" if digest is None else f"blob {checked(digest)[:12]}"
+        try:
+            with telling_of_room(self.folder, what), temporary.open("xb") as file:
+                writer = HashedFile(file)
+                yield writer
+                if digest not in (None, writer.sha256):
+                    raise not_it(digest, writer.sha256, writer.bytes)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self._path(writer.sha256))
+            replacing.sync_folder(self.folder)
+        finally:
+            replacing.discard(temporary)
+
+    def receive(self, digest: str) -> Incoming:
+        """Go on with a blob that comes in piece by piece, from where the last attempt ended.
+
+        Raises BusyError where another thread or process is receiving it.
+        """
+        return Incoming(digest, self._partial / checked(digest), self._path(digest))
+
+    def received(self, digest: str) -> int:
+        """Bytes that an earlier or running attempt left of a blob that is not there yet."""
+        try:
+            return (self._partial / checked(digest)).stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def check(self, digest: str) -> None:
+        """Read a blob once more. Raises BlobError, and forgets it, where the disk no longer gives what was put there."""
+        with self.file(digest).open("rb", buffering=0) as file:
+            found, size = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+        if found != digest:
+            self.remove(digest)
+            raise BlobError(
+                f"blob {digest[:12]} in {self.folder} has changed since it was put there (now {found[:12]}, {size} bytes): "
+                f"it was removed; put it again, and look after that disk"
+            )
+
+    def remove(self, digest: str) -> None:
+        self._path(digest).unlink(missing_ok=True)
+
+    def sweep(self, keep_partial: float = 0.0) -> None:
+        """Remove what killed processes left half written, and parts of blobs that have not grown for ``keep_partial`` seconds."""
+        replacing.sweep(self.folder)
+        for entry in self._partial.iterdir():
+            with suppress(FileNotFoundError):
+                if time.time() - entry.stat().st_mtime >= keep_partial:
+                    Incoming.drop(entry)
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / checked(digest)
+
+    def _copy(self, digest: str, pieces: Iterable[bytes]) -> None:
+        with self.create(digest) as file:
+            for piece in pieces:
+                file.write(piece)
+
+    def _link(self, digest: str, source: Path, seen: os.stat_result) -> bool:
+        """Give a file its digest as a further name, if it is still the one that was seen; False where links cannot be."""
+        target = self._path(digest)
+        with source.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary = replacing.temporary(target)
+        try:
+            os.link(source, temporary)
+            now = temporary.stat()
+            if (now.st_ino, now.st_size, now.st_mtime_ns) != (seen.st_ino, seen.st_size, seen.st_mtime_ns):
+                raise BlobError(
+                    f"{source} was changed while it became blob {digest[:12]}: put it again once it is finished"
+                )
+            temporary.replace(target)
+            replacing.sync_folder(self.folder)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return False
+        finally:
+            replacing.discard(temporary)
+        return True
