@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from arclight.federated.codecs.settings import Raw
-from arclight.federated.coordination.settings import Buffered, Sampling, Waiting
+from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.strategies import FedAvg
 
 
@@ -38,6 +38,8 @@ class Federation:
     """How long a round waits for whom."""
     buffered: Buffered | None = None
     """Asynchronous rounds."""
+    streaming: Streaming | None = None
+    """Exchange in fragments, overlapped with training."""
     journal_every: int = 50
     """Steps after which a client saves its own progress: a killed client redoes at most as many."""
     evaluate_every: int = 1
@@ -53,4 +55,16 @@ class Federation:
         if self.clients < 1 or self.rounds < 0 or self.local_steps < 1:
             raise ValueError(
                 f"a federation needs at least one client and one local step, got {self.clients} and {self.local_steps}"
+            )
+        if self.sampling.per_round is not None and self.sampling.per_round > self.clients:
+            raise ValueError(f"a round cannot draw {self.sampling.per_round} of {self.clients} clients")
+        if self.buffered is not None and self.streaming is not None:
+            raise ValueError("rounds are either buffered or streamed in fragments: give one of both")
+        if self.buffered is not None and self.buffered.size > (self.sampling.per_round or self.clients):
+            raise ValueError(
+                f"a buffer of {self.buffered.size} updates is never full with {self.sampling.per_round or self.clients} clients at work"
+            )
+        if self.streaming is not None and self.local_steps % self.streaming.fragments:
+            raise ValueError(
+                f"{self.local_steps} local steps cannot be divided into {self.streaming.fragments} fragments' rounds of equal length"
             )

@@ -25,7 +25,7 @@ class RunOpened(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOpened(Record):
-    """A round begins: its clients are drawn, its weights are fixed."""
+    """A round begins: its clients are drawn, its weights are fixed. A second one for a round under way asks anew; what was accepted stays."""
 
     round: int
     base: str
@@ -44,6 +44,7 @@ class UpdateAccepted(Record):
     """An update is spooled: its blobs are on the server's disk and were checked."""
 
     round: int
+    """The round that it goes into; the client began ``staleness`` rounds earlier."""
     client: str
     digest: str
     """Of its manifest, which is kept as a blob."""
@@ -74,6 +75,8 @@ class ClientFailed(Record):
     round: int
     client: str
     message: str
+    lost: bool = False
+    """Whether it may be asked again if the round is: nobody answered for it, which is no error of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ class RoundClosed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Record):
-    """The server's step is done and lies in the round's checkpoint."""
+    """The server's step is done and lies in the round's checkpoint. Round 0 is the weights that a run begins with."""
 
     round: int
     base: str
@@ -96,6 +99,8 @@ class RoundCommitted(Record):
     """L2 norm of the mean change."""
     drift: dict[str, float] = field(default_factory=dict)
     """Client to cosine between its change and the mean."""
+    clock: int | None = None
+    """Optimizer steps of the run up to these weights; None: those before the round and the round's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +116,8 @@ class RoundEvaluated(Record):
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Record):
     why: str
+    failed: bool = False
+    """Whether the run could not go on; it can be taken up again from its last round."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,158 @@
+"""The journal: what was said is there again, whatever happened in between."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from arclight.federated.coordination.journal import Journal, JournalError, read
+from arclight.federated.coordination.records import (
+    Record,
+    RoundClosed,
+    RoundOpened,
+    RunEnded,
+    RunOpened,
+    UpdateAccepted,
+)
+
+RECORDS: list[Record] = [
+    RunOpened(run="a", settings="0" * 64),
+    RoundOpened(round=1, base="ab", clients=("x", "ü\n"), wanted=2, clock=0, steps=50),
+    UpdateAccepted(
+        round=1, client="x", digest="cd", samples=3, tokens=4, steps=50, seconds=0.1, bytes=7, norm=1 / 3, metrics={"a": 1e-300}
+    ),
+    RoundClosed(round=1, clients=("x",)),
+    RunEnded(why="done"),
+]  # fmt: skip
+
+
+def filled(path: Path) -> bytes:
+    with Journal.open(path) as journal:
+        journal.append(RECORDS[:2])
+        for record in RECORDS[2:]:
+            journal.append([record])
+    return path.read_bytes()
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    filled(tmp_path / "journal")
+    assert list(read(tmp_path / "journal")) == RECORDS
+    with Journal.open(tmp_path / "journal") as journal:
+        assert list(journal.records()) == RECORDS
+        assert len(journal) == len(RECORDS)
+        journal.append([RunEnded(why="more")])
+    assert list(read(tmp_path / "journal")) == [*RECORDS, RunEnded(why="more")]
+
+
+def test_a_journal_cut_at_any_byte_opens_with_the_whole_lines_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = filled(tmp_path / "whole")
+    for cut in range(len(data)):
+        (tmp_path / "cut").write_bytes(data[:cut])
+        whole = data[:cut].count(b"\n")
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), Journal.open(tmp_path / "cut") as journal:
+            assert list(journal.records()) == RECORDS[:whole]
+            assert bool(caplog.records) == (not data[:cut].endswith(b"\n") and cut > 0)
+            journal.append(RECORDS[whole:])
+        assert (tmp_path / "cut").read_bytes() == data
+
+
+def test_damage_is_refused_and_its_line_named(tmp_path: Path) -> None:
+    data = filled(tmp_path / "whole")
+    lines = data.splitlines(keepends=True)
+    damaged = {
+        2: data.replace(b'"ab"', b'"aB"'),
+        3: b"".join([*lines[:2], *lines[3:]]),
+        1: lines[1] + lines[0] + b"".join(lines[2:]),
+    }
+    for number, content in damaged.items():
+        (tmp_path / "damaged").write_bytes(content)
+        with pytest.raises(JournalError, match=f"line {number} of .* is damaged"):
+            Journal.open(tmp_path / "damaged")
+        assert (tmp_path / "damaged").read_bytes() == content
+
+
+def test_what_another_version_wrote_is_refused_with_its_line(tmp_path: Path) -> None:
+    class Unknown(Record):
+        pass
+
+    with Journal.open(tmp_path / "journal") as journal:
+        journal.append([RECORDS[0], Unknown()])
+        with pytest.raises(JournalError, match=r"line 2 .* does not know"):
+            list(journal.records())
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    with Journal.open(tmp_path / "journal") as journal:
+        journal.append(RECORDS[:1])
+        before = journal.path.read_bytes()
+        room = 10
+
+        def full(descriptor: int, data: memoryview) -> int:
+            nonlocal room
+            if not room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = real(descriptor, data[:room])
+            room -= written
+            return written
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(JournalError, match="No space left"):
+            journal.append(RECORDS[1:3])
+        monkeypatch.undo()
+        assert journal.path.read_bytes() == before
+        assert len(journal) == 1
+        journal.append(RECORDS[1:])
+        assert list(journal.records()) == RECORDS
+
+
+def test_a_disk_that_fails_altogether_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with Journal.open(tmp_path / "journal") as journal:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken)
+            with pytest.raises(JournalError, match="Input/output"):
+                journal.append(RECORDS[:1])
+        with pytest.raises(JournalError, match="closed"):
+            journal.append(RECORDS[:1])
+
+
+def test_one_process_at_a_time_has_a_journal(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "journal"), pytest.raises(JournalError, match="in use by another process"):
+        Journal.open(tmp_path / "journal")
+    Journal.open(tmp_path / "journal").close()
+
+
+@pytest.mark.parametrize(("point", "survives"), [("before", 2), ("torn", 2), ("written", 3), ("synced", 3)])
+def test_a_process_killed_at_any_point_of_a_write_leaves_all_or_nothing_of_it(
+    tmp_path: Path, point: str, survives: int
+) -> None:
+    program = f"""
+import os, signal, sys
+from arclight.federated.coordination.journal import Journal
+from arclight.federated.coordination.records import RunEnded
+def inject(at, line):
+    if at == {point!r} and line == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+with Journal.open(sys.argv[1], inject=inject) as journal:
+    for number in range(4):
+        journal.append([RunEnded(why=str(number))])
+"""
+    path = tmp_path / "journal"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == -9, done.stderr
+    with Journal.open(path) as journal:
+        assert list(journal.records()) == [RunEnded(why=str(number)) for number in range(survives)]
