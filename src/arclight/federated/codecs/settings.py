@@ -2,9 +2,105 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from arclight.federated.errors import ProtocolError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Raw:
     """Values as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lossy:
+    """A codec that cannot say everything, and what becomes of the rest."""
+
+    feedback: float = 1.0
+    """Share of what one message left unsaid that is added to the next (error feedback, Seide et al. 2014), in [0, 1]: 1 loses
+    nothing, 0.95 is SparseLoCo's decay (Sarfi et al. 2025, arXiv 2508.15706), 0 keeps no residual."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.feedback <= 1:
+            raise ValueError(f"feedback must be in [0, 1], got {self.feedback}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BF16(Lossy):
+    """Half the bytes of float32: its 16 upper bits, rounded to nearest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8(Lossy):
+    """A quarter of float32: symmetric integers with a float32 scale for each block."""
+
+    block: int = 256
+    """Values that share a scale, even."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_block(self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4(Lossy):
+    """An eighth of float32: NormalFloat levels, 16 quantiles of the normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
+
+    block: int = 128
+    """Values that share a scale, even."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_block(self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Lossy):
+    """The largest values of each block, as packed places and short values: 3 % in 2 bits are 0.014 of float32."""
+
+    share: float = 0.03
+    """Of each block's values that are sent, in (0, 1]."""
+    bits: int = 2
+    """Of a value: its sign, and which of 2^(bits - 1) magnitudes of its block; 1 to 4."""
+    block: int = 4096
+    """Values that are chosen among, a power of two of at most 65536."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1 or not 1 <= self.bits <= 4:
+            raise ValueError(f"share must be in (0, 1] and bits in 1 to 4, got {self.share} and {self.bits}")
+        if not 2 <= self.block <= 1 << 16 or self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two of at most 65536, got {self.block}")
+
+    @property
+    def keep(self) -> int:
+        """Values of a whole block that are sent."""
+        return max(1, round(self.share * self.block))
+
+
+Codec = Raw | BF16 | Int8 | Int4 | TopK
+KINDS: dict[str, type[Codec]] = {kind.__name__.lower(): kind for kind in (Raw, BF16, Int8, Int4, TopK)}
+
+
+def to_table(codec: Codec) -> dict[str, Any]:
+    """As a message says it: ``{"kind": "int8", "block": 256, ...}``."""
+    return {"kind": type(codec).__name__.lower(), **asdict(codec)}
+
+
+def from_table(table: Mapping[str, Any]) -> Codec:
+    """Inverse of `to_table`; what it leaves out has its default. Raises ProtocolError for a codec that cannot be."""
+    said = dict(table)
+    kind = said.pop("kind", None)
+    if kind not in KINDS:
+        raise ProtocolError(f"there is no codec {kind!r}; there are {', '.join(KINDS)}")
+    try:
+        return KINDS[kind](**said)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"the codec {kind!r} cannot be as it was asked for: {error}") from error
+
+
+def _check_block(block: int) -> None:
+    if not 2 <= block <= 1 << 20 or block % 2:
+        raise ValueError(f"block must be even, from 2 to {1 << 20}, got {block}")

@@ -1,0 +1,266 @@
+"""What codecs promise: bounds on their errors, exact residuals, bytes, and refusals of what cannot be."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arclight.federated.codecs.encoding import Encoded, decode, encode, goes_raw
+from arclight.federated.codecs.settings import BF16, Int4, Int8, Raw, TopK, from_table, to_table
+from arclight.federated.errors import BlobError, FederatedError, ProtocolError
+
+LOSSY = (BF16(), Int8(), Int4(), TopK())
+quick = settings(max_examples=40, deadline=None)
+
+
+def tensor_of(seed: int, count: int, exponent: int, spread: int = 0) -> torch.Tensor:
+    """Normal values around 2^exponent, each block of 64 of another size."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator)
+    sizes = torch.randint(exponent - spread, exponent + spread + 1, (-(-count // 64),), generator=generator)
+    return (
+        torch.ldexp(values, sizes.repeat_interleave(64)[:count]).view(2, -1) if count % 2 == 0 else values.view(1, -1)
+    )
+
+
+def read(encoded: Encoded) -> torch.Tensor:
+    return decode("k", encoded.entry("0" * 64), encoded.parts)
+
+
+cases = st.tuples(st.integers(0, 2**31), st.integers(1024, 9000), st.integers(-60, 60), st.integers(0, 8))
+
+
+@quick
+@given(cases, st.sampled_from([2, 64, 256]))
+def test_int8_errs_by_at_most_half_a_step_of_its_block(case: tuple[int, int, int, int], block: int) -> None:
+    x = tensor_of(*case)
+    error = (read(encode("k", x, Int8(block=block))) - x).flatten().abs()
+    for part, wrong in zip(x.flatten().split(block), error.split(block), strict=True):
+        assert wrong.max() <= part.abs().max() / 254 * (1 + 1e-5)
+
+
+@quick
+@given(cases, st.sampled_from([2, 64, 256]))
+def test_int4_takes_the_nearest_level(case: tuple[int, int, int, int], block: int) -> None:
+    from arclight.federated.codecs.blockwise import _NORMAL_FLOAT
+
+    x = tensor_of(*case)
+    levels = torch.tensor(_NORMAL_FLOAT, dtype=torch.float64)
+    seen = read(encode("k", x, Int4(block=block))).flatten()
+    for part, got in zip(x.flatten().split(block), seen.split(block), strict=True):
+        largest = part.abs().max()
+        nearest = (levels * largest - part.double().unsqueeze(1)).abs().amin(1)
+        assert ((got - part).abs() <= nearest + largest * 2**-15).all()
+
+
+@quick
+@given(cases, st.sampled_from([64, 1024, 4096]), st.sampled_from([0.01, 0.03, 0.2, 1.0]), st.integers(1, 4))
+def test_topk_keeps_the_largest_of_each_block_and_adds_no_energy(
+    case: tuple[int, int, int, int], block: int, share: float, bits: int
+) -> None:
+    x = tensor_of(*case)
+    codec = TopK(share=share, bits=bits, block=block)
+    seen = read(encode("k", x, codec)).flatten()
+    for part, got in zip(x.flatten().split(block), seen.split(block), strict=True):
+        count = math.ceil(codec.keep * len(part) / block)
+        kept = part.abs().topk(count)
+        chosen = got != 0
+        assert chosen.sum() <= count
+        assert set(chosen.nonzero().flatten().tolist()) <= set(kept.indices.tolist())
+        assert (got[chosen].sign() == part[chosen].sign()).all()
+        dropped = part.double().square().sum() - kept.values.double().square().sum()
+        missed = (got - part).double().square().sum()
+        assert dropped * (1 - 1e-6) <= missed <= part.double().square().sum() * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 700), (1025, 2), (70_001,), (2, 3, 1000)])
+def test_the_residual_is_exactly_what_the_other_side_misses(codec, dtype, shape) -> None:
+    if isinstance(codec, BF16) and dtype == torch.float16:
+        pytest.skip("sent as it is")
+    x, old = torch.randn(shape, dtype=dtype), torch.randn(shape)
+    encoded = encode("k", x, codec, old)
+    seen = read(encoded)
+    assert seen.dtype == dtype
+    assert seen.shape == x.shape
+    assert encoded.residual is not None
+    assert torch.equal(encoded.residual, (x.float() + old) - seen.float())
+
+
+def test_decoding_is_the_same_with_any_threads() -> None:
+    x, threads = torch.randn(900_001), torch.get_num_threads()
+    try:
+        for codec in LOSSY:
+            torch.set_num_threads(1)
+            alone = encode("k", x, codec)
+            seen = read(alone)
+            torch.set_num_threads(3)
+            together = encode("k", x, codec)
+            assert all(torch.equal(alone.parts[part], together.parts[part]) for part in alone.parts)
+            assert torch.equal(seen, read(together))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_was_decoded_is_encoded_without_error(codec) -> None:
+    once = read(encode("k", torch.randn(30, 999), codec))
+    again = encode("k", once, codec)
+    if isinstance(codec, TopK):  # two means of values that are two means already
+        torch.testing.assert_close(read(again), once, rtol=1e-6, atol=0)
+    else:
+        torch.testing.assert_close(read(again), once, rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("codec", [*LOSSY, Int8(feedback=0.5)])
+def test_feedback_makes_the_mean_of_what_is_sent_the_mean_of_what_was_meant(codec) -> None:
+    """The sum of all that was said differs from the sum of all that was meant by one residual, which stays bounded."""
+    generator = torch.Generator().manual_seed(3)
+    meant, said = torch.zeros(4, 1024), torch.zeros(4, 1024)
+    residual, sizes = None, []
+    for _ in range(200):
+        x = torch.randn(4, 1024, generator=generator) + 0.3
+        encoded = encode("k", x, codec, residual)
+        residual = encoded.residual
+        meant += x
+        said += read(encoded)
+        sizes.append(float(residual.norm()))
+    assert max(sizes[150:]) < 1.2 * max(sizes[:150])
+    if codec.feedback == 1:
+        torch.testing.assert_close(said + residual, meant, rtol=1e-4, atol=1e-3)
+        bound = {BF16: 1e-4, Int8: 1e-3, Int4: 1e-2, TopK: 0.3}[type(codec)]
+        assert float((said - meant).norm() / meant.norm()) < bound
+
+
+def test_without_feedback_nothing_is_kept() -> None:
+    assert encode("k", torch.randn(2, 1000), Int8(feedback=0), torch.ones(2, 1000)).residual is None
+
+
+def test_a_saved_residual_goes_on_with_the_same_bytes(tmp_path) -> None:
+    x = torch.randn(2, 5000)
+    first = encode("k", x, TopK())
+    torch.save(first.residual, tmp_path / "residual")
+    here = encode("k", x, TopK(), first.residual)
+    there = encode("k", x, TopK(), torch.load(tmp_path / "residual"))
+    assert all(torch.equal(here.parts[part], there.parts[part]) for part in here.parts)
+
+
+def test_raw_says_what_an_earlier_codec_left() -> None:
+    x = torch.randn(64, 64)
+    first = encode("k", x, TopK())
+    second = encode("k", torch.zeros_like(x), Raw(), first.residual)
+    assert second.codec == "raw"
+    assert second.residual is None
+    torch.testing.assert_close(read(first) + read(second), x)
+
+
+def test_small_and_whole_numbers_go_as_they_are() -> None:
+    for tensor in (torch.randn(1023), torch.randn(2, 511), torch.arange(5000).view(5, -1), torch.tensor(3.0)):
+        encoded = encode("k", tensor, Int8())
+        assert goes_raw(tensor, Int8())
+        assert encoded.codec == "raw"
+        assert torch.equal(read(encoded), tensor)
+    assert goes_raw(torch.randn(1 << 16), Int8())
+    assert not goes_raw(torch.randn((1 << 16) + 1), Int8())
+    assert encode("k", torch.randn(64, 64).bfloat16(), Raw()).dtype == "BF16"
+    assert not goes_raw(torch.randn(32, 32), Int8())
+
+
+@pytest.mark.parametrize("codec", [Raw(), *LOSSY])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 4999])
+def test_what_is_no_number_is_refused_by_name(codec, bad: float, place: int) -> None:
+    x = torch.randn(1, 5000)
+    x[0, place] = bad
+    with pytest.raises(FederatedError, match=r"model/head\.weight"):
+        encode("model/head.weight", x, codec)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("size", [2.0**-140, 2.0**-126, 2.0**125.9, 0.0])
+def test_extreme_values_stay_numbers(codec, size: float) -> None:
+    x = torch.rand(2, 3000).sub_(0.5) * size
+    seen = read(encode("k", x, codec))
+    assert seen.isfinite().all()
+    assert float((seen.double() - x.double()).abs().max()) <= max(size, 2.0**-100)
+
+
+def test_a_hostile_half_precision_sum_stops_at_its_largest_number() -> None:
+    x = torch.full((32, 64), 65000.0, dtype=torch.float16)
+    assert read(encode("k", x, Int8(), torch.full((32, 64), 60000.0))).isfinite().all()
+
+
+def wrong_parts(encoded: Encoded):
+    for part, tensor in encoded.parts.items():
+        rest = {k: v for k, v in encoded.parts.items() if k != part}
+        yield rest
+        yield {**rest, part: tensor.flatten()[:-1]}
+        yield {**rest, part: torch.cat([tensor.flatten(), tensor.flatten()[:1]])}
+        yield {**rest, part: tensor.to(torch.int64)}
+        if tensor.dtype == torch.float32 and encoded.codec != "raw":  # whose values the server checks
+            for bad in (math.nan, math.inf, -1.0, 3e38):
+                yield {**rest, part: tensor.index_fill(0, torch.tensor([0]), bad)}
+    yield {**encoded.parts, "more": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("codec", [Raw(), *LOSSY])
+def test_parts_that_cannot_be_are_refused(codec) -> None:
+    encoded = encode("layer.weight", torch.randn(3, 5000), codec)
+    for parts in wrong_parts(encoded):
+        with pytest.raises(BlobError, match=r"layer\.weight"):
+            decode("layer.weight", encoded.entry("0" * 64), parts)
+
+
+@quick
+@given(st.integers(0, 2**31))
+def test_random_bytes_for_places_are_values_or_refused(seed: int) -> None:
+    encoded = encode("k", torch.randn(3, 2000), TopK(block=4096))
+    noise = torch.randint(0, 256, encoded.parts["index"].shape, generator=torch.Generator().manual_seed(seed))
+    with pytest.raises(BlobError, match="rise"):
+        decode("k", encoded.entry("0" * 64), {**encoded.parts, "index": noise.to(torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": "int5"},
+        {"dtype": "F31"},
+        {"dtype": "I64"},
+        {"shape": (-3, 5)},
+        {"shape": (10**9, 10**9)},
+        {"settings": {"block": 0}},
+        {"settings": {"block": "256"}},
+        {"settings": {"block": 3}},
+        {"settings": {"block": True}},
+        {"settings": {}},
+        {"settings": {"block": 4096, "keep": 5000, "bits": 2}},
+        {"settings": {"block": 4096, "keep": 123, "bits": 9}},
+    ],
+)
+@pytest.mark.parametrize("codec", [Int8(), Int4(), TopK()])
+def test_entries_that_cannot_be_are_refused(change, codec) -> None:
+    encoded = encode("k", torch.randn(3, 5000), codec)
+    if "keep" in change.get("settings", {}) and not isinstance(codec, TopK):
+        change = {"settings": {"block": 7}}
+    with pytest.raises(BlobError, match="k"):
+        decode("k", dataclasses.replace(encoded.entry("0" * 64), **change), encoded.parts)
+
+
+def test_a_residual_of_another_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="residual"):
+        encode("k", torch.randn(4, 1000), Int8(), torch.randn(1000, 4))
+
+
+@pytest.mark.parametrize("codec", [Raw(), BF16(feedback=0.5), Int8(block=64), Int4(), TopK(share=0.1, bits=3)])
+def test_tables_bring_codecs_back(codec) -> None:
+    assert from_table(to_table(codec)) == codec
+
+
+@pytest.mark.parametrize("table", [{}, {"kind": "zip"}, {"kind": "int8", "block": 3}, {"kind": "topk", "size": 1}])
+def test_tables_of_no_codec_are_refused(table) -> None:
+    with pytest.raises(ProtocolError, match="codec"):
+        from_table(table)
