@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from arclight import checkpoint
+from arclight.checkpoint.tensorfile import NAMES
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.opening import open_manifest
@@ -46,7 +47,7 @@ def test_tensors_come_back_bit_for_bit(store: FolderStore) -> None:
     assert set(opened) == set(tensors)
     for key, tensor in tensors.items():
         for found in (opened[key], opened.read(key)):
-            assert (found.codec, found.dtype, found.shape) == ("raw", tensor.dtype, tuple(tensor.shape))
+            assert (found.codec, found.dtype, found.shape) == ("raw", NAMES[tensor.dtype], tuple(tensor.shape))
             back = found.parts[""]
             assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
             assert back.reshape(-1).view(torch.uint8).equal(tensor.contiguous().reshape(-1).view(torch.uint8))
@@ -97,7 +98,7 @@ def test_a_tensor_larger_than_a_blob_has_one_of_its_own(store: FolderStore) -> N
 def test_encoded_tensors_keep_their_parts(store: FolderStore) -> None:
     encoded = Encoded(
         parts={"": torch.tensor([1, -2, 3], dtype=torch.int8), "scale": torch.tensor([0.5])},
-        dtype=torch.bfloat16,
+        dtype="BF16",
         shape=(3,),
         codec="int8",
         settings={"block": 256},
@@ -105,7 +106,7 @@ def test_encoded_tensors_keep_their_parts(store: FolderStore) -> None:
     manifest = write_blobs({"model/w": encoded, "model/b": torch.ones(2)}, store, kind="update", base="ab" * 32)
     assert manifest.base == "ab" * 32
     found = open_manifest(manifest, store)["model/w"]
-    assert (found.codec, found.settings, found.dtype, found.shape) == ("int8", {"block": 256}, torch.bfloat16, (3,))
+    assert (found.codec, found.settings, found.dtype, found.shape) == ("int8", {"block": 256}, "BF16", (3,))
     assert found.parts[""].tolist() == [1, -2, 3]
     assert found.parts["scale"].tolist() == [0.5]
 

@@ -50,7 +50,7 @@ class Opened(Mapping[str, Encoded]):
         name = key if entry.name is None else entry.name
         return Encoded(
             parts={part: how(file, part_name(name, part)) for part in entry.parts},
-            dtype=DTYPES[entry.dtype],
+            dtype=entry.dtype,
             shape=entry.shape,
             codec=entry.codec,
             settings=entry.settings,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from arclight.checkpoint.files import HashedFile
-from arclight.checkpoint.tensorfile import NAMES, write_tensors
+from arclight.checkpoint.tensorfile import DTYPES, NAMES, write_tensors
 from arclight.federated.blobs.store import BlobStore
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol.manifest import Entry, Kind, Manifest
@@ -25,8 +25,8 @@ class Encoded:
 
     parts: Mapping[str, torch.Tensor]
     """By suffix: "" is what lies under the tensor's own key, "scale" what lies under ``key#scale``."""
-    dtype: torch.dtype
-    """Of the tensor once decoded."""
+    dtype: str
+    """Of the tensor once decoded, as safetensors names it."""
     shape: tuple[int, ...]
     codec: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,9 @@ class Encoded:
     @classmethod
     def raw(cls, tensor: torch.Tensor) -> Encoded:
         """A tensor as it is."""
-        return cls(parts={"": tensor}, dtype=tensor.dtype, shape=tuple(tensor.shape), codec="raw")
+        return cls(
+            parts={"": tensor}, dtype=NAMES.get(tensor.dtype, str(tensor.dtype)), shape=tuple(tensor.shape), codec="raw"
+        )
 
     @property
     def bytes(self) -> int:
@@ -79,7 +81,7 @@ def write_blobs(
         held.clear()
 
     for key, given in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        encoded = given if isinstance(given, Encoded) else Encoded.raw(given)
+        encoded = Encoded.raw(given) if isinstance(given, torch.Tensor) else given
         _check(key, encoded, taken=key in entries or key in held)
         if held and size + encoded.bytes > largest:
             flush()
@@ -104,7 +106,7 @@ def _named(key: str, encoded: Encoded) -> Iterator[tuple[str, torch.Tensor]]:
 def _entry(blob: str, encoded: Encoded) -> Entry:
     return Entry(
         blob=blob,
-        dtype=NAMES[encoded.dtype],
+        dtype=encoded.dtype,
         shape=encoded.shape,
         codec=encoded.codec,
         parts=tuple(encoded.parts),
@@ -117,6 +119,6 @@ def _check(key: str, encoded: Encoded, *, taken: bool) -> None:
         raise FederatedError(f"a tensor cannot travel as {key!r}: keys are not empty and have no '#' in them")
     if taken:
         raise FederatedError(f"two tensors are to travel as {key!r}")
-    for dtype in (encoded.dtype, *(part.dtype for part in encoded.parts.values())):
-        if dtype not in NAMES:
+    for dtype in (encoded.dtype, *(NAMES.get(part.dtype, str(part.dtype)) for part in encoded.parts.values())):
+        if dtype not in DTYPES:
             raise FederatedError(f"{key} is {dtype}, which safetensors files cannot hold")
