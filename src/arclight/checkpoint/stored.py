@@ -93,6 +93,14 @@ class StoredTensor(torch.Tensor):
         ]
         return StoredTensor(shape, self.dtype, pieces)
 
+    def flat(self) -> StoredTensor | None:
+        """The same values as one row; None where they do not lie together in one file."""
+        if len(self._pieces) != 1 or self._pieces[0].shape != tuple(self.shape):
+            return None
+        piece = self._pieces[0]
+        row = (self.numel(),)
+        return StoredTensor(row, self.dtype, [Piece(piece.source, piece.begin, (0,), row)])
+
     def read(
         self,
         offset: Sequence[int] | None = None,

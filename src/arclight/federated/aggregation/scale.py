@@ -1,0 +1,173 @@
+"""Fixed point: how far each tensor's terms are shifted so that their integers hold 62 bits and their sum never overflows.
+
+A term of the mean is ``round(x * weight * 2^shift)``, an int64; the product is taken in float64. The shift follows from the
+largest ``|x|`` of all contributors and the sum of their weights, both known before the first term and the same in any
+order. Rounding a term moves it by at most half a unit, 2^-62 of the tensor's largest value times the sum of weights; all
+else is exact, so sums of parts, in any order and by any number of processes, are the same integers. (Of float64 tensors that
+hold nothing above 2^-930, which no training makes, small values become zero: the factor itself must stay in range.)
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes, squares, total
+from arclight.federated.errors import FederatedError, RefusedError
+
+Form = Literal["delta", "weights"]
+Rule = Literal["mean", "alone", "most", "least"]
+
+BITS = 61
+"""Bits of the sum of all terms' sizes; one more holds what their rounding adds, the last is the sign."""
+
+LARGEST = 2.0 ** (BITS + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """What one client gives to a mean."""
+
+    client: str
+    """Its name, or another text that is unique in the mean."""
+    weight: float
+    """What it weighs: samples, tokens, 1; positive."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Decoded tensors by key. Each is asked for when its turn comes, up to three times, and let go after; a `StoredTensor` is read in parts."""
+    largest: Mapping[str, float | None] | None = None
+    """Largest size of a value by key, None for integers, as `measure` gave it; without it every tensor is read once more."""
+    samples: float | None = None
+    """Samples that its change comes from, for the noise scale; the weight where it is not said."""
+
+    @property
+    def keys(self) -> set[str]:
+        return set(self.tensors if self.largest is None else self.largest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a client's tensors are like, found while they are checked."""
+
+    largest: dict[str, float | None]
+    """Largest size of a value by key; None for tensors of integers."""
+    norms: dict[str, float]
+    """L2 norm by key, of tensors of floating point."""
+
+    def norm(self, prefix: str = "model/") -> float:
+        """L2 norm of all tensors whose keys begin so."""
+        return math.hypot(*(norm for key, norm in self.norms.items() if key.startswith(prefix)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How one tensor is folded."""
+
+    rule: Rule
+    """Mean of several; the only contributor's values themselves; the largest or smallest of integers (see `fold`)."""
+    shift: int
+    """Terms are in units of 2^-shift."""
+    total: float
+    """Sum of the contributors' weights, rounded once."""
+
+    def factor(self, weight: float) -> float:
+        """What a contributor's values are multiplied by; its size is that of the weight, shifted."""
+        return math.ldexp(weight, self.shift)
+
+
+def scale_of(weights: Iterable[float], largest: Iterable[float | None], form: Form = "delta") -> Scale:
+    """The scale of one tensor, from all of its contributors' weights and largest values, in any order."""
+    weighed, sizes = list(weights), list(largest)
+    together = total(weighed)
+    if any(size is None for size in sizes):
+        if not all(size is None for size in sizes):
+            raise FederatedError("some contributors have integers where others have floating point")
+        return Scale(rule="most" if form == "weights" else "least", shift=0, total=together)
+    peak = max((size for size in sizes if size is not None), default=0.0)
+    exponent = math.frexp(together)[1]
+    shift = BITS - math.frexp(peak)[1] - exponent if peak else 0
+    return Scale(rule="mean" if len(sizes) > 1 else "alone", shift=min(shift, 1000 - exponent), total=together)
+
+
+def plan(
+    contributions: Iterable[Contribution],
+    form: Form = "delta",
+    *,
+    values: Iterable[str] = (),
+    threads: int | None = None,
+) -> dict[str, Scale]:
+    """The scale of every key, from what was measured of each contribution; tensors are only read where nothing was.
+
+    values: keys that hold values themselves although ``form`` is "delta". Raises FederatedError for a contributor that is named
+    twice, RefusedError for a weight that is not positive or a value that is not finite.
+    """
+    told: dict[str, list[tuple[float, float | None]]] = {}
+    seen, whole = set[str](), set(values)
+    for given in contributions:
+        if given.client in seen:
+            raise FederatedError(
+                f"{given.client} contributes twice to one mean: give each contribution a name of its own"
+            )
+        seen.add(given.client)
+        if not (given.weight > 0 and math.isfinite(given.weight)):
+            raise RefusedError("weight", f"{given.client} weighs {given.weight}: a weight is a positive, finite number")
+        largest = given.largest if given.largest is not None else measure(given.client, given.tensors, threads).largest
+        for key, size in largest.items():
+            if size is not None and not math.isfinite(size):
+                raise not_finite(given.client, key)
+            told.setdefault(key, []).append((given.weight, size))
+    scales = {}
+    for key, of_key in sorted(told.items()):
+        try:
+            weights, sizes = zip(*of_key, strict=True)
+            scales[key] = scale_of(weights, sizes, "weights" if key in whole else form)
+        except FederatedError as error:
+            raise FederatedError(f"{key}: {error}") from error
+    return scales
+
+
+def measure(client: str, tensors: Mapping[str, torch.Tensor], threads: int | None = None) -> Measured:
+    """Sizes of a client's tensors, each read once. Raises RefusedError naming client and key of a value that is not finite."""
+    largest, norms = dict[str, float | None](), dict[str, float]()
+    with lanes(threads) as among:
+        for key in tensors:
+            tensor = Chunked(tensors[key])
+            if is_mean(client, key, tensor.dtype):
+                largest[key], norms[key] = _measure(client, key, tensor, among)
+            else:
+                largest[key] = None
+    return Measured(largest=largest, norms=norms)
+
+
+def _measure(client: str, key: str, tensor: Chunked, among: Lanes) -> tuple[float, float]:
+    def work(start: int, stop: int, scratch: Scratch) -> tuple[float, float]:
+        values = tensor.wide(start, stop, scratch.wide, scratch)
+        size = float(np.abs(values, out=scratch.other[: len(values)]).max())
+        if not math.isfinite(size):
+            raise not_finite(client, key)
+        exponent = math.frexp(size)[1]
+        if abs(exponent) > 200:  # squares of such numbers could leave float64's range
+            values = np.ldexp(values, -exponent, out=values)
+            return size, float(np.ldexp(math.sqrt(squares(values, scratch)), exponent))
+        return size, math.sqrt(squares(values, scratch))
+
+    parts = among.over(tensor.elements, work)
+    return max((size for size, _ in parts), default=0.0), min(
+        math.hypot(*(norm for _, norm in parts)), sys.float_info.max
+    )
+
+
+def is_mean(client: str, key: str, dtype: torch.dtype) -> bool:
+    """Whether tensors of this type are averaged; integers are not. Raises RefusedError for types that cannot be folded."""
+    if dtype.is_complex or dtype is torch.uint64:
+        raise RefusedError("wrong_shape", f"{client} sent {key} as {dtype}: it cannot be averaged, send another type")
+    return dtype.is_floating_point
+
+
+def not_finite(client: str, key: str) -> RefusedError:
+    return RefusedError("not_finite", f"{client} sent {key} with a value that is not finite")
