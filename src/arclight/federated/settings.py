@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from arclight.federated.codecs.settings import Raw
+from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.strategies import FedAvg
 
@@ -28,9 +28,9 @@ class Federation:
     """What a client's change weighs in the mean."""
     moments: tuple[str, ...] = ()
     """Local optimizer states that are averaged too, as exp_avg."""
-    up: Raw = field(default_factory=Raw)
+    up: Codec = field(default_factory=Raw)
     """How changes are written on their way to the server."""
-    down: Raw = field(default_factory=Raw)
+    down: Codec = field(default_factory=Raw)
     """How weights are written on their way to clients."""
     sampling: Sampling = field(default_factory=Sampling)
     """Which clients take part in a round."""

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arclight.federated.codecs.encoding import Encoded, decode, encode, goes_raw
-from arclight.federated.codecs.settings import BF16, Int4, Int8, Raw, TopK, from_table, to_table
+from arclight.federated.blobs.memory import MemoryStore
+from arclight.federated.blobs.opening import open_manifest
+from arclight.federated.blobs.packing import Encoded, write_blobs
+from arclight.federated.codecs.encoding import decode, encode, encode_all, goes_raw
+from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK, from_table, to_table
 from arclight.federated.errors import BlobError, FederatedError, ProtocolError
 
 LOSSY = (BF16(), Int8(), Int4(), TopK())
@@ -26,8 +29,12 @@ def tensor_of(seed: int, count: int, exponent: int, spread: int = 0) -> torch.Te
     )
 
 
+def say(x: torch.Tensor, codec: Codec, residual: torch.Tensor | None = None) -> Encoded:
+    return encode("k", x, codec, residual)[0]
+
+
 def read(encoded: Encoded) -> torch.Tensor:
-    return decode("k", encoded.entry("0" * 64), encoded.parts)
+    return decode("k", encoded)
 
 
 cases = st.tuples(st.integers(0, 2**31), st.integers(1024, 9000), st.integers(-60, 60), st.integers(0, 8))
@@ -37,7 +44,7 @@ cases = st.tuples(st.integers(0, 2**31), st.integers(1024, 9000), st.integers(-6
 @given(cases, st.sampled_from([2, 64, 256]))
 def test_int8_errs_by_at_most_half_a_step_of_its_block(case: tuple[int, int, int, int], block: int) -> None:
     x = tensor_of(*case)
-    error = (read(encode("k", x, Int8(block=block))) - x).flatten().abs()
+    error = (read(say(x, Int8(block=block))) - x).flatten().abs()
     for part, wrong in zip(x.flatten().split(block), error.split(block), strict=True):
         assert wrong.max() <= part.abs().max() / 254 * (1 + 1e-5)
 
@@ -49,7 +56,7 @@ def test_int4_takes_the_nearest_level(case: tuple[int, int, int, int], block: in
 
     x = tensor_of(*case)
     levels = torch.tensor(_NORMAL_FLOAT, dtype=torch.float64)
-    seen = read(encode("k", x, Int4(block=block))).flatten()
+    seen = read(say(x, Int4(block=block))).flatten()
     for part, got in zip(x.flatten().split(block), seen.split(block), strict=True):
         largest = part.abs().max()
         nearest = (levels * largest - part.double().unsqueeze(1)).abs().amin(1)
@@ -63,7 +70,7 @@ def test_topk_keeps_the_largest_of_each_block_and_adds_no_energy(
 ) -> None:
     x = tensor_of(*case)
     codec = TopK(share=share, bits=bits, block=block)
-    seen = read(encode("k", x, codec)).flatten()
+    seen = read(say(x, codec)).flatten()
     for part, got in zip(x.flatten().split(block), seen.split(block), strict=True):
         count = math.ceil(codec.keep * len(part) / block)
         kept = part.abs().topk(count)
@@ -83,12 +90,12 @@ def test_the_residual_is_exactly_what_the_other_side_misses(codec, dtype, shape)
     if isinstance(codec, BF16) and dtype == torch.float16:
         pytest.skip("sent as it is")
     x, old = torch.randn(shape, dtype=dtype), torch.randn(shape)
-    encoded = encode("k", x, codec, old)
+    encoded, left = encode("k", x, codec, old)
     seen = read(encoded)
     assert seen.dtype == dtype
     assert seen.shape == x.shape
-    assert encoded.residual is not None
-    assert torch.equal(encoded.residual, (x.float() + old) - seen.float())
+    assert left is not None
+    assert torch.equal(left, (x.float() + old) - seen.float())
 
 
 def test_decoding_is_the_same_with_any_threads() -> None:
@@ -96,10 +103,10 @@ def test_decoding_is_the_same_with_any_threads() -> None:
     try:
         for codec in LOSSY:
             torch.set_num_threads(1)
-            alone = encode("k", x, codec)
+            alone = say(x, codec)
             seen = read(alone)
             torch.set_num_threads(3)
-            together = encode("k", x, codec)
+            together = say(x, codec)
             assert all(torch.equal(alone.parts[part], together.parts[part]) for part in alone.parts)
             assert torch.equal(seen, read(together))
     finally:
@@ -108,8 +115,8 @@ def test_decoding_is_the_same_with_any_threads() -> None:
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_was_decoded_is_encoded_without_error(codec) -> None:
-    once = read(encode("k", torch.randn(30, 999), codec))
-    again = encode("k", once, codec)
+    once = read(say(torch.randn(30, 999), codec))
+    again = say(once, codec)
     if isinstance(codec, TopK):  # two means of values that are two means already
         torch.testing.assert_close(read(again), once, rtol=1e-6, atol=0)
     else:
@@ -124,8 +131,7 @@ def test_feedback_makes_the_mean_of_what_is_sent_the_mean_of_what_was_meant(code
     residual, sizes = None, []
     for _ in range(200):
         x = torch.randn(4, 1024, generator=generator) + 0.3
-        encoded = encode("k", x, codec, residual)
-        residual = encoded.residual
+        encoded, residual = encode("k", x, codec, residual)
         meant += x
         said += read(encoded)
         sizes.append(float(residual.norm()))
@@ -137,36 +143,36 @@ def test_feedback_makes_the_mean_of_what_is_sent_the_mean_of_what_was_meant(code
 
 
 def test_without_feedback_nothing_is_kept() -> None:
-    assert encode("k", torch.randn(2, 1000), Int8(feedback=0), torch.ones(2, 1000)).residual is None
+    assert encode("k", torch.randn(2, 1000), Int8(feedback=0), torch.ones(2, 1000))[1] is None
 
 
 def test_a_saved_residual_goes_on_with_the_same_bytes(tmp_path) -> None:
     x = torch.randn(2, 5000)
-    first = encode("k", x, TopK())
-    torch.save(first.residual, tmp_path / "residual")
-    here = encode("k", x, TopK(), first.residual)
-    there = encode("k", x, TopK(), torch.load(tmp_path / "residual"))
+    _first, left = encode("k", x, TopK())
+    torch.save(left, tmp_path / "residual")
+    here = say(x, TopK(), left)
+    there = say(x, TopK(), torch.load(tmp_path / "residual"))
     assert all(torch.equal(here.parts[part], there.parts[part]) for part in here.parts)
 
 
 def test_raw_says_what_an_earlier_codec_left() -> None:
     x = torch.randn(64, 64)
-    first = encode("k", x, TopK())
-    second = encode("k", torch.zeros_like(x), Raw(), first.residual)
+    first, left = encode("k", x, TopK())
+    second, nothing = encode("k", torch.zeros_like(x), Raw(), left)
     assert second.codec == "raw"
-    assert second.residual is None
+    assert nothing is None
     torch.testing.assert_close(read(first) + read(second), x)
 
 
 def test_small_and_whole_numbers_go_as_they_are() -> None:
     for tensor in (torch.randn(1023), torch.randn(2, 511), torch.arange(5000).view(5, -1), torch.tensor(3.0)):
-        encoded = encode("k", tensor, Int8())
+        encoded = say(tensor, Int8())
         assert goes_raw(tensor, Int8())
         assert encoded.codec == "raw"
         assert torch.equal(read(encoded), tensor)
     assert goes_raw(torch.randn(1 << 16), Int8())
     assert not goes_raw(torch.randn((1 << 16) + 1), Int8())
-    assert encode("k", torch.randn(64, 64).bfloat16(), Raw()).dtype == "BF16"
+    assert say(torch.randn(64, 64).bfloat16(), Raw()).dtype == torch.bfloat16
     assert not goes_raw(torch.randn(32, 32), Int8())
 
 
@@ -184,14 +190,14 @@ def test_what_is_no_number_is_refused_by_name(codec, bad: float, place: int) -> 
 @pytest.mark.parametrize("size", [2.0**-140, 2.0**-126, 2.0**125.9, 0.0])
 def test_extreme_values_stay_numbers(codec, size: float) -> None:
     x = torch.rand(2, 3000).sub_(0.5) * size
-    seen = read(encode("k", x, codec))
+    seen = read(say(x, codec))
     assert seen.isfinite().all()
     assert float((seen.double() - x.double()).abs().max()) <= max(size, 2.0**-100)
 
 
 def test_a_hostile_half_precision_sum_stops_at_its_largest_number() -> None:
     x = torch.full((32, 64), 65000.0, dtype=torch.float16)
-    assert read(encode("k", x, Int8(), torch.full((32, 64), 60000.0))).isfinite().all()
+    assert read(say(x, Int8(), torch.full((32, 64), 60000.0))).isfinite().all()
 
 
 def wrong_parts(encoded: Encoded):
@@ -209,27 +215,26 @@ def wrong_parts(encoded: Encoded):
 
 @pytest.mark.parametrize("codec", [Raw(), *LOSSY])
 def test_parts_that_cannot_be_are_refused(codec) -> None:
-    encoded = encode("layer.weight", torch.randn(3, 5000), codec)
+    encoded = say(torch.randn(3, 5000), codec)
     for parts in wrong_parts(encoded):
         with pytest.raises(BlobError, match=r"layer\.weight"):
-            decode("layer.weight", encoded.entry("0" * 64), parts)
+            decode("layer.weight", dataclasses.replace(encoded, parts=parts))
 
 
 @quick
 @given(st.integers(0, 2**31))
 def test_random_bytes_for_places_are_values_or_refused(seed: int) -> None:
-    encoded = encode("k", torch.randn(3, 2000), TopK(block=4096))
+    encoded = say(torch.randn(3, 2000), TopK(block=4096))
     noise = torch.randint(0, 256, encoded.parts["index"].shape, generator=torch.Generator().manual_seed(seed))
     with pytest.raises(BlobError, match="rise"):
-        decode("k", encoded.entry("0" * 64), {**encoded.parts, "index": noise.to(torch.uint8)})
+        decode("k", dataclasses.replace(encoded, parts={**encoded.parts, "index": noise.to(torch.uint8)}))
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"codec": "int5"},
-        {"dtype": "F31"},
-        {"dtype": "I64"},
+        {"dtype": torch.int64},
         {"shape": (-3, 5)},
         {"shape": (10**9, 10**9)},
         {"settings": {"block": 0}},
@@ -243,11 +248,11 @@ def test_random_bytes_for_places_are_values_or_refused(seed: int) -> None:
 )
 @pytest.mark.parametrize("codec", [Int8(), Int4(), TopK()])
 def test_entries_that_cannot_be_are_refused(change, codec) -> None:
-    encoded = encode("k", torch.randn(3, 5000), codec)
+    encoded = say(torch.randn(3, 5000), codec)
     if "keep" in change.get("settings", {}) and not isinstance(codec, TopK):
         change = {"settings": {"block": 7}}
     with pytest.raises(BlobError, match="k"):
-        decode("k", dataclasses.replace(encoded.entry("0" * 64), **change), encoded.parts)
+        decode("k", dataclasses.replace(encoded, **change))
 
 
 def test_a_residual_of_another_shape_is_refused() -> None:
@@ -264,3 +269,42 @@ def test_tables_bring_codecs_back(codec) -> None:
 def test_tables_of_no_codec_are_refused(table) -> None:
     with pytest.raises(ProtocolError, match="codec"):
         from_table(table)
+
+
+def test_messages_of_many_tensors_and_their_residuals() -> None:
+    """What does not travel in a round keeps its residual, and what was not taken can be said again."""
+    tensors = {"a": torch.randn(40, 40), "b": torch.randn(40, 40), "norm": torch.randn(40)}
+    first: dict[str, torch.Tensor] = {}
+    assert [key for key, _ in encode_all(tensors.items(), TopK(), {}, first)] == ["a", "b", "norm"]
+    assert set(first) == {"a", "b"}
+    kept = {key: value.clone() for key, value in first.items()}
+    second: dict[str, torch.Tensor] = {}
+    sent = dict(encode_all([("a", tensors["a"])], TopK(), first, second))
+    again: dict[str, torch.Tensor] = {}
+    repeated = dict(encode_all([("a", tensors["a"])], TopK(), first, again))
+    assert torch.equal(sent["a"].parts["index"], repeated["a"].parts["index"])
+    assert all(torch.equal(first[key], kept[key]) for key in kept)
+    assert torch.equal(second["b"], kept["b"])
+    assert not torch.equal(second["a"], kept["a"])
+
+
+@pytest.mark.parametrize(("codec", "most"), [(Int8(), 0.27), (Int4(), 0.14), (BF16(), 0.51), (TopK(), 0.02)])
+def test_bytes_on_the_wire_with_headers_and_manifest(codec, most: float) -> None:
+    """A small language model's tensors, as they lie in a store."""
+    shapes = {"embed": (8000, 256), "head": (8000, 256)}
+    for layer in range(4):
+        block = {
+            "norm.weight": (256,),
+            "qkv.weight": (768, 256),
+            "qkv.bias": (768,),
+            "up": (1024, 256),
+            "down": (256, 1024),
+        }
+        shapes |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    tensors = {f"model/{name}": torch.randn(shape) for name, shape in shapes.items()}
+    store = MemoryStore()
+    manifest = write_blobs(encode_all(tensors.items(), codec, {}, {}), store, kind="update")
+    bytes_ = manifest.size + len(manifest.to_json())
+    assert bytes_ <= most * sum(tensor.numel() * 4 for tensor in tensors.values())
+    for key, encoded in open_manifest(manifest, store).items():
+        assert torch.equal(decode(key, encoded), read(say(tensors[key], codec)))
