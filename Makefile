@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FLOWER := .flower-venv
 EXTRAS := vision,text,deploy,serve,dev
 
-.PHONY: setup demo test test-all check format bench bench-peers clean
+.PHONY: setup demo test test-all check format bench bench-peers flower-venv clean
 
 setup: $(READY)
 
@@ -43,11 +44,24 @@ bench: setup
 	$(BIN)/python benchmarks/moe.py
 	$(BIN)/python -m benchmarks.pipeline
 
+# Flower pins older versions of packages that .venv has newer (rich, packaging, typer): its environment finds its own first and
+# everything else in .venv behind them, torch as well. The line in the .pth file is added last, so that pip never sees .venv.
+flower-venv: $(FLOWER)/.ready
+
+$(FLOWER)/.ready: $(READY)
+	rm -rf $(FLOWER)
+	$(PYTHON) -m venv $(FLOWER)
+	$(FLOWER)/bin/python -m pip install --quiet "flwr>=1.41,<1.42"
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> "$$($(FLOWER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_behind.pth"
+	$(FLOWER)/bin/python -c 'import flwr, torch, arclight'
+	@touch $@
+
 # Peers live in an environment of their own. Lightning 2.6.2 and 2.6.3 were compromised releases: the pin avoids them.
-bench-peers:
+bench-peers: flower-venv
 	$(PYTHON) -m venv .bench-venv
 	.bench-venv/bin/python -m pip install --quiet "torch==2.13.0" "numpy>=1.26"
 	.bench-venv/bin/python -m pip install --quiet "lightning==2.6.6" --editable .
 
 clean:
-	rm -rf $(VENV) .bench-venv .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(FLOWER) .bench-venv .mypy_cache .ruff_cache .pytest_cache
