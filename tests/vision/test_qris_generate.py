@@ -142,3 +142,49 @@ def test_an_empty_folder_may_be_filled_and_progress_is_told(tmp_path: Path) -> N
     generate(tmp_path / "out", 3, size=128, workers=1, progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 3), (2, 3), (3, 3)]
     assert (tmp_path / "out" / "data.yaml").is_file()
+
+
+@pytest.fixture(scope="module")
+def of_merchants(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn") / "set"
+    generate(folder, 32, 5, size=128, val_share=0.25, merchants=4, workers=1)
+    return folder
+
+
+def test_every_scene_says_whose_it_is(of_merchants: Path) -> None:
+    whose = json.loads((of_merchants / "merchants.json").read_text())
+    codes = json.loads((of_merchants / "codes.json").read_text())
+    assert set(whose) == set(codes)
+    assert len(set(whose.values())) == 4
+    for split in ("train", "val"):
+        counts = [
+            sum(name == merchant for place, name in whose.items() if split in place) for merchant in set(whose.values())
+        ]
+        assert min(counts) == max(counts)
+
+
+def test_merchants_look_different(of_merchants: Path) -> None:
+    """Photos of one merchant are more alike, in colour and in the size of codes, than groups drawn by lot are."""
+    whose = json.loads((of_merchants / "merchants.json").read_text())
+    codes = json.loads((of_merchants / "codes.json").read_text())
+    looks = []
+    for place in whose:
+        blue, green, red = cv2.imread(str(of_merchants / place)).mean((0, 1))
+        widths = [code["box_xyxy_px"][2] - code["box_xyxy_px"][0] for code in codes[place]] or [32.0]
+        looks.append([np.log(red / blue), np.log(red + green + blue), np.log(np.median(widths))])
+    features = (np.array(looks) - np.mean(looks, 0)) / np.std(looks, 0)
+    groups = np.array([sorted(set(whose.values())).index(name) for name in whose.values()])
+
+    def apart(groups: np.ndarray) -> float:
+        return float(np.mean([features[groups == g].mean(0) ** 2 for g in range(4)]))
+
+    lots = np.random.default_rng(0)
+    by_chance = sorted(apart(lots.permutation(groups)) for _ in range(200))
+    assert apart(groups) > by_chance[-1]
+
+
+def test_merchants_draw_the_same_bytes_for_a_seed(tmp_path: Path, of_merchants: Path) -> None:
+    generate(tmp_path / "again", 32, 5, size=128, val_share=0.25, merchants=4, workers=1)
+    assert digests(tmp_path / "again") == digests(of_merchants)
+    with pytest.raises(GenerateError, match="a scene for each"):
+        generate(tmp_path / "few", 3, merchants=4)

@@ -22,6 +22,12 @@ def data(arguments: list[str]) -> int:
     verb.add_argument("--count", type=int, required=True, metavar="N", help="number of images")
     verb.add_argument("--seed", type=int, default=0, help="same seed, same images (default: %(default)s)")
     verb.add_argument("--size", type=int, default=640, help="side of an image, pixels (default: %(default)s)")
+    verb.add_argument(
+        "--merchants",
+        type=int,
+        metavar="N",
+        help="scenes of so many places, each with a look of its own; see merchants.json",
+    )
     verb.set_defaults(run=qris)
 
     verb = verbs.add_parser("check", help="what is wrong with a data set in YOLO's format; status 1 if anything is")
@@ -47,6 +53,7 @@ def qris(options: Namespace) -> int:
             options.count,
             options.seed,
             size=options.size,
+            merchants=options.merchants,
             progress=lambda done, _: progress.update(bar, completed=done),
         )
     seconds = time.monotonic() - started

@@ -25,6 +25,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.text.corpus import held_out, is_corpus, open_split, write_corpus
 from arclight.text.data_settings import BPE, Bytes, Pretrained, Text
+from arclight.text.sites import Selection
 from arclight.text.sources import STDLIB, Document, documents, fingerprint
 from arclight.text.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
 from arclight.trainer import DataModule
@@ -49,6 +50,7 @@ class TextDataModule(DataModule):
         self.parts: dict[str, tuple[str, ...]] = {
             name: (source,) if isinstance(source, str) else tuple(source) for name, source in named.items()
         }
+        self.selection = Selection(settings, self.parts)
         self._ready = [Path(source) for sources in self.parts.values() for source in sources if is_corpus(source)]
         if any(len(sources) > 1 and any(map(is_corpus, sources)) for sources in self.parts.values()):
             raise MisconfigurationError(
@@ -98,10 +100,11 @@ class TextDataModule(DataModule):
         """Learn the tokenizer and write the shards, unless they are there; check the shards that changed since."""
         if self._learns and not self._learned.is_dir():
             self._learn(self._learns)
-        for name, sources in self.parts.items():
-            self._prepare(self._corpus(name), sources, self.settings.held_out if self.settings.val is None else 0.0)
-        if self.settings.val is not None:
-            self._prepare(self._corpus(None), (self.settings.val,), 0.0)
+        share = self.settings.held_out if self.settings.val is None else 0.0
+        for name in self.selection.names:
+            self._prepare(self._corpus(name), self.parts[name], self.selection.documents(name), share)
+        if (val := self.settings.val) is not None:
+            self._prepare(self._corpus(None), (val,), documents(val, self.settings.field), 0.0)
 
     def _learn(self, settings: BPE) -> None:
         _LOG.info("learning %d tokens into %s", settings.vocab_size, self._learned)
@@ -127,13 +130,13 @@ class TextDataModule(DataModule):
             if not self._learned.is_dir():  # else another process was quicker, and learned the same
                 raise
 
-    def _prepare(self, folder: Path, sources: tuple[str, ...], share: float) -> None:
+    def _prepare(self, folder: Path, sources: tuple[str, ...], found: Iterator[Document], share: float) -> None:
         if not folder.is_dir():
             _LOG.info("tokenizing %s into %s", ", ".join(sources), folder)
             try:
                 write_corpus(
                     folder,
-                    self._documents(sources),
+                    found,
                     self.tokenizer,
                     split=held_out(share),
                     shard_bytes=self.settings.shard_bytes,
@@ -162,7 +165,7 @@ class TextDataModule(DataModule):
 
     def setup(self, stage: str) -> None:
         """Open the shards. Raises MisconfigurationError where there are not enough documents for both splits."""
-        names = list(self.parts)
+        names = self.selection.names
         if bare := [str(folder) for folder in map(self._corpus, names) if not (folder / "train").is_dir()]:
             raise MisconfigurationError(
                 f"held_out = {self.settings.held_out} leaves no documents to train with in {', '.join(bare)}: hold out less"
@@ -172,6 +175,9 @@ class TextDataModule(DataModule):
             self.val = self._samples([open_split(self._corpus(None), "train", self.tokenizer)])
         elif self.settings.held_out > 0:
             folders = [folder for name in names if ((folder := self._corpus(name)) / "val").is_dir()]
+            if not folders and (site := self.settings.share) is not None:
+                _LOG.warning("site %d of %d has no text to validate with", site.number, site.count)
+                return
             if not folders:
                 raise MisconfigurationError(
                     self._without_val(sum(part.shards.documents for part in self.train.layouts))
@@ -203,7 +209,9 @@ class TextDataModule(DataModule):
         if not isinstance(self.settings.data, dict):
             return self._loader(samples, EpochOrder(len(samples)))
         sizes = [len(layout) for layout in samples.layouts]
-        weights = [self.settings.mixture.get(name, size) for name, size in zip(self.parts, sizes, strict=True)]
+        weights = [
+            self.settings.mixture.get(name, size) for name, size in zip(self.selection.names, sizes, strict=True)
+        ]
         order = MixtureOrder(sizes, weights, at=self.settings.mixture_at, samples=self.settings.epoch_samples)
         return self._loader(samples, order)
 
@@ -297,7 +305,8 @@ class TextDataModule(DataModule):
             first, found = self.parts[name][0], self._fingerprints[name]
             share = settings.held_out if settings.val is None else 0.0
         title = name or Path(first).stem or STDLIB
-        digest = _digest(found, settings.field, share, settings.shard_bytes, self.tokenizer.fingerprint)
+        divided = [] if name is None or settings.share is None else [repr(settings.share)]
+        digest = _digest(found, settings.field, share, settings.shard_bytes, self.tokenizer.fingerprint, *divided)
         return self.root / f"{title}-{digest}"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from arclight.text.sites import Share
+
 if TYPE_CHECKING:
     from arclight.text.data_module import TextDataModule
 
@@ -74,6 +76,8 @@ class Text:
     """Processes that load batches; 0 loads in the training process, which is enough for most."""
     cache: Path | None = None
     """Folder for tokenizers and tokens; none for the folder data beside the runs."""
+    share: Share | None = None
+    """One site's part of the documents, as arclight federate divides them; none for all."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1 or self.batch_size < 1 or (self.global_batch_size or 1) < 1:

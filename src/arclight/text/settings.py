@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
 from arclight.optim.settings import SGD, AdamW, Mixed, Muon, NorMuon
 from arclight.text.data_settings import Text
+from arclight.text.sites import Share, Source
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
@@ -50,6 +53,13 @@ class Language:
     """Rows of logits held at a time; none: about four million numbers, or an eighth of all rows."""
     sampling: Sampling | None = field(default_factory=Sampling)
     """Text to write after each validation; none writes nothing."""
+
+    def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> Language:
+        """The same task on one site's documents. Raises ValueError for a partition that divides no text."""
+        if not isinstance(partition, Source | IID | Dirichlet | None):
+            raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid and dirichlet do")
+        share = Share(number=number, count=count, partition=partition or IID())
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, share=share))
 
     def build(self) -> tuple[Module, DataModule]:
         from arclight.text.data_module import TextDataModule

@@ -62,11 +62,10 @@ def documents(where: str | Path, field: str = "text") -> Iterator[Document]:
 
 def files(where: str | Path) -> list[Path]:
     """The files (or saved data sets) of a source, in the order that they are read in."""
+    root = root_of(where)
     if where == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
         found = (p for p in root.rglob("*.py") if _NOT_LIBRARY.isdisjoint(p.relative_to(root).parts))
         return sorted(found, key=lambda p: p.relative_to(root).parts)
-    root = Path(where)
     if not root.exists():
         raise FileNotFoundError(f'{root} does not exist: data is "{STDLIB}", a file or a folder')
     if root.is_file() or _is_saved_dataset(root):
@@ -78,6 +77,11 @@ def files(where: str | Path) -> list[Path]:
     if not inside:
         raise FileNotFoundError(f"{root} has no files to read")
     return inside
+
+
+def root_of(where: str | Path) -> Path:
+    """The file or folder that a source is."""
+    return Path(sysconfig.get_path("stdlib")) if where == STDLIB else Path(where)
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -24,6 +24,7 @@ from arclight.vision.images import Image, ImageError, decode_image, decode_reduc
 from arclight.vision.labels import DatasetError, DatasetReport, scan
 from arclight.vision.letterboxing import Letterbox, letterbox
 from arclight.vision.settings import Augment
+from arclight.vision.sites import Selection
 
 cv2 = require("cv2", extra="vision")
 log = logging.getLogger(__name__)
@@ -134,14 +135,23 @@ class DetectionDataset(Dataset[Sample]):
             self._fill_cache()
 
     @classmethod
-    def open(cls, spec: DataSpec, split: str, *, cache_labels: bool = True, **settings: Any) -> DetectionDataset:
+    def open(
+        cls,
+        spec: DataSpec,
+        split: str,
+        *,
+        cache_labels: bool = True,
+        selection: Selection | None = None,
+        **settings: Any,
+    ) -> DetectionDataset:
         """The ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
 
         ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
-        ``labels.scan``. Raises DatasetError where nothing usable is found.
+        ``labels.scan``; ``selection`` picks one site's images. Raises DatasetError where nothing usable is found.
         """
         found = scan(spec.images(split), len(spec.names), name=split, cache=cache_labels)
-        return cls(found.images, found.labels, report=found.report, **settings)
+        own = range(len(found.images)) if selection is None else selection.of(split, found.images)
+        return cls([found.images[i] for i in own], [found.labels[i] for i in own], report=found.report, **settings)
 
     @property
     def damaged(self) -> int:

@@ -20,6 +20,7 @@ from arclight.vision.loss import scaled_gains, yolo_loss
 from arclight.vision.metrics import DetectionMetrics
 from arclight.vision.processing import DetectionProcessing
 from arclight.vision.settings import Detection
+from arclight.vision.sites import Selection
 from arclight.vision.weights import load_pretrained
 from arclight.vision.zoo import build_model
 
@@ -211,8 +212,9 @@ class DetectionData(DataModule):
 
     def _open(self, split: str, **options: Any) -> DetectionDataset:
         s = self.settings
+        selection = None if s.share is None else Selection(self.spec, s.share)
         dataset = DetectionDataset.open(
-            self.spec, split, image_size=s.image_size, cache_labels=s.cache_labels, **options
+            self.spec, split, image_size=s.image_size, cache_labels=s.cache_labels, selection=selection, **options
         )
         if dataset.report is not None and (dataset.report.corrupt or dataset.report.malformed):
             _LOG.warning("%s", dataset.report)

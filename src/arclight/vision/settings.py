@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
+from arclight.vision.sites import Merchant, Share
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
@@ -51,6 +54,8 @@ class Detection:
 
     data: Path
     """The data set: a data.yaml with train, val and names."""
+    share: Share | None = None
+    """One site's part of the images, as arclight federate divides them; none for all."""
     model: str = "yolov5n"
     """Architecture: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x."""
     anchors: Literal["coco", "fitted"] = "coco"
@@ -87,6 +92,12 @@ class Detection:
     """Smallest confidence shown in predictions, in [0, 1]."""
     iou_threshold: float = 0.45
     """Two boxes of a class that overlap more than this are one, in [0, 1]."""
+
+    def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Detection:
+        """The same task on one site's images. Raises ValueError for a partition that divides no images."""
+        if not isinstance(partition, Merchant | IID | Dirichlet | None):
+            raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
+        return dataclasses.replace(self, share=Share(number=number, count=count, partition=partition or IID()))
 
     def build(self) -> tuple[Module, DataModule]:
         from arclight.vision.detector import DetectionData, Detector

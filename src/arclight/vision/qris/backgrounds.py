@@ -6,7 +6,7 @@ the edges and spectra of natural images (Lee, Mumford and Huang 2001), which is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -266,9 +266,13 @@ BACKGROUNDS: tuple[tuple[Callable[[np.random.Generator, int], Image], float], ..
 )  # fmt: skip
 
 
-def background(rng: np.random.Generator, size: int) -> Image:
-    """One of the surroundings, seen from some angle, in or out of focus: (size, size, 3) RGB."""
-    draws, shares = zip(*BACKGROUNDS, strict=True)
+def background(rng: np.random.Generator, size: int, shares: Sequence[float] | None = None) -> Image:
+    """One of the surroundings, seen from some angle, in or out of focus: (size, size, 3) RGB.
+
+    shares: how often each of BACKGROUNDS is drawn, where that is not as usual.
+    """
+    draws, usual = zip(*BACKGROUNDS, strict=True)
+    shares = usual if shares is None else shares
     picture = draws[int(rng.choice(len(draws), p=shares))](rng, size)
     if rng.random() < 0.5:
         corners = np.array([[0, 0], [size, 0], [size, size], [0, size]], np.float32)

@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from arclight.fabric.extras import require
+from arclight.vision.qris.merchants import merchant_of
+from arclight.vision.sites import LIST
 
 cv2 = require("cv2", extra="vision")
 
@@ -38,9 +40,13 @@ class _Job:
     size: int
     count: int
     validation: int
+    merchants: int | None = None
 
     def split_of(self, index: int) -> str:
         return "val" if index >= self.count - self.validation else "train"
+
+    def name_of(self, index: int) -> str:
+        return f"images/{self.split_of(index)}/{index:06d}.jpg"
 
 
 def generate(
@@ -50,6 +56,7 @@ def generate(
     *,
     size: int = 640,
     val_share: float = 0.2,
+    merchants: int | None = None,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -57,18 +64,24 @@ def generate(
 
     The last ``val_share`` of them is for validation. ``codes.json`` maps every image to its codes: corners_px
     (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind, merchant, nmid and
-    modules (along a side). ``progress`` is called with (done, count). ``workers`` processes draw, as many as there are
-    processors unless given. The folder appears complete or not at all; GenerateError where it holds something already.
+    modules (along a side). With ``merchants`` the scenes belong to so many places in turn, each with surroundings, sizes,
+    light and a sign of its own, and ``merchants.json`` says which image is whose. ``progress`` is called with (done,
+    count). ``workers`` processes draw, as many as there are processors unless given. The folder appears complete or not
+    at all; GenerateError where it holds something already.
     """
     out = Path(out)
     if count < 1 or size < 64 or not 0 <= val_share < 1:
         raise GenerateError(f"need count >= 1, size >= 64 and 0 <= val_share < 1; got {count}, {size} and {val_share}")
+    if merchants is not None and not 1 <= merchants <= count:
+        raise GenerateError(
+            f"{merchants} merchants for {count} scenes: there must be one merchant, and a scene for each"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise GenerateError(f"{out} holds something already; name a folder that is empty or does not exist")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as unfinished:
         folder = Path(unfinished) / "set"
-        job = _Job(folder, seed, size, count, round(count * val_share))
+        job = _Job(folder, seed, size, count, round(count * val_share), merchants)
         for part in ("images", "labels"):
             for split in ("train", "val"):
                 (folder / part / split).mkdir(parents=True)
@@ -80,6 +93,9 @@ def generate(
                     progress(done, count)
         (folder / "codes.json").write_text(json.dumps(dict(sorted(codes.items())), indent=1) + "\n")
         (folder / "data.yaml").write_text(f"path: .\ntrain: images/train\nval: images/val\nnames: [{CLASS_NAME}]\n")
+        if merchants is not None:
+            whose = {job.name_of(index): merchant_of(seed, index % merchants).name for index in range(count)}
+            (folder / LIST).write_text(json.dumps(dict(sorted(whose.items())), indent=1) + "\n")
         if out.exists():
             out.rmdir()
         folder.replace(out)
@@ -109,7 +125,8 @@ def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
     from arclight.vision.qris.scenes import draw_scene
 
     rng = np.random.default_rng([job.seed, index])
-    scene = draw_scene(rng, job.size)
+    merchant = None if job.merchants is None else merchant_of(job.seed, index % job.merchants)
+    scene = draw_scene(rng, job.size, merchant)
     quality = int(rng.integers(45, 96))
     encoded = cv2.imencode(".jpg", cv2.cvtColor(scene.image, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
     split = job.split_of(index)
@@ -131,4 +148,4 @@ def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
         }
         for code in scene.codes
     ]
-    return f"images/{split}/{index:06d}.jpg", found
+    return job.name_of(index), found

@@ -15,6 +15,7 @@ from arclight.vision.qris.contents import Content, choose
 from arclight.vision.qris.distractors import distractor
 from arclight.vision.qris.drawing import Item, cv2
 from arclight.vision.qris.geometry import Bend, Matrix, Placed, bend_item, outline, project, scaled_to, view
+from arclight.vision.qris.merchants import Merchant
 from arclight.vision.qris.occluders import fingers, hand, strap
 from arclight.vision.qris.symbols import Image
 
@@ -74,9 +75,11 @@ class _Stage:
         return max(shares, default=0.0)
 
 
-def draw_scene(rng: np.random.Generator, size: int) -> Scene:
-    """One scene of ``size`` x ``size`` pixels; everything about it comes from ``rng``."""
+def draw_scene(rng: np.random.Generator, size: int, merchant: Merchant | None = None) -> Scene:
+    """One scene of ``size`` x ``size`` pixels; everything about it comes from ``rng``, and from whose place it is."""
     story = float(rng.random())
+    if merchant is not None:
+        return _at(merchant, rng, size, story)
     packs = story < 0.13
     surroundings = choose(rng, (plain, studio, plain, background)) if packs else background
     stage = _Stage(np.ascontiguousarray(surroundings(rng, size)))
@@ -99,6 +102,25 @@ def draw_scene(rng: np.random.Generator, size: int) -> Scene:
     return Scene(photograph(rng, stage.canvas, _finest(stage.codes)), stage.codes)
 
 
+def _at(merchant: Merchant, rng: np.random.Generator, size: int, story: float) -> Scene:
+    """A scene as one merchant's photos are: surroundings, carriers, sizes, sign and light of that place."""
+    stage = _Stage(np.ascontiguousarray(background(rng, size, merchant.surroundings)))
+    _add_distractors(rng, stage, int(rng.integers(0, 3)))
+    if rng.random() < merchant.sign_share:
+        sign = merchant.sign(rng, size * float(rng.uniform(0.15, 0.45)))
+        _add_loose(rng, stage, sign, rng.uniform(0.1 * size, 0.9 * size, 2), most=0.0)
+    if story < merchant.empty_share:
+        _add_distractors(rng, stage, int(rng.integers(2, 6)))
+    else:
+        for _ in range(1 if story < 0.7 else int(rng.integers(2, 4))):
+            _add_carrier(rng, stage, merchant.side(rng) * size, merchant.carriers)
+    _add_distractors(rng, stage, int(rng.integers(0, 2)))
+    if rng.random() < 0.22:
+        _add_occluder(rng, stage)
+    stage.canvas = merchant.lit(stage.canvas)
+    return Scene(photograph(rng, stage.canvas, _finest(stage.codes)), stage.codes)
+
+
 def _finest(codes: Sequence[SceneCode]) -> float | None:
     """Pixels per module of the code drawn smallest."""
     return min((_side(code.corners) / code.modules for code in codes), default=None)
@@ -110,8 +132,9 @@ def _side(corners: npt.NDArray[np.float64]) -> float:
     return float(np.sqrt(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2))
 
 
-def _add_carrier(rng: np.random.Generator, stage: _Stage, side: float) -> None:
-    draws, weights = zip(*_CARRIERS, strict=True)
+def _add_carrier(rng: np.random.Generator, stage: _Stage, side: float, weights: Sequence[float] | None = None) -> None:
+    draws, usual = zip(*_CARRIERS, strict=True)
+    weights = usual if weights is None else weights
     draw = draws[int(rng.choice(len(draws), p=np.array(weights) / sum(weights)))]
     steep = 1.0 if rng.random() < 0.8 else 1.8
     placed = _add(rng, stage, draw, side, steep=steep, bent=rng.random() < 0.1)

@@ -1,0 +1,84 @@
+"""One site's share of data, as federations divide it: disjoint shares that together are all, the same on every machine.
+
+Which share something lies in depends on the settings and on the thing itself, never on the order of reading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class IID:
+    """Every site draws from the same whole, in shares that are alike."""
+
+    seed: int = 0
+    """Another seed, another division."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dirichlet:
+    """Every site has of each source a share drawn from a Dirichlet distribution (Hsu, Qi and Brown 2019)."""
+
+    alpha: float = 0.5
+    """Concentration: small ones give most of a source to one site, large ones come near shares that are alike."""
+    by: str | None = None
+    """What tells sources apart, as for partition.kind = source or merchant; none: as it is there by default."""
+    seed: int = 0
+    """Another seed, another division."""
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise ValueError(f"alpha must be positive, got {self.alpha}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbered:
+    """One of several sites."""
+
+    number: int = 0
+    """Which site this is, counted from 0."""
+    count: int = 1
+    """Sites in all."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number < self.count:
+            raise ValueError(f"site {self.number} of {self.count}: sites are numbered from 0 to {self.count - 1}")
+
+
+def drawn(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> int:
+    """The site, of ``count``, that the thing ``key`` (its name or its content) of ``source`` lies at."""
+    share = _uniform(partition.seed, b"arclight/thing", key)
+    if isinstance(partition, IID):
+        return int(share * count)
+    import numpy as np
+
+    entropy = int(_uniform(partition.seed, b"arclight/source", source.encode()) * 2**53)
+    shares = np.random.default_rng(entropy).dirichlet([partition.alpha] * count)
+    return min(int(np.searchsorted(np.cumsum(shares), share, side="right")), count - 1)
+
+
+def packed(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Whole sources to sites: the largest first, each to the site that has least so far.
+
+    sizes: what every source weighs. Raises ValueError where there are fewer sources than sites.
+    """
+    if len(sizes) < count:
+        named = ", ".join(sorted(sizes)[:8]) + (", ..." if len(sizes) > 8 else "")
+        raise ValueError(
+            f"the data have {len(sizes)} source{'s' * (len(sizes) != 1)} ({named}), too few for {count} sites: "
+            "tell sources apart by something finer, or divide with partition.kind = iid"
+        )
+    loads, home = [0] * count, {}
+    for source in sorted(sizes, key=lambda source: (-sizes[source], source)):
+        home[source] = min(range(count), key=lambda site: (loads[site], site))
+        loads[home[source]] += sizes[source]
+    return home
+
+
+def _uniform(seed: int, purpose: bytes, key: bytes) -> float:
+    """A number in [0, 1) that seed, purpose and key decide."""
+    digest = hashlib.blake2b(key, digest_size=8, key=str(seed).encode(), person=purpose[:16]).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53

@@ -1,0 +1,123 @@
+"""Which images of a data set are one site's, of those of a federation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from arclight.data.sites import IID, Dirichlet, Numbered, drawn, packed
+
+if TYPE_CHECKING:
+    from arclight.vision.data_yaml import DataSpec
+
+LIST = "merchants.json"
+"""Beside data.yaml: a table from images, as seen from there, to whose they are."""
+By = Literal["list", "folder", "prefix"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merchant:
+    """All photos of a merchant go to one site, so that every site has places and habits of its own."""
+
+    by: By = "list"
+    """Where it is said whose an image is: in merchants.json beside data.yaml; in the name of its folder; or in the name of the
+    image, up to the first - or _."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share(Numbered):
+    """One site's part of the images, of those to train with and of those to validate with."""
+
+    partition: Merchant | IID | Dirichlet = dataclasses.field(default_factory=IID)
+    """How images are divided."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.partition, Dirichlet) and self.partition.by not in (None, "list", "folder", "prefix"):
+            raise ValueError(f"by = {self.partition.by!r} tells no merchants apart: list, folder or prefix do")
+
+
+class Selection:
+    """Picks the images of a data set that are ``site``'s."""
+
+    def __init__(self, spec: DataSpec, site: Share) -> None:
+        self.spec, self.site = spec, site
+
+    def of(self, split: str, images: Sequence[Path]) -> list[int]:
+        """Indices of the site's images among ``images``. Raises DatasetError where it has none."""
+        from arclight.vision.labels import DatasetError
+
+        number, count = self.site.number, self.site.count
+        own = [index for index, image in enumerate(images) if self.site_of(image) == number]
+        if not own:
+            raise DatasetError(
+                f"{self.spec.file}: site {number} of {count} gets none of the {len(images)} images of {split}: there must be more "
+                "images, fewer sites, or another partition"
+            )
+        return own
+
+    def site_of(self, image: Path) -> int:
+        partition, count = self.site.partition, self.site.count
+        if isinstance(partition, Merchant):
+            return self._home[self.merchant(image)]
+        merchant = self.merchant(image) if isinstance(partition, Dirichlet) else ""
+        return drawn(partition, self._name(image).encode(), merchant, count)
+
+    def merchant(self, image: Path) -> str:
+        """Whose an image is. Raises DatasetError where that is not known."""
+        from arclight.vision.labels import DatasetError
+
+        by = getattr(self.site.partition, "by", None) or "list"
+        if by == "folder":
+            return image.parent.name
+        if by == "prefix":
+            return image.name.replace("_", "-").partition("-")[0]
+        name = self._name(image)
+        if name not in self._listed:
+            raise DatasetError(f"{self._list} does not say whose {name} is")
+        return self._listed[name]
+
+    def _name(self, image: Path) -> str:
+        """An image's place in the data set, the same wherever the data set lies."""
+        folder = self.spec.file.parent.resolve()
+        path = image.resolve()
+        return (path.relative_to(folder) if path.is_relative_to(folder) else path).as_posix()
+
+    @property
+    def _list(self) -> Path:
+        return self.spec.file.parent / LIST
+
+    @cached_property
+    def _listed(self) -> dict[str, str]:
+        from arclight.vision.labels import DatasetError
+
+        try:
+            said = json.loads(self._list.read_text("utf-8"))
+        except OSError as error:
+            raise DatasetError(
+                f"{self._list}: {error.strerror or error}; it says whose each image is. Where folders or names of images say it, "
+                'divide with by = "folder" or "prefix"'
+            ) from error
+        except ValueError as error:
+            raise DatasetError(f"{self._list} is no JSON: {error}") from error
+        if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+            raise DatasetError(f'{self._list} must be a table such as {{"images/train/1.jpg": "a merchant"}}')
+        return said
+
+    @cached_property
+    def _home(self) -> dict[str, int]:
+        """Every merchant to its site, by how many images it has to train and to validate with."""
+        from arclight.vision.labels import DatasetError
+
+        splits = [split for split in ("train", "val", "test") if getattr(self.spec, split)]
+        sizes = Counter(self.merchant(image) for split in splits for image in self.spec.images(split))
+        try:
+            return packed(sizes, self.site.count)
+        except ValueError as error:
+            raise DatasetError(f"{self.spec.file}: {error}") from error
