@@ -8,6 +8,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.registry import load_external_callbacks
 from arclight.trainer.callback import Callback, Checkpoint
 from arclight.trainer.hooks import overridden
+from arclight.trainer.pausing import Pause
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -89,8 +90,8 @@ def is_progress_bar(callback: Callback) -> bool:
 
 
 def checkpoints_last(callbacks: list[Callback]) -> list[Callback]:
-    """In the order given, but what saves comes after all whose state it saves."""
-    return sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+    """In the order given, but what saves comes after all whose state it saves, and what breaks a fit off after those."""
+    return sorted(callbacks, key=lambda callback: (isinstance(callback, Pause), isinstance(callback, Checkpoint)))
 
 
 def show_results(stage: str, results: list[dict[str, float]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -204,7 +204,10 @@ def _teardown(trainer: Trainer, module: Module) -> None:
 # -- entry points --------------------------------------------------------------------------------------------------
 
 
-def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, ckpt_path: str | Path | None) -> None:
+def fit(
+    trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any,
+    ckpt_path: str | Path | Mapping[str, Any] | None,
+) -> None:  # fmt: skip
     """Set up, resume if asked, check, train, finish."""
     train, datamodule = told_apart("fit", train, val, datamodule)
     if datamodule is None and train is not None:
@@ -221,9 +224,7 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
     trainer.data_seed = trainer.strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1))
     module = _attach(trainer, model, datamodule, "train", train=train, validate=val)
     check_validation(trainer, module)
-    saved = None
-    if (path := checkpoint_path(trainer, ckpt_path)) is not None:
-        saved = state.load(trainer, path)
+    if (saved := _checkpoint(trainer, ckpt_path)) is not None:
         loops = saved.get("loops", {})
         trainer.data_seed = loops.get("data", {}).get("seed", trainer.data_seed)
         trainer.adopt_precision(loops.get("precision", {}).get("name"))
@@ -246,6 +247,15 @@ def fit(trainer: Trainer, model: Module, train: Any, val: Any, datamodule: Any, 
             logger.resume(trainer.progress.global_step)
     _train(trainer, module, resumed=saved is not None)
     _finish(trainer, module, "fit")
+
+
+def _checkpoint(trainer: Trainer, choice: str | Path | Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a fit goes on from: read, or in memory already."""
+    if isinstance(choice, Mapping):
+        trainer.ckpt_path = None
+        return state.take(trainer, choice)
+    path = checkpoint_path(trainer, choice)
+    return state.load(trainer, path) if path is not None else None
 
 
 def _configured_by(module: Module) -> Any:

@@ -18,6 +18,7 @@ Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_c
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +126,15 @@ def _save(trainer: Trainer, path: str | Path, weights_only: bool, storage_option
 
 def load(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     """Read a checkpoint and let callbacks and module look at it."""
-    checkpoint = trainer.strategy.read_checkpoint(trainer.checkpoint_io, path)
+    return take(trainer, trainer.strategy.read_checkpoint(trainer.checkpoint_io, path), str(path))
+
+
+def take(trainer: Trainer, content: Mapping[str, Any], called: str = "what is in memory") -> dict[str, Any]:
+    """A checkpoint that has been read, shown to callbacks and module."""
+    checkpoint = dict(content)
     if not isinstance(checkpoint.get("state_dict"), dict):
         raise checkpoints.CheckpointError(
-            f"{path} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
+            f"{called} has no state_dict and is no checkpoint of a Trainer; it has {', '.join(map(str, checkpoint)) or 'nothing'}"
         )
     if is_lightnings(checkpoint):
         position = progress_of(checkpoint, count_optimizer_steps=trainer.conventions.count_optimizer_steps)

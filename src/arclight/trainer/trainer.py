@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -169,13 +169,13 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: str | Path | Mapping[str, Any] | None = None,
         weights_only: bool | None = None,
     ) -> None:
         """Train ``model``.
 
         ``ckpt_path`` resumes exactly from a checkpoint: a path, ``"last"`` for the newest of this run's name (from the
-        start where there is none yet), or ``"best"``.
+        start where there is none yet), ``"best"``, or what :meth:`capture` gave.
         Nothing is unpickled, whatever ``weights_only`` says.
         Raises NonFiniteLossError when the loss is no number, CheckpointError for a checkpoint that cannot be used.
         """
@@ -247,6 +247,14 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
                 "`Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
         state.save(self, filepath, bool(weights_only), storage_options)
+
+    def capture(self) -> dict[str, Any]:
+        """The whole state in memory, for ``ckpt_path`` of a later fit in this process; every rank must call this, and keeps its own.
+
+        Weights, moments and gradients are those of the module and its optimizers, not copies: the next fit takes them up where
+        they lie, and whoever changes them in between changes what it takes up.
+        """
+        return state.dump(self)
 
     def adopt_precision(self, name: str | None) -> None:
         """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""
