@@ -32,6 +32,9 @@ class Federation:
     """How changes are written on their way to the server."""
     down: Codec = field(default_factory=Raw)
     """How weights are written on their way to clients."""
+    down_changes: int = 8
+    """Changes of weights that are kept for nodes that missed rounds; one that is further behind fetches the weights whole, and
+    so do all where this is 0 (then ``down`` must be raw)."""
     sampling: Sampling = field(default_factory=Sampling)
     """Which clients take part in a round."""
     waiting: Waiting = field(default_factory=Waiting)
@@ -52,6 +55,10 @@ class Federation:
     """Whether clients forget their optimizers' states between rounds."""
 
     def __post_init__(self) -> None:
+        if self.down_changes < 0 or (self.down_changes == 0 and not isinstance(self.down, Raw)):
+            raise ValueError(
+                f"down = {self.down} sends changes: down_changes must be at least 1, got {self.down_changes}"
+            )
         if self.clients < 1 or self.rounds < 0 or self.local_steps < 1:
             raise ValueError(
                 f"a federation needs at least one client and one local step, got {self.clients} and {self.local_steps}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from arclight.checkpoint.tensorfile import DTYPES, NAMES
 from arclight.federated.blobs.packing import Encoded
 from arclight.federated.codecs import blockwise, sparse
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Lossy, Raw, TopK
@@ -54,7 +55,7 @@ def encode(
     if isinstance(codec, BF16):
         parts = {"": parts[""].view(shape)}
     kind = type(codec).__name__.lower()
-    encoded = Encoded(parts=parts, dtype=tensor.dtype, shape=shape, codec=kind, settings=settings)
+    encoded = Encoded(parts=parts, dtype=NAMES[tensor.dtype], shape=shape, codec=kind, settings=settings)
     return encoded, target.left.view(shape) if target.left is not None else None
 
 
@@ -130,7 +131,9 @@ def decode(key: str, encoded: Encoded) -> torch.Tensor:
 
 
 def _decoded(encoded: Encoded) -> torch.Tensor:
-    codec, dtype, parts = encoded.codec, encoded.dtype, dict(encoded.parts)
+    codec, dtype, parts = encoded.codec, DTYPES.get(encoded.dtype), dict(encoded.parts)
+    if dtype is None:
+        raise BlobError(f"there is no type {encoded.dtype!r} here; install the same arclight on both sides")
     if codec in ("raw", "bf16"):
         part, stored = parts[""], dtype if codec == "raw" else torch.bfloat16
         if part.dtype != stored or tuple(part.shape) != encoded.shape:
