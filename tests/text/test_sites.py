@@ -125,3 +125,11 @@ def test_a_site_that_has_nothing_to_validate_with_trains_all_the_same(texts, tmp
     assert data.val_dataloader() == []
     assert len(data.train_dataloader()) > 0
     assert "site 0 of 1 has no text to validate with" in caplog.text
+
+
+def test_a_site_may_have_text_of_its_own(texts, tmp_path):
+    whole = task(texts, tmp_path)
+    own = whole.site(0, 3).with_data(str(texts / "author0"))
+    assert own == task(texts / "author0", tmp_path)
+    with pytest.raises(ValueError, match="one tokenizer that all of them have"):
+        task(texts, tmp_path, tokenizer=BPE()).with_data(str(texts))

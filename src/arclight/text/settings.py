@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
 from arclight.optim.settings import SGD, AdamW, Mixed, Muon, NorMuon
-from arclight.text.data_settings import Text
+from arclight.text.data_settings import BPE, Text
 from arclight.text.sites import Share, Source
 
 if TYPE_CHECKING:
@@ -60,6 +60,15 @@ class Language:
             raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid and dirichlet do")
         share = Share(number=number, count=count, partition=partition or IID())
         return dataclasses.replace(self, data=dataclasses.replace(self.data, share=share))
+
+    def with_data(self, data: str) -> Language:
+        """The same task on a site's own text, all of it. Raises ValueError where that would teach it a tokenizer of its own."""
+        if isinstance(self.data.tokenizer, BPE):
+            raise ValueError(
+                'sites that have text of their own need one tokenizer that all of them have: set task.data.tokenizer to "bytes", or to '
+                'kind = "pretrained" with its path'
+            )
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, data=data, mixture={}, share=None))
 
     def build(self) -> tuple[Module, DataModule]:
         from arclight.text.data_module import TextDataModule

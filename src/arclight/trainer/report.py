@@ -44,21 +44,25 @@ def write_report(
     *,
     headline: Mapping[str, float | str] | None = None,
     failure: str | None = None,
+    kept: Curves | None = None,
+    charts: str | None = None,
 ) -> Path:
     """Write ``report.html`` into a run folder from what lies there; gives its path.
 
     It shows ``metrics.csv`` as curves, the images in ``plots/`` with the captions of ``plots/captions.json`` (file name
     to caption), ``checkpoints/``, ``recipe.toml`` and ``environment.json``; whatever is missing is left out.
-    ``headline`` replaces the numbers at the top; ``failure`` says how the run ended if not well. The page replaces an
-    older one in a single step.
+    ``headline`` replaces the numbers at the top; ``failure`` says how the run ended if not well. ``kept`` are the curves to
+    show where these are not all of metrics.csv, ``charts`` is HTML in place of their charts. The page replaces an older one in a
+    single step.
     """
     folder = Path(folder)
-    curves = read_metrics(folder / "metrics.csv")
+    curves = read_metrics(folder / "metrics.csv") if kept is None else kept
     environment = json.loads(text) if (text := read_text(folder / "environment.json")) else {}
     recipe = read_text(folder / "recipe.toml")
-    ended = datetime.fromtimestamp((folder / "metrics.csv").stat().st_mtime, UTC) if curves else datetime.now(UTC)
+    measured = folder / "metrics.csv"
+    ended = datetime.fromtimestamp(measured.stat().st_mtime, UTC) if measured.exists() else datetime.now(UTC)
     parts = {
-        "Curves": curve_charts(curves),
+        "Curves": curve_charts(curves) if charts is None else charts,
         "Plots": plots(folder / "plots"),
         **{section.title: section.html for section in sections},
         "Checkpoints": checkpoint_table(folder / "checkpoints"),

@@ -99,6 +99,10 @@ class Detection:
             raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
         return dataclasses.replace(self, share=Share(number=number, count=count, partition=partition or IID()))
 
+    def with_data(self, data: str) -> Detection:
+        """The same task on a site's own images, all of them."""
+        return dataclasses.replace(self, data=Path(data), share=None)
+
     def build(self) -> tuple[Module, DataModule]:
         from arclight.vision.detector import DetectionData, Detector
 

@@ -1,0 +1,272 @@
+"""A federated run as one page: what was learned beside a centralised run, who contributed, and what it cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from arclight.cli.federated_charts import Stack, stacked_bars
+from arclight.trainer.curves import Chart, best_point, last_finite, number_text
+from arclight.trainer.loggers.csv_logger import read_metrics
+from arclight.trainer.report import Section, chart_figure, size_text, table, write_report
+from arclight.trainer.svg import Point, Series
+
+Round = Mapping[str, Any]
+"""A round as history.json tells it."""
+MOST_CLIENTS = 8
+"""Clients that have curves of their own; of more the range is shown."""
+_BEST = "val/loss"
+
+
+def federated_report(folder: str | Path, *, beside: str | Path | None = None, failure: str | None = None) -> Path:
+    """Write ``report.html`` of the run in ``folder`` from its ``history.json``; ``beside`` is the folder of a centralised run."""
+    folder = Path(folder)
+    rounds: list[Round] = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    central = read_metrics(Path(beside) / "metrics.csv") if beside is not None else {}
+    curves = metric_curves(rounds)
+    sections = [
+        Section("Clients", clients(rounds)),
+        Section("Traffic and time", costs(rounds)),
+        Section("Privacy", privacy(rounds)),
+        Section("Rounds", round_table(rounds)),
+        Section("Left out", left_out(rounds)),
+    ]
+    return write_report(
+        folder,
+        sections=sections,
+        headline=headline(rounds, curves, central),
+        failure=failure,
+        kept=curves,
+        charts=learning(rounds, curves, central, str(beside or "")),
+    )
+
+
+# -- what was learned ----------------------------------------------------------------------------------------------
+
+
+def metric_curves(rounds: Sequence[Round]) -> dict[str, list[Point]]:
+    """Metrics of evaluations, and the mean training loss of clients, by the run's optimizer steps."""
+    curves: dict[str, list[Point]] = {}
+    for here in rounds:
+        for name, value in here["metrics"].items():
+            curves.setdefault(name, []).append((here["clock"], value))
+        if (loss := train_loss(here)) is not None:
+            curves.setdefault("train/loss", []).append((here["clock"], loss))
+    return curves
+
+
+def train_loss(here: Round) -> float | None:
+    """The clients' training loss, weighed by samples."""
+    losses = {client: said["train/loss"] for client, said in here["train"].items() if "train/loss" in said}
+    weight = sum(here["samples"].get(client, 0) for client in losses)
+    return sum(loss * here["samples"].get(client, 0) for client, loss in losses.items()) / weight if weight else None
+
+
+def headline(
+    rounds: Sequence[Round], curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]]
+) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for name in sorted((name for name in curves if name.startswith("val/")), key=lambda name: name != _BEST)[:2]:
+        found[name] = last_finite(curves[name])
+        if name in central and best_point(name, central[name]) is not None:
+            federated, alone = last_finite(curves[name]), last_finite(central[name])
+            found[f"{name} beside centralised"] = f"{(federated - alone) / abs(alone):+.2%}" if alone else "-"
+    if "val/loss" not in found and "train/loss" in curves:
+        found["train/loss"] = last_finite(curves["train/loss"])
+    done = [here for here in rounds if here["contributors"]]
+    found["rounds"] = f"{len(done):,}"
+    up, down = (sum(sum(here[way].values()) for here in rounds) for way in ("bytes_up", "bytes_down"))
+    found["traffic, up / down"] = f"{size_text(up)} / {size_text(down)}"
+    return found
+
+
+def learning(
+    rounds: Sequence[Round], curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]], place: str
+) -> str:
+    """Each metric over the run's steps, with the centralised run's where that has it."""
+    charts = []
+    for name in sorted(curves, key=lambda name: (name != _BEST, not name.startswith("val/"), name)):
+        series = [line(name, curves[name], 0, label="federated")]
+        if central.get(name):
+            series.append(line(name, central[name], 1, label="centralised"))
+        if name == "train/loss":
+            series += per_client(rounds, "train", 2, "train/loss")
+        charts.append(Chart(name, series, last_finite(curves[name])))
+    said = (
+        f"The centralised run ({escape(place)}) takes in a step as many samples as all clients of a round together do."
+        if central
+        else ""
+    )
+    figures = "".join(chart_figure(chart) for chart in charts)
+    return (f'<p class="legend">{said}</p>' if said else "") + f'<div class="charts">{figures}</div>'
+
+
+def line(name: str, points: Sequence[Point], colour: int, label: str) -> Series:
+    return Series(name=label, points=points, colour=colour, dots=len(points) <= 40)
+
+
+# -- who contributed -----------------------------------------------------------------------------------------------
+
+
+def names_of(rounds: Sequence[Round]) -> list[str]:
+    found = {client for here in rounds for client in [*here["norms"], *here["failed"], *here["samples"]]}
+    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+
+
+def per_client(rounds: Sequence[Round], field: str, first_colour: int = 0, inner: str | None = None) -> list[Series]:
+    """A value of each client over the rounds; where there are many, the smallest, the median and the largest."""
+
+    def value(here: Round, client: str) -> float | None:
+        said = here[field].get(client)
+        found = said.get(inner) if inner is not None and said is not None else said
+        return float(found) if found is not None and math.isfinite(found) else None
+
+    clients = names_of(rounds)
+    if len(clients) <= MOST_CLIENTS:
+        curves = [
+            [(here["clock"], found) for here in rounds if (found := value(here, client)) is not None]
+            for client in clients
+        ]
+        faint = inner is not None
+        return [
+            Series(
+                name=client,
+                points=points,
+                colour=first_colour + number,
+                dots=len(points) <= 40 and not faint,
+                faint=faint,
+            )
+            for number, (client, points) in enumerate(zip(clients, curves, strict=True))
+            if points
+        ]
+    spread: dict[str, list[Point]] = {"smallest": [], "median": [], "largest": []}
+    for here in rounds:
+        values = sorted(one for client in clients if (one := value(here, client)) is not None)
+        for name, place in (("smallest", 0), ("median", len(values) // 2), ("largest", len(values) - 1)):
+            if values:
+                spread[name].append((here["clock"], values[place]))
+    return [
+        Series(name=f"{name} of all clients", points=points, colour=0 if name == "median" else 7)
+        for name, points in spread.items()
+        if points and (inner is None or name != "median")
+    ]
+
+
+def clients(rounds: Sequence[Round]) -> str:
+    charts = []
+    for field, title in (("drift", "agreement with the mean (cosine)"), ("norms", "size of the change (L2 norm)")):
+        series = per_client(rounds, field)
+        if series:
+            charts.append(Chart(title, series, last_finite(series[0].points)))
+    figures = "".join(without_last(chart_figure(chart)) for chart in charts)
+    return (f'<div class="charts">{figures}</div>' if figures else "") + client_table(rounds)
+
+
+def without_last(figure: str) -> str:
+    """A figure of several clients' curves has no one last value."""
+    before, mark, after = figure.partition('<span class="value">')
+    return before + mark + after.partition("</span>")[2].join(["</span>", ""]) if mark else figure
+
+
+def client_table(rounds: Sequence[Round]) -> str:
+    rows = []
+    for client in names_of(rounds)[:200]:
+        took = [here for here in rounds if client in here["contributors"]]
+        drift = [here["drift"][client] for here in rounds if client in here["drift"]]
+        rows.append([
+            f'<span class="mono">{escape(client)}</span>',
+            f"{len(took):,}",
+            f"{sum(here['steps'].get(client, 0) for here in took):,}",
+            f"{sum(here['samples'].get(client, 0) for here in took):,}",
+            f"{sum(here['tokens'].get(client, 0) for here in took):,}",
+            f"{sum(drift) / len(drift):.3f}" if drift else "",
+            size_text(sum(here["bytes_up"].get(client, 0) for here in rounds)),
+            size_text(sum(here["bytes_down"].get(client, 0) for here in rounds)),
+            f"{sum(here['seconds_by_client'].get(client, 0.0) for here in rounds):,.1f} s",
+            f"{sum(client in here['failed'] for here in rounds) + sum(r['client'] == client for here in rounds for r in here['refused']):,}",
+        ])  # fmt: skip
+    header = [
+        "client",
+        "rounds",
+        "steps",
+        "samples",
+        "tokens",
+        "mean cosine",
+        "sent",
+        "received",
+        "trained for",
+        "left out",
+    ]
+    used = [column for column in range(len(header)) if column != 4 or any(row[4] != "0" for row in rows)]
+    shown = [[row[column] for column in used] for row in rows]
+    return f"<h3>In all</h3>{table([header[column] for column in used], shown, numbers=range(1, len(used)))}"
+
+
+# -- what it cost --------------------------------------------------------------------------------------------------
+
+
+def costs(rounds: Sequence[Round]) -> str:
+    ups = [sum(here["bytes_up"].values()) for here in rounds]
+    downs = [sum(here["bytes_down"].values()) for here in rounds]
+    numbers = [here["round"] for here in rounds]
+    traffic = [Stack("to the server", 0, ups), Stack("to clients", 1, downs)]
+    phases = dict.fromkeys(phase for here in rounds for phase in here["seconds"] if phase != "round")
+    times = [
+        Stack(phase, colour, [here["seconds"].get(phase, 0.0) for here in rounds])
+        for colour, phase in enumerate(phases)
+    ]
+    figures = [
+        stacked_bars("bytes per round", numbers, traffic, lambda size: size_text(round(size))),
+        stacked_bars("seconds per round", numbers, times, lambda seconds: f"{seconds:,.1f} s"),
+    ]
+    return f'<div class="charts">{"".join(figure for figure in figures if figure)}</div>'
+
+
+def privacy(rounds: Sequence[Round]) -> str:
+    """What the run has spent of its privacy budget, where it keeps one."""
+    spent = [here for here in rounds if here.get("epsilon") is not None]
+    if not spent:
+        return ""
+    points = [(here["clock"], float(here["epsilon"])) for here in spent]
+    chart = Chart("ε spent", [Series(name="ε", points=points, dots=len(points) <= 40)], points[-1][1])
+    return f'<div class="charts">{chart_figure(chart)}</div>'
+
+
+def round_table(rounds: Sequence[Round]) -> str:
+    metrics = list(dict.fromkeys(name for here in rounds for name in here["metrics"]))[:3]
+    header = ["round", "step", "train/loss", *metrics, "contributors", "left out", "norm", "up", "down", "time"]
+    rows = []
+    for here in rounds:
+        who, loss = here["contributors"], train_loss(here)
+        named = escape(", ".join(who)) if len(who) <= 6 else f"{len(who):,} clients"
+        rows.append([
+            f"{here['round']:,}",
+            f"{here['clock']:,}",
+            number_text(loss) if loss is not None else "",
+            *(number_text(here["metrics"][name]) if name in here["metrics"] else "" for name in metrics),
+            named,
+            f"{len(here['refused']) + len(here['failed']):,}" if here["refused"] or here["failed"] else "",
+            number_text(here["norm"]) if here["norm"] is not None else "",
+            size_text(sum(here["bytes_up"].values())) if who else "",
+            size_text(sum(here["bytes_down"].values())) if who else "",
+            f"{here['seconds']['round']:,.1f} s" if "round" in here["seconds"] else "",
+        ])  # fmt: skip
+    text = 3 + len(metrics)
+    return table(header, rows, numbers=[column for column in range(len(header)) if column != text])
+
+
+def left_out(rounds: Sequence[Round]) -> str:
+    """Updates that were refused, and clients that failed: who, when and why."""
+    rows = []
+    for here in rounds:
+        for refused in here["refused"]:
+            why = f'{escape(refused["message"])} <span class="tag">{escape(refused["reason"])}</span>'
+            rows.append([f"{here['round']:,}", f'<span class="mono">{escape(refused["client"])}</span>', why])
+        for client, message in here["failed"].items():
+            rows.append([f"{here['round']:,}", f'<span class="mono">{escape(client)}</span>', escape(message)])
+    return table(["round", "client", "why"], rows, numbers=(0,)) if rows else ""

@@ -1,0 +1,63 @@
+"""What a recipe for a federated run may say: what a training run may, who takes part, and who has which data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from arclight.cli.schema import Recipe
+from arclight.data.sites import IID, Dirichlet
+from arclight.federated.settings import Federation
+from arclight.text.sites import Source
+from arclight.vision.sites import Merchant
+
+_AT_CLIENTS = "each client would do it for itself, and rounds go on until there are enough of them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedRecipe(Recipe):
+    """One federated run, completely described: the same on the server, on every node, and in a single process."""
+
+    federation: Federation = field(default_factory=Federation)
+    """How many sites train one model, and how."""
+    partition: Source | Merchant | IID | Dirichlet | None = None
+    """How the task's data are divided among clients; none: as the task does it by itself, which is at random for texts and
+    images. A client that joins with data of its own takes all of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, why in (
+            ("stopping", _AT_CLIENTS),
+            (
+                "ema",
+                "a client's average of its own weights goes nowhere; averaging over rounds is the server's strategy",
+            ),
+            ("timeline", _AT_CLIENTS),
+        ):
+            if getattr(self, name) is not None:
+                raise ValueError(f"[{name}] has no place in a federated run: {why}")
+        if self.trainer.max_epochs is not None or self.trainer.max_time is not None:
+            raise ValueError(
+                "a federated run is as long as federation.rounds x federation.local_steps: leave out trainer.max_epochs and max_time"
+            )
+        least = self.federation.rounds * self.federation.local_steps
+        if 0 <= self.trainer.max_steps < least:
+            raise ValueError(
+                f"trainer.max_steps is the length that schedules go by, and cannot be less than the {least} steps of "
+                f"{self.federation.rounds} rounds"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that schedules go by, from the first round to the last."""
+        rounds = self.federation.rounds * self.federation.local_steps
+        return rounds if self.trainer.max_steps < 0 else self.trainer.max_steps
+
+    def central(self) -> Recipe:
+        """The same run without a federation, on as many samples: every step takes what all clients of a round would."""
+        together = self.federation.sampling.per_round or self.federation.clients
+        trainer = dataclasses.replace(
+            self.trainer, max_steps=self.steps, accumulate_grad_batches=self.trainer.accumulate_grad_batches * together,
+        )  # fmt: skip
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)}
+        return Recipe(**{**shared, "name": f"{self.name}-centralised", "trainer": trainer})
