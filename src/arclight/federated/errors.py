@@ -17,6 +17,10 @@ class ProtocolError(FederatedError):
     """A message that is malformed, of another version, or not allowed now."""
 
 
+class SessionError(ProtocolError):
+    """The server does not know a node's session (any more): the node joins again, and what it holds is good."""
+
+
 class BlobError(FederatedError):
     """Bytes that are missing, cut short, or not those that their digest names."""
 

@@ -50,7 +50,7 @@ class Incoming:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, piece: bytes | memoryview) -> None:
+    def write(self, piece: bytes | bytearray | memoryview) -> None:
         """Add a piece. Raises OSError (ENOSPC and kin) where there is no room for it, and gives up what was there."""
         try:
             with telling_of_room(self._target.parent, f"blob {self._digest[:12]}"):
@@ -79,6 +79,11 @@ class Incoming:
         os.fsync(self._file)
         os.replace(self._partial, self._target)
         replacing.sync_folder(self._target.parent)
+
+    def give_up(self) -> None:
+        """Forget all that came, and let others go on: the blob is there already, or is not wanted."""
+        self._partial.unlink()
+        self.close()
 
     def close(self) -> None:
         """Let others go on; what came is kept for the next attempt."""

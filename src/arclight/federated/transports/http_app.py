@@ -1,0 +1,208 @@
+"""The server's side of HTTP: messages, and blobs that go on from where they broke off.
+
+    GET  /v1/challenge         a text for a node to sign before it joins
+    POST /v1/message           a message in JSON, the answer in JSON; an Ask may be held
+    HEAD /v1/blobs/<digest>    200 with Content-Length, or 404 with X-Arclight-Received: bytes of it that came already
+    GET  /v1/blobs/<digest>    the blob, or the Range of it that is asked for
+    PUT  /v1/blobs/<digest>    the blob, or with Content-Range the rest of it
+
+All but the first, and joining, need ``Authorization: Bearer <session>``. What is refused is answered with ``{"error": text}``.
+A digest is the right to read the blob: nobody can guess one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.extras import require
+from arclight.federated.blobs.digests import checked
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.errors import BlobError, FederatedError, ProtocolError, SessionError
+from arclight.federated.protocol import VERSION, Ask, Join, Wait, read
+from arclight.federated.transports.guard import Guard
+from arclight.federated.transports.receiving import Refusal, Uploads, whole_body
+from arclight.federated.transports.settings import Limits
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from arclight.federated.transports.in_process import Answers
+
+CHALLENGE = "x-arclight-challenge"
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
+_BESIDES = 32
+"""Threads for messages that are not held."""
+_SOON = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class App:
+    """The requests that nodes make, answered for ``server``; `starlette` is the application."""
+
+    def __init__(self, server: Answers, guard: Guard, limits: Limits, spool: FolderStore) -> None:
+        self._server, self._guard, self._limits = server, guard, limits
+        self._threads = ThreadPoolExecutor(limits.held + _BESIDES, thread_name_prefix="arclight-answers")
+        self._files = ThreadPoolExecutor(8, thread_name_prefix="arclight-blobs")
+        self._held = 0
+        self._lock = threading.Lock()
+        self._uploads = Uploads(server.blobs, spool, limits, self._files)
+
+    def starlette(self) -> Starlette:
+        routing = require("starlette.routing", extra="federated")
+        applications = require("starlette.applications", extra="federated")
+        blob = "/v1/blobs/{digest:path}"
+        routes = [
+            routing.Route("/v1/challenge", self._telling(self._challenge), methods=["GET"]),
+            routing.Route("/v1/message", self._telling(self._message), methods=["POST"]),
+            routing.Route(blob, self._telling(self._put), methods=["PUT"]),
+            routing.Route(blob, self._telling(self._get), methods=["GET", "HEAD"]),
+        ]
+        made: Starlette = applications.Starlette(routes=routes)
+        return made
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._files.shutdown(wait=False, cancel_futures=True)
+
+    def _telling(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """What goes wrong becomes an answer that says so; a connection whose request was not read to its end is closed."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except Refusal as error:
+                return _refused(error.status, str(error), error.headers)
+            except SessionError as error:
+                return _refused(401, str(error), {"connection": "close"})
+            except BlobError as error:
+                return _refused(404, str(error), {"connection": "close"})
+            except FederatedError as error:
+                return _refused(400, str(error), {"connection": "close"})
+            except require("starlette.requests", extra="federated").ClientDisconnect:
+                return _refused(400, "the connection broke off", {"connection": "close"})
+            except Exception as error:
+                log.exception("%s %s failed", request.method, request.url.path)
+                return _refused(500, f"the server failed at this: {type(error).__name__}; its log says more", {})
+
+        return handle
+
+    async def _challenge(self, request: Request) -> Response:
+        return _response(json.dumps({"challenge": self._guard.challenge(), "version": VERSION}), "application/json")
+
+    async def _message(self, request: Request) -> Response:
+        token = _token(request)
+        if token:
+            self._guard.node_of(token)  # before anything is read
+        body = await whole_body(request, self._limits)
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self._threads, self._answer, body, token, request.headers.get(CHALLENGE, ""))
+        return _response(text, "application/json")
+
+    def _answer(self, body: bytes, token: str, challenge: str) -> str:
+        message = read(body)
+        try:
+            self._guard.check(message, token, challenge)
+        except SessionError:
+            raise
+        except ProtocolError as error:
+            raise Refusal(403, str(error)) from error
+        if isinstance(message, Ask):
+            return self._hold(message)
+        answer = self._server.answer(message)
+        if isinstance(message, Join):
+            self._guard.joined(message, answer)
+        return answer.to_json()
+
+    def _hold(self, ask: Ask) -> str:
+        with self._lock:
+            if self._held >= self._limits.held:
+                return Wait(seconds=_SOON, about="other nodes: the server holds as many asks as it can").to_json()
+            self._held += 1
+        try:
+            return self._server.answer(ask).to_json()
+        finally:
+            with self._lock:
+                self._held -= 1
+
+    async def _put(self, request: Request) -> Response:
+        self._guard.node_of(_token(request))
+        status = await self._uploads.receive(request, _digest(request))
+        return _response("", status=status)
+
+    async def _get(self, request: Request) -> Response:
+        self._guard.node_of(_token(request))
+        digest = _digest(request)
+        loop = asyncio.get_running_loop()
+        size = await loop.run_in_executor(self._files, self._server.blobs.size, digest)
+        if size is None:
+            received = await loop.run_in_executor(self._files, self._uploads.received, digest)
+            raise Refusal(404, f"there is no blob {digest[:12]} here", {"x-arclight-received": str(received)})
+        start, stop = _part(request.headers.get("range"), size)
+        headers = {"accept-ranges": "bytes", "content-length": str(stop - start)}
+        if "range" in request.headers:
+            headers["content-range"] = f"bytes {start}-{stop - 1}/{size}"
+        status = 206 if "range" in request.headers else 200
+        if request.method == "HEAD":
+            return _response("", status=status, headers=headers)
+        pieces = await loop.run_in_executor(self._files, partial(self._server.blobs.read, digest, start, stop - start))
+        streaming = require("starlette.responses", extra="federated").StreamingResponse
+        made: Response = streaming(
+            self._ahead(iter(pieces)), status, headers=headers, media_type="application/octet-stream"
+        )
+        return made
+
+    async def _ahead(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """The pieces, the next of which is read while one is sent."""
+        loop = asyncio.get_running_loop()
+        coming = loop.run_in_executor(self._files, next, pieces, None)
+        while (piece := await coming) is not None:
+            coming = loop.run_in_executor(self._files, next, pieces, None)
+            yield piece
+
+
+def _token(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _digest(request: Request) -> str:
+    try:
+        return checked(request.path_params["digest"])
+    except BlobError as error:
+        raise Refusal(400, str(error)) from error
+
+
+def _part(asked: str | None, size: int) -> tuple[int, int]:
+    """First byte, and the one after the last, of what a Range header asks for."""
+    if asked is None:
+        return 0, size
+    match = _RANGE.fullmatch(asked.strip())
+    start = int(match[1]) if match else size
+    stop = min(size, int(match[2]) + 1) if match and match[2] else size
+    if start >= stop:
+        raise Refusal(416, f"a blob of {size} bytes has no {asked[:100]!r}", {"content-range": f"bytes */{size}"})
+    return start, stop
+
+
+def _refused(status: int, why: str, headers: dict[str, str]) -> Response:
+    return _response(json.dumps({"error": why}), "application/json", status=status, headers=headers)
+
+
+def _response(
+    text: str, kind: str | None = None, *, status: int = 200, headers: dict[str, Any] | None = None
+) -> Response:
+    made: Response = require("starlette.responses", extra="federated").Response(
+        text, status, headers=headers, media_type=kind
+    )
+    return made

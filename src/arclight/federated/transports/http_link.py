@@ -1,0 +1,191 @@
+"""A node's side of HTTP: its messages are repeated until the server answers or patience ends."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import ssl
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from arclight.fabric.extras import require
+from arclight.federated.blobs import BlobStore
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.errors import FederatedError, LinkError
+from arclight.federated.protocol import Ask, Join, Message, Welcome, read
+from arclight.federated.transports.guard import signed_text
+from arclight.federated.transports.http_blobs import HttpBlobs
+from arclight.federated.transports.keys import NodeKey
+from arclight.federated.transports.responses import error_of, raise_passing
+from arclight.federated.transports.retrying import Patience, T, UnavailableError
+from arclight.federated.transports.settings import is_loopback
+
+if TYPE_CHECKING:
+    import httpx
+
+_CONNECT = 10.0
+_ANSWER = 120.0
+"""Seconds for an answer: the server reads an update's blobs before it gives one."""
+_SILENT = 20_000
+"""Milliseconds without an acknowledgement after which the network counts as broken."""
+_CONNECTIONS = 16
+
+
+class HttpLink:
+    """The line of one node to the server at ``address`` ("https://host:port").
+
+    cache: folder of blobs that were fetched. key: the node's, where the server asks for registered ones. cafile: PEM file with
+    the certificates that may vouch for the server, the system's by default; or fingerprint: SHA-256 of the server's own
+    certificate, then nobody need vouch for it. patience: seconds for which a server that does not answer is tried.
+    blobs: where blobs go and come from, where that is not the server itself (an object store).
+    Raises FederatedError for an address off this machine without TLS.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        cache: FolderStore | Path,
+        *,
+        key: NodeKey | None = None,
+        cafile: str | Path | None = None,
+        fingerprint: str | None = None,
+        patience: float = 120.0,
+        blobs: BlobStore | None = None,
+    ) -> None:
+        self.address, self._key = address.rstrip("/"), key
+        self._patience = Patience(self.address, patience)
+        parts = urlsplit(self.address)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise FederatedError(f"a server's address is https://host:port (http:// on this machine), got {address!r}")
+        if parts.scheme == "http" and not is_loopback(parts.hostname):
+            raise FederatedError(f"{address} is another machine and not encrypted: nodes speak https:// there")
+        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls: Callable[[], ssl.SSLContext] | None = None
+        if parts.scheme == "https":
+            self._tls = lambda: self._pinned(fingerprint) if fingerprint else ssl.create_default_context(cafile=cafile)
+        self._client_: httpx.Client | None = None
+        self._token = ""
+        store = cache if isinstance(cache, FolderStore) else FolderStore(cache)
+        self.blobs: BlobStore = blobs or HttpBlobs(self.request, store, self._patience, self.address)
+
+    def send(self, message: Message) -> Message:
+        """As `Link.send`. Raises SessionError where the server does not know this node's session any more: join again."""
+        limit = _ANSWER + (message.wait if isinstance(message, Ask) else 0.0)
+        answer = self._patience.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
+        if isinstance(answer, Welcome):
+            self._token = answer.session
+        return answer
+
+    def close(self) -> None:
+        if self._client_ is not None:
+            self._client_.close()
+            self._client_ = None
+
+    def request(self, method: str, path: str, *, then: Callable[[httpx.Response], T], **options: Any) -> T:
+        """What ``then`` makes of the response, whose body it may stream. Raises UnavailableError for what may pass.
+
+        Raises LinkError where the other side is not the server it should be, SessionError and ProtocolError as `send`.
+        """
+        import httpx
+
+        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        headers |= options.pop("headers", {})
+        try:
+            with self._client().stream(method, f"{self.address}{path}", headers=headers, **options) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    raise_passing(response)
+                return then(response)
+        except httpx.TransportError as error:
+            if _is_wrong_certificate(error):
+                raise LinkError(
+                    f"{self.address} did not prove to be the server: {error}; nothing was sent to it. Give the cafile that vouches "
+                    f"for it, or its fingerprint as `arclight federate keys` printed it"
+                ) from error
+            raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
+
+    def _attempt(self, message: Message, limit: float) -> Message:
+        import httpx
+
+        headers = {"content-type": "application/json"}
+        if isinstance(message, Join):
+            self._token = ""
+            if self._key is not None:
+                challenge = self.request("GET", "/v1/challenge", then=_body)["challenge"]
+                message = replace(message, key=self._key.public)
+                message = replace(message, signature=self._key.sign(signed_text(message, challenge)))
+                headers["x-arclight-challenge"] = challenge
+
+        def answer(response: httpx.Response) -> Message:
+            response.read()
+            if response.status_code != 200:
+                raise error_of(response)
+            return read(response.content)
+
+        timeout = httpx.Timeout(limit, connect=_CONNECT)
+        return self.request(
+            "POST", "/v1/message", then=answer, content=message.to_json().encode(), headers=headers, timeout=timeout
+        )
+
+    def _client(self) -> httpx.Client:
+        if self._client_ is None:
+            httpx = require("httpx", extra="federated")
+            transport = httpx.HTTPTransport(
+                verify=self._tls() if self._tls else False,
+                limits=httpx.Limits(
+                    max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=60
+                ),
+                socket_options=_socket_options(),
+            )
+            self._client_ = httpx.Client(transport=transport, timeout=httpx.Timeout(60.0, connect=_CONNECT))
+        return self._client_
+
+    def _pinned(self, fingerprint: str) -> ssl.SSLContext:
+        """A context that believes the server's own certificate, if that has the fingerprint, and no other."""
+        expected = fingerprint.replace(":", "").lower()
+        try:
+            pem = ssl.get_server_certificate((self._host, self._port), timeout=_CONNECT)
+        except OSError as error:
+            raise UnavailableError(f"{type(error).__name__} {error}") from error
+        found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
+        if found != expected:
+            raise LinkError(
+                f"{self.address} shows a certificate of fingerprint {found}, not {expected}: it is another server, or somebody is "
+                f"in between, or the server has a new certificate; nothing was sent to it"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        context.load_verify_locations(cadata=pem)
+        return context
+
+
+def _body(response: httpx.Response) -> Any:
+    response.read()
+    if response.status_code != 200:
+        raise error_of(response)
+    return response.json()
+
+
+def _is_wrong_certificate(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    """A network that takes bytes and gives nothing back is noticed, with something under way and without."""
+    options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        options += [
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+        ]
+    return options

@@ -1,0 +1,230 @@
+"""Who is who off loopback: the server by a certificate, nodes by Ed25519 keys that are registered with the server."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.extras import require
+from arclight.federated.errors import FederatedError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+_YEARS = 10
+_NAME = re.compile(r"[\w.-]{1,100}")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A server's certificate on the disk."""
+
+    certificate: Path
+    private_key: Path
+    fingerprint: str
+    """SHA-256 of the certificate, by which nodes can know it without anybody vouching for it."""
+
+
+def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
+    """A key and a certificate that it has signed itself, good for ``hosts`` (names and addresses) for ten years.
+
+    Writes ``server.pem`` and ``server.key`` (readable by its owner alone) into ``folder``. Raises FileExistsError where one is there.
+    """
+    x509 = _cryptography("x509")
+    ec = _cryptography("hazmat.primitives.asymmetric.ec")
+    if not hosts:
+        raise FederatedError(
+            "a certificate is for at least one host name or address: give those by which nodes reach the server"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "arclight federation")])
+    known_as = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    now = datetime.now(UTC)
+    signing = dict.fromkeys(
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=365 * _YEARS))
+        .add_extension(x509.SubjectAlternativeName([_general_name(x509, host) for host in hosts]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(
+            x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **signing), critical=True
+        )
+        .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(known_as, critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(known_as), critical=False)
+    )
+    made = builder.sign(key, _cryptography("hazmat.primitives.hashes").SHA256())
+    serialization = _cryptography("hazmat.primitives.serialization")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_new(folder / "server.key", _private_pem(key), secret=True)
+    _write_new(folder / "server.pem", made.public_bytes(serialization.Encoding.PEM), secret=False)
+    return Certificate(folder / "server.pem", folder / "server.key", fingerprint_of(folder / "server.pem"))
+
+
+def fingerprint_of(certificate: str | Path) -> str:
+    """SHA-256 of a PEM file's first certificate, in hexadecimal."""
+    serialization = _cryptography("hazmat.primitives.serialization")
+    try:
+        read = _cryptography("x509").load_pem_x509_certificate(Path(certificate).read_bytes())
+    except ValueError as error:
+        raise FederatedError(f"{certificate} has no PEM certificate: {error}") from error
+    return hashlib.sha256(read.public_bytes(serialization.Encoding.DER)).hexdigest()
+
+
+class NodeKey:
+    """A node's private key."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @classmethod
+    def make(cls, path: str | Path) -> NodeKey:
+        """A new key, written to ``path`` for its owner's eyes alone. Raises FileExistsError where a file is there."""
+        key = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        _write_new(Path(path), _private_pem(key), secret=True)
+        return cls(key)
+
+    @classmethod
+    def read(cls, path: str | Path) -> NodeKey:
+        """The key in ``path``. Raises FederatedError for a file that holds none."""
+        serialization = _cryptography("hazmat.primitives.serialization")
+        kind = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey
+        try:
+            key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
+        except (ValueError, TypeError) as error:
+            raise FederatedError(
+                f"{path} holds no node key: {error}; `arclight federate keys node` makes one"
+            ) from error
+        if not isinstance(key, kind):
+            raise FederatedError(f"{path} holds another kind of key: `arclight federate keys node` makes a node's")
+        return cls(key)
+
+    @property
+    def public(self) -> str:
+        """What the server needs to know this node, base64."""
+        return base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
+
+    def line(self, node: str, clients: Iterable[str] = ()) -> str:
+        """The line by which a server's file of nodes lets this key join as ``node``, for those ``clients`` or, with none, any."""
+        for name in (node, *clients):
+            if not _NAME.fullmatch(name):
+                raise FederatedError(f"a registered name is made of letters, digits, '.', '_' and '-', got {name!r}")
+        return " ".join(filter(None, (node, self.public, ",".join(clients))))
+
+    def sign(self, text: bytes) -> str:
+        return base64.b64encode(self._key.sign(text)).decode()
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A node that may join."""
+
+    key: str
+    clients: frozenset[str]
+    """Clients that it may answer for; empty: any."""
+
+
+class Registry:
+    """The nodes of a file: on each line a name, a public key and, optionally, clients; ``#`` begins a comment.
+
+    A changed file counts from the next join on. Raises FederatedError, when it is made, for a file that cannot be read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.nodes()
+
+    def nodes(self) -> dict[str, Registered]:
+        """Names to what is registered. Raises FederatedError naming the line that is none."""
+        try:
+            lines = self.path.read_text().splitlines()
+        except OSError as error:
+            raise FederatedError(f"the file of nodes {self.path} cannot be read: {error}") from error
+        found: dict[str, Registered] = {}
+        for number, line in enumerate(lines, 1):
+            fields = line.partition("#")[0].split()
+            if not fields:
+                continue
+            if (
+                len(fields) not in (2, 3)
+                or not _NAME.fullmatch(fields[0])
+                or not _is_key(fields[1])
+                or fields[0] in found
+            ):
+                raise FederatedError(
+                    f"{self.path}, line {number}: a name that is not there yet, a public key of 32 bytes in base64 and, if "
+                    f"wanted, clients with commas between them, got {line[:200]!r}"
+                )
+            clients = frozenset(fields[2].split(",")) if len(fields) == 3 else frozenset()
+            found[fields[0]] = Registered(fields[1], clients)
+        return found
+
+
+def is_signed(text: bytes, signature: str, public: str) -> bool:
+    """Whether ``signature`` is the public key's for ``text``."""
+    invalid = _cryptography("exceptions").InvalidSignature
+    key = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PublicKey.from_public_bytes(
+        base64.b64decode(public)
+    )
+    try:
+        key.verify(base64.b64decode(signature, validate=True), text)
+    except (invalid, ValueError):
+        return False
+    return True
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return len(base64.b64decode(text, validate=True)) == 32
+    except ValueError:
+        return False
+
+
+def _general_name(x509: Any, host: str) -> Any:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _private_pem(key: Any) -> bytes:
+    serialization = _cryptography("hazmat.primitives.serialization")
+    made: bytes = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return made
+
+
+def _write_new(path: Path, content: bytes, *, secret: bool) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
+    with os.fdopen(file, "wb") as opened:
+        opened.write(content)
+
+
+def _cryptography(module: str) -> Any:
+    return require(f"cryptography.{module}", extra="federated")

@@ -1,0 +1,175 @@
+"""Bodies of requests, taken in within limits of size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING
+
+from arclight.federated.blobs.digests import PIECE
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.incoming import BusyError, Incoming
+from arclight.federated.blobs.store import BlobStore
+from arclight.federated.errors import BlobError
+from arclight.federated.transports.settings import Limits
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
+_NOTHING = re.compile(r"bytes \*/(\d{1,15})")
+"""All has come before and only waits to be verified."""
+RECEIVED = "x-arclight-received"
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, not a fault
+    """A request that is answered with this status and these words."""
+
+    def __init__(self, status: int, why: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(why)
+        self.status = status
+        self.headers = {"connection": "close", **(headers or {})}  # what was not read of it must not count as a request
+
+
+def length_of(request: Request, largest: int, what: str) -> int:
+    """Bytes of a body that is about to come. Raises Refusal where it does not say, or is too large."""
+    said = request.headers.get("content-length")
+    if said is None:
+        raise Refusal(411, f"{what} comes with a Content-Length")
+    if int(said) > largest:
+        raise Refusal(413, f"{what} of {said} bytes is larger than the {largest} that this server takes")
+    return int(said)
+
+
+async def whole_body(request: Request, limits: Limits) -> bytes:
+    """A small body at once."""
+    length_of(request, limits.message_bytes, "a message")
+    return b"".join([piece async for piece in timely(request, limits)])
+
+
+async def timely(request: Request, limits: Limits) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises Refusal for one that stops or crawls, ClientDisconnect for one that breaks off."""
+    stream, came, began = aiter(request.stream()), 0, time.monotonic()
+    while True:
+        try:
+            piece = await asyncio.wait_for(anext(stream), limits.silence)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise Refusal(408, f"nothing came for {limits.silence} s, after {came} bytes") from None
+        came += len(piece)
+        passed = time.monotonic() - began
+        if passed > limits.silence and came < limits.slowest * passed:
+            raise Refusal(
+                408, f"{came} bytes in {passed:.0f} s is slower than the {limits.slowest} a second that are waited for"
+            )
+        yield piece
+
+
+class Uploads:
+    """Blobs that nodes put.
+
+    store: where they belong. spool: where they come in; the store itself, if that is a folder.
+    """
+
+    def __init__(self, store: BlobStore, spool: FolderStore, limits: Limits, threads: Executor) -> None:
+        self._store, self._spool, self._limits, self._threads = store, spool, limits, threads
+        self._open = 0
+
+    def received(self, digest: str) -> int:
+        return self._spool.received(digest)
+
+    async def receive(self, request: Request, digest: str) -> int:
+        """Take a blob in, or the rest of one; the status to answer with. Raises Refusal, and keeps what is good of it."""
+        length = length_of(request, self._limits.blob_bytes, "a blob")
+        start, total = _place(request.headers.get("content-range"), length)
+        if total > self._limits.blob_bytes:
+            raise Refusal(
+                413, f"a blob of {total} bytes is larger than the {self._limits.blob_bytes} that this server takes"
+            )
+        if self._open >= self._limits.uploads:
+            raise Refusal(503, f"{self._open} blobs are being received already: come back", {"retry-after": "1"})
+        self._open += 1
+        try:
+            return await self._receive(request, digest, start, total)
+        finally:
+            self._open -= 1
+
+    async def _receive(self, request: Request, digest: str, start: int, total: int) -> int:
+        loop = asyncio.get_running_loop()
+        try:
+            incoming = await loop.run_in_executor(self._threads, self._begin, digest)
+            if incoming is None:
+                return 200
+            try:
+                if start == 0:
+                    incoming.restart()
+                elif incoming.offset != start:
+                    headers = {RECEIVED: str(incoming.offset)}
+                    raise Refusal(409, f"byte {incoming.offset} comes next of blob {digest[:12]}, not {start}", headers)
+                await self._take(request, incoming)
+                if incoming.offset < total:
+                    return 202
+                await loop.run_in_executor(self._threads, self._finish, digest, incoming)
+                return 201
+            finally:
+                incoming.close()
+        except BusyError as error:
+            raise Refusal(423, str(error), {"retry-after": "1"}) from error
+        except BlobError as error:
+            raise Refusal(422, str(error)) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise Refusal(507, str(error)) from error
+            raise
+
+    async def _take(self, request: Request, incoming: Incoming) -> None:
+        """Write what comes; the next piece comes in while one is written."""
+        loop = asyncio.get_running_loop()
+        writing: asyncio.Future[None] | None = None
+        held = bytearray()
+        try:
+            async for piece in timely(request, self._limits):
+                held += piece
+                if len(held) >= PIECE:
+                    if writing is not None:
+                        await writing
+                    writing, held = loop.run_in_executor(self._threads, incoming.write, held), bytearray()
+        finally:  # also of what breaks off, all that came is kept
+            if writing is not None:
+                await writing
+            if held:
+                await loop.run_in_executor(self._threads, incoming.write, held)
+
+    def _begin(self, digest: str) -> Incoming | None:
+        """None where the blob is there already."""
+        if self._store.size(digest) is not None:
+            return None
+        incoming = self._spool.receive(digest)
+        if self._store.size(digest) is not None:  # someone else has just finished it
+            incoming.give_up()
+            return None
+        return incoming
+
+    def _finish(self, digest: str, incoming: Incoming) -> None:
+        incoming.finish()
+        if self._store is not self._spool:
+            self._store.put(digest, self._spool.file(digest))
+            self._spool.remove(digest)
+
+
+def _place(said: str | None, length: int) -> tuple[int, int]:
+    """Where the body goes in the blob, and the blob's bytes."""
+    if said is None:
+        return 0, length
+    if length == 0 and (nothing := _NOTHING.fullmatch(said.strip())):
+        return int(nothing[1]), int(nothing[1])
+    match = _RANGE.fullmatch(said.strip())
+    start, last, total = map(int, match.groups()) if match else (0, 0, 0)
+    if not match or last - start + 1 != length or last >= total:
+        raise Refusal(400, f"a body of {length} bytes cannot be the part {said[:100]!r} of a blob")
+    return start, total

@@ -1,0 +1,68 @@
+"""Where and how a server listens (nothing is imported here)."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one node can ask of the server at most."""
+
+    message_bytes: int = 64 << 20
+    """Largest message; an update's manifest has some 250 bytes for each tensor."""
+    blob_bytes: int = 64 << 30
+    """Largest blob."""
+    uploads: int = 64
+    """Blobs that are received at the same time; further ones are asked to come back."""
+    held: int = 256
+    """Nodes whose asks are held back until there is work; further ones are told to ask again."""
+    connections: int = 4096
+    """Open connections; further ones are refused."""
+    silence: float = 30.0
+    """Seconds without a byte after which a request is given up; what came of a blob is kept."""
+    slowest: int = 1024
+    """Bytes a second that a request must reach on average, once it has taken ``silence`` seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("message_bytes", "blob_bytes", "uploads", "held", "connections", "silence", "slowest"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """Where a server listens, and whom it believes. Off loopback certificate, key and nodes are required."""
+
+    host: str = "127.0.0.1"
+    """Name or address of an interface; "0.0.0.0" is all of them."""
+    port: int = 0
+    """0 takes a free one."""
+    certificate: Path | None = None
+    """PEM file with the server's certificate, and those that vouch for it."""
+    private_key: Path | None = None
+    """PEM file with the certificate's key."""
+    nodes: Path | None = None
+    """File with the keys of the nodes that may join; none: whoever reaches the server may."""
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("a certificate and its private key belong together: give both or none")
+        if not is_loopback(self.host) and (self.certificate is None or self.nodes is None):
+            raise ValueError(
+                f"other machines can reach {self.host}: a server listens there only with TLS and registered nodes, so that "
+                "nobody reads or joins the training on the way. `arclight federate keys server <folder> <host name>` makes a "
+                "certificate and its key, `arclight federate keys node <file> <name>` a node's key and the line to put into "
+                "the file of nodes; then give certificate, private_key and nodes. On this machine alone 127.0.0.1 needs neither"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine reach ``host``; a name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
