@@ -35,3 +35,7 @@ class RefusedError(FederatedError):
 
 class LinkError(FederatedError):
     """The other side could not be reached before the deadline; what was to be sent is kept."""
+
+
+class CancelledError(FederatedError):
+    """Work that is no longer wanted, or that has run out of time, was ended before it was done."""

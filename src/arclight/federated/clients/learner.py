@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     Tensors = Mapping[str, torch.Tensor]
     Progress = Callable[[int, float | None], None]
-    """Called with steps done of this round, and the newest loss where one is at hand."""
+    """Called with steps done of this round, and the newest loss where one is at hand. It raises CancelledError where the work is
+    no longer wanted: end it and let the error pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,9 @@ class Outcome:
     """What training for a round, or a measurement, came to."""
 
     tensors: Tensors = field(default_factory=dict)
-    """Weights after training, and local moments where they were asked for, by manifest key (``model/...``); empty for measurements."""
+    """Weights after training, and local moments where they were asked for, by manifest key (``model/...``); empty for measurements.
+    They may be read once each and in their order, until the learner is asked for something else: where several processes train
+    together, all of them read."""
     samples: int = 0
     tokens: int = 0
     steps: int = 0

@@ -1,0 +1,168 @@
+"""Clients that train with a Trainer: each round is a fit that goes on from where the round before it was broken off."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight import checkpoint as checkpoints
+from arclight.fabric.seeding import MAX_SEED, isolate_rng, seed_generators
+from arclight.federated.clients.keeping import MODEL, Keep, to_bind
+from arclight.federated.clients.learner import Outcome
+from arclight.federated.clients.states import States
+from arclight.federated.clients.turn import ENTRY, Measuring, Position, Taken, Turn
+from arclight.federated.errors import FederatedError
+from arclight.trainer.named import bind_weights
+from arclight.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from arclight.federated.clients.learner import Progress, Tensors
+    from arclight.federated.protocol import Evaluate, Fit
+    from arclight.trainer.callback import Callback
+    from arclight.trainer.module import Module
+
+log = logging.getLogger(__name__)
+
+_QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "max_epochs": -1, "num_sanity_val_steps": 0,
+}  # fmt: skip
+
+
+def trainer_maker(**arguments: Any) -> Callable[[list[Callback], Path], Trainer]:
+    """What makes a client's Trainer from its ``arguments``: quiet, writing nothing and without an end, unless they say otherwise."""
+    given = arguments.pop("callbacks", None) or []
+    own = list(given) if isinstance(given, (list, tuple)) else [given]
+
+    def make(callbacks: list[Callback], folder: Path) -> Trainer:
+        return Trainer(**{"default_root_dir": folder, **_QUIET, **arguments}, callbacks=[*own, *callbacks])
+
+    return make
+
+
+class TrainerLearner:
+    """Implements `Learner`. The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory
+    between rounds; on the disk it is saved every ``Fit.journal_every`` steps and at each round's end, in ``folder``.
+
+    seed: of what the client draws and of the order of its data; by default it follows from the run's. All processes of a
+    client that is trained by several make one each, with the same folder.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        datamodule: Any,
+        make_trainer: Callable[[list[Callback], Path], Trainer] | None = None,
+        folder: str | Path = "client",
+        *,
+        seed: int | None = None,
+    ) -> None:
+        self.module, self.datamodule, self._seed = module, datamodule, seed
+        self._states = States(Path(folder) / "states")
+        self._turn = Turn()
+        self.trainer = (make_trainer or trainer_maker())([self._turn], Path(folder) / "runs")
+        if self._turn not in self.trainer.callbacks:
+            raise FederatedError(
+                "the function that makes a client's Trainer must hand it the callbacks that it is given"
+            )
+        self._memory: dict[str, Any] | None = None
+        """The state between two rounds; None before the first, and after a fit that failed half-way."""
+
+    def fit(self, order: Fit, weights: Tensors, progress: Progress) -> Outcome:
+        state, at = self._newest()
+        inside = at if at is not None and at.is_of(order) else None
+        turn, self._memory = self._turn, None
+        with isolate_rng():
+            if state is None:
+                self._seed_all(order)
+                self._bind_first(order, weights)
+            turn.begin(order, weights, inside, at is not None, progress, self._save)
+            try:
+                self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=state)
+                if turn.cancelled is not None:
+                    raise turn.cancelled
+                outcome = self._outcome(order)
+                self._memory = turn.state
+                return outcome
+            finally:
+                turn.end()
+
+    def evaluate(self, order: Evaluate, weights: Tensors) -> Outcome:
+        measuring = Measuring({key.removeprefix(MODEL): w for key, w in weights.items() if key.startswith(MODEL)})
+        trainer = self.trainer
+        callbacks, trainer.callbacks = trainer.callbacks, [measuring]
+        with isolate_rng():
+            try:
+                results = trainer.validate(self.module, datamodule=self.datamodule, verbose=False)
+            finally:
+                trainer.callbacks = callbacks
+                measuring.put_back(self.module)
+        if not results:
+            raise FederatedError(
+                f"{type(self.module).__name__} was asked to measure round {order.round}, and has no validation_step or no "
+                'validation data: give the client some, or set evaluate_on="server"'
+            )
+        each = trainer.strategy.all_gather_object(measuring.samples) if trainer.strategy.counts else [measuring.samples]
+        values = {name: value for loader in results for name, value in loader.items()}
+        return Outcome(samples=sum(each), metrics=_finite(values))
+
+    def close(self) -> None:
+        self._memory = self._turn.state = None
+        for logger in self.trainer.loggers:
+            logger.finalize("success")
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _newest(self) -> tuple[dict[str, Any] | Path | None, Position | None]:
+        """What the next fit goes on from, and where it was made."""
+        if self._memory is not None:
+            return self._memory, Position.read(self._memory[ENTRY])
+        path = self._states.newest()
+        return path, Position.read(checkpoints.load(path, only=ENTRY)[ENTRY]) if path is not None else None
+
+    def _save(self, trainer: Trainer, at: Position) -> None:
+        """Called in the fit, by all processes."""
+        trainer.save_checkpoint(self._states.next(f"round-{at.round}-step-{at.steps}"))
+        trainer.checkpoint_io.teardown()
+        if trainer.is_global_zero:
+            self._states.prune()
+
+    def _seed_all(self, order: Fit) -> None:
+        seed = self._seed
+        if seed is None:
+            digest = hashlib.sha256(f"{order.seed}/{order.client}".encode()).digest()
+            seed = int.from_bytes(digest[:8], "little") % (MAX_SEED + 1)
+        seed_generators(seed)
+
+    def _bind_first(self, order: Fit, weights: Tensors) -> None:
+        """Callbacks that copy the module when a fit begins, as averages do, see the run's weights and not some first ones."""
+        if not any(parameter.is_meta for parameter in self.module.parameters()):
+            bind_weights(self.module, to_bind(weights, Keep.of(order.keep), begun=False))
+
+    def _outcome(self, order: Fit) -> Outcome:
+        trainer, done = self.trainer, self._turn.position().steps
+        if done < order.steps:
+            limits = f"max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}"
+            raise FederatedError(
+                f"the client's Trainer came to its end after {done} of {order.steps} steps of round {order.round} ({limits}): raise its "
+                "limits, or leave them to the federation"
+            )
+        counts = self._turn.counts(trainer)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if trainer.last_loss is not None:
+            metrics.setdefault("train/loss", float(trainer.last_loss.detach()))
+        try:
+            tensors = Taken(trainer, self._turn.keys(trainer, order))
+        except KeyError as error:
+            raise FederatedError(str(error.args[0])) from error
+        return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    if strange := [name for name, value in metrics.items() if not math.isfinite(value)]:
+        log.warning("left out of what is reported, as they are no numbers: %s", ", ".join(strange))
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,244 @@
+"""A client's round within a fit: take the server's weights up, save progress, stop, and give back what has become of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.fabric.batches import counts_of
+from arclight.fabric.spread import own_part
+from arclight.federated.clients.keeping import MODEL, Keep, drawn_anew, matches, moments_in, to_bind, to_send
+from arclight.federated.errors import CancelledError
+from arclight.trainer.callback import Callback
+from arclight.trainer.clock import Clock
+from arclight.trainer.named import (
+    bind_moments,
+    bind_weights,
+    named_weights,
+    optimizer_state_names,
+    whole_moments,
+    whole_weights,
+)
+from arclight.trainer.pausing import Pause
+from arclight.trainer.states import RunEnded
+
+if TYPE_CHECKING:
+    from arclight.federated.clients.learner import Progress, Tensors
+    from arclight.federated.protocol import Fit
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+ENTRY = "federated"
+"""What a checkpoint calls the round that it was made in."""
+_LOSS_EVERY = 0.5
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in which round a client's state was made."""
+
+    run: str
+    round: int
+    base: str
+    fragment: int | None
+    steps: int = 0
+    """Steps of the round that are done."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Samples and tokens (of this process) before the round."""
+
+    @classmethod
+    def of(cls, order: Fit) -> Position:
+        return cls(run=order.run, round=order.round, base=order.base, fragment=order.fragment)
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any] | None) -> Position | None:
+        return None if entry is None else cls(**entry)
+
+    def is_of(self, order: Fit) -> bool:
+        """Whether this lies within the round that is asked for, begun from the same weights."""
+        return (self.run, self.round, self.base, self.fragment) == (order.run, order.round, order.base, order.fragment)
+
+
+class Turn(Pause):
+    """One client's part of a federation, as a callback. It is told of each round before the fit that trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: Fit | None = None
+        self.cancelled: CancelledError | None = None
+        """Why the round was ended early, where it was."""
+
+    def begin(
+        self,
+        order: Fit,
+        weights: Tensors,
+        at: Position | None,
+        begun: bool,
+        progress: Progress,
+        save: Callable[[Trainer, Position], None],
+    ) -> None:
+        """``at``: where in the round the state lies that the next fit goes on from; None if it is older, or there is none.
+
+        ``begun``: the client has trained before. ``save`` writes the client's state.
+        """
+        self._order, self._weights, self._begun, self._progress, self._save = order, weights, begun, progress, save
+        self._at, self._keep = at, Keep.of(order.keep)
+        self._done, self._frozen = (at.steps if at is not None else 0), list[torch.nn.Parameter]()
+        self.cancelled = None
+        self.steps = max(order.steps - self._done, 1)
+
+    def end(self) -> None:
+        """Let go of the round."""
+        for parameter in self._frozen:
+            parameter.requires_grad = True
+        self._order, self._weights, self._frozen = None, {}, []
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._clock = Clock(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        order = self._order
+        if order is None:
+            raise RuntimeError("this trainer belongs to a federation's client: its fits are begun by Turn.begin")
+        if self._at is None:
+            self._take_up(trainer, pl_module, order)
+        self._freeze(pl_module)
+        if self._done >= order.steps:
+            self.state = None  # random states are not taken up yet: the file has what this would be
+            raise RunEnded
+        self._loss_at, self._seen = 0.0, trainer.global_step
+        self._start = trainer.global_step - self._done
+        super().on_train_start(trainer, pl_module)
+
+    def _take_up(self, trainer: Trainer, module: Module, order: Fit) -> None:
+        progress = trainer.progress
+        self._at = Position(
+            **{**asdict(Position.of(order)), "counts": {"samples": progress.samples, "tokens": progress.tokens}}
+        )
+        bind_weights(module, to_bind(self._weights, self._keep, self._begun))
+        if self._keep.randomised and order.round % self._keep.every == 0:
+            bind_weights(module, drawn_anew(module, self._keep, order.seed))
+        if self._keep.reset_optimizer:
+            for optimizer in trainer.optimizers:
+                optimizer.state.clear()
+        for state, moments in moments_in(self._weights).items():
+            bind_moments(trainer, state, moments, order.clock)
+        self._clock.set(order.clock)
+
+    def _freeze(self, module: Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and matches(name, self._keep.frozen):
+                parameter.requires_grad = False
+                self._frozen.append(parameter)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stepped(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._stepped(trainer)
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def _stepped(self, trainer: Trainer) -> None:
+        if trainer.global_step == self._seen or self._order is None:
+            return
+        before, self._seen = self._done, trainer.global_step
+        self._done, every = self._seen - self._start, self._order.journal_every
+        if self._done >= self._order.steps or (every and self._done // every > before // every):
+            self._save(trainer, self.position())
+        if self._done < self._order.steps:
+            self._tell(trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        loss, now = None, time.monotonic()
+        if now >= self._loss_at and trainer.last_loss is not None:
+            loss, self._loss_at = float(trainer.last_loss.detach()), now + _LOSS_EVERY
+        try:
+            self._progress(self._done, loss)
+        except CancelledError as error:
+            self.cancelled = error
+            trainer.strategy.request_stop("cancelled")  # all processes of the client at one step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        if self._order is not None:
+            checkpoint[ENTRY] = asdict(self.position())
+
+    def position(self) -> Position:
+        assert self._at is not None
+        return Position(**{**asdict(self._at), "steps": self._done})
+
+    # -- what comes out ----------------------------------------------------------------------------------------------
+
+    def keys(self, trainer: Trainer, order: Fit) -> list[str]:
+        """What is to be sent, in an order that all processes have alike."""
+        if order.send is not None:
+            return list(order.send)
+        module = trainer.lightning_module
+        names = to_send(module, list(named_weights(module)), self._keep)
+        moments = [f"{s}/{n}" for s, given in moments_in(self._weights).items() for n in given if n in set(names)]
+        return [*(MODEL + name for name in names), *moments]
+
+    def counts(self, trainer: Trainer) -> dict[str, int]:
+        """Samples and tokens of the round, of all processes. A collective."""
+        assert self._at is not None
+        done = {"samples": trainer.progress.samples, "tokens": trainer.progress.tokens}
+        mine = {name: done[name] - self._at.counts.get(name, 0) for name in done}
+        if not trainer.strategy.counts:
+            return mine
+        return {name: sum(each[name] for each in trainer.strategy.all_gather_object(mine)) for name in mine}
+
+
+class Taken(Mapping[str, torch.Tensor]):
+    """Weights and moments by key as they are in a trainer, each copied out when it is asked for; all processes ask alike."""
+
+    def __init__(self, trainer: Trainer, keys: list[str]) -> None:
+        self._trainer, self._keys = trainer, keys
+        weights = named_weights(trainer.lightning_module)
+        for key in keys:
+            state, _, name = key.partition("/")
+            if name not in weights or not (state == "model" or name in optimizer_state_names(trainer, state)):
+                raise KeyError(f"{key} was asked for, and this client's model and optimizer have no such tensor")
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        state, _, name = key.partition("/")
+        found = (
+            whole_weights(self._trainer, [name]) if state == "model" else whole_moments(self._trainer, state, [name])
+        )
+        return next(found)[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class Measuring(Callback):
+    """Lets a validation see given weights; the module's own are put back by `put_back`."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights, self._own = weights, dict[str, torch.Tensor]()
+        self.samples = 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        own = dict(pl_module.named_parameters(remove_duplicate=False)) | named_weights(pl_module)
+        self._own = {name: own_part(own[name]).detach().clone() for name in self._weights if name in own}
+        bind_weights(pl_module, self._weights)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.samples += counts_of(batch)[0]
+
+    @torch.no_grad()
+    def put_back(self, module: Module) -> None:
+        own = dict(module.named_parameters(remove_duplicate=False)) | named_weights(module)
+        for name, value in self._own.items():
+            own_part(own[name]).copy_(value)
+        self._own = {}

@@ -1,0 +1,297 @@
+"""A client's rounds are one fit: the same bits as centralised training, whatever happens between and within rounds."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.clients.sites import (
+    Net,
+    Rows,
+    centralised,
+    evaluate_order,
+    fit_order,
+    optimizer_state,
+    weights_of,
+)
+
+from arclight import Callback
+from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_maker
+from arclight.federated.errors import CancelledError, FederatedError, ProtocolError
+from arclight.optim.schedules import cosine
+
+CPU = {"accelerator": "cpu"}
+
+
+def quiet(steps: int, loss: float | None) -> None:
+    pass
+
+
+def learner_of(folder: Path, module: Net, seed: int | None = 5, **options: Any) -> TrainerLearner:
+    return TrainerLearner(module, Rows(), trainer_maker(**{**CPU, **options}), folder, seed=seed)
+
+
+def rounds(
+    learner: TrainerLearner, weights: dict[str, torch.Tensor], count: int, steps: int
+) -> dict[str, torch.Tensor]:
+    """FedAvg of one client with rate 1 that sends weights: the server's next weights are what was sent."""
+    for number in range(count):
+        outcome = learner.fit(fit_order(number, steps, number * steps), weights, quiet)
+        weights = {**weights, **{key: outcome.tensors[key] for key in outcome.tensors}}
+    return weights
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+# 9 batches an epoch: rounds end within epochs, windows and at epochs' ends.
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"val_check_interval": 5}]
+)
+@pytest.mark.parametrize("norm", [False, True])
+def test_one_client_is_centralised_training(tmp_path: Path, options: dict[str, Any], norm: bool) -> None:
+    torch.manual_seed(1)
+    whole, module = Net(norm), Net(norm)
+    begin = weights_of(whole)
+    module.load_state_dict({name: torch.zeros_like(value) for name, value in module.state_dict().items()})
+    trainer = centralised(tmp_path, whole, Rows(), 35, seed=5, **options)
+    learner = learner_of(tmp_path / "client", module, **options)
+    weights = rounds(learner, begin, count=5, steps=7)
+    assert_equal(weights, weights_of(whole))
+    for mine, central in zip(optimizer_state(learner.trainer), optimizer_state(trainer), strict=True):
+        assert_equal(mine, central)
+
+
+def test_nothing_outside_is_disturbed(tmp_path: Path) -> None:
+    """Two clients in one process do not draw each other's random numbers, nor those of whoever runs them."""
+    ends = []
+    for together in (False, True):
+        torch.manual_seed(1)
+        first, second = Net(), Net()
+        begin = weights_of(first)
+        learners = [learner_of(tmp_path / f"{together}{i}", module) for i, module in enumerate((first, second))]
+        torch.manual_seed(3)
+        random.seed(3)
+        before = torch.get_rng_state()
+        a = learners[0].fit(fit_order(0, 6, 0), begin, quiet)
+        if together:
+            learners[1].fit(fit_order(0, 11, 0), begin, quiet)
+        assert torch.equal(torch.get_rng_state(), before)
+        a = learners[0].fit(fit_order(1, 6, 6), {key: a.tensors[key] for key in a.tensors}, quiet)
+        ends.append({key: a.tensors[key] for key in a.tensors})
+    assert_equal(*ends)
+
+
+def test_evaluation_disturbs_nothing(tmp_path: Path) -> None:
+    ends = []
+    for evaluating in (False, True):
+        torch.manual_seed(1)
+        module = Net(norm=True)
+        begin = weights_of(module)
+        learner = learner_of(tmp_path / str(evaluating), module)
+        zeros = {key: torch.zeros_like(value) for key, value in begin.items()}
+        weights = begin
+        for number in range(3):
+            if evaluating:
+                outcome = learner.evaluate(evaluate_order(number), zeros)
+                assert outcome.samples == 36
+                assert outcome.metrics["val/loss"] == pytest.approx(0.6931472)  # two classes, no weights
+            outcome = learner.fit(fit_order(number, 5, 5 * number), weights, quiet)
+            # no personal weights here, but the running statistics stay the client's if the server has none
+            weights = {key: value for key, value in weights.items() if "running" not in key and "tracked" not in key}
+            weights |= {key: outcome.tensors[key] for key in outcome.tensors if key in weights}
+        ends.append({key: outcome.tensors[key] for key in outcome.tensors})
+    assert_equal(*ends)
+
+
+def test_an_evaluation_is_that_of_the_given_weights(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module, other = Net(), Net()
+    learner = learner_of(tmp_path, module)
+    learner.fit(fit_order(0, 3, 0), weights_of(module), quiet)
+    measured = learner.evaluate(evaluate_order(0), weights_of(other)).metrics
+    x, y = Rows().rows.tensors
+    other.eval()
+    with torch.no_grad():
+        accuracy = (other.net(x).argmax(1) == y).float().mean().item()
+    assert measured["val/accuracy"] == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize("killed_at", [1, 4, 9, 10])
+def test_a_broken_round_goes_on_from_its_journal(tmp_path: Path, killed_at: int) -> None:
+    """At most ``journal_every`` steps are done again, and the end has the same bits."""
+    torch.manual_seed(1)
+    begin = weights_of(Net())
+    clean, broken = learner_of(tmp_path / "clean", Net()), learner_of(tmp_path / "broken", Net())
+    first = [learner.fit(fit_order(0, 5, 0), begin, quiet) for learner in (clean, broken)]
+    weights = {key: first[0].tensors[key] for key in first[0].tensors}
+    order = fit_order(1, 10, 5, journal_every=3)
+    wanted = clean.fit(order, weights, quiet)
+
+    class Killed(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5 + killed_at:
+                raise MemoryError("no room")
+
+    broken.trainer.callbacks.insert(0, Killed())
+    with pytest.raises(MemoryError):
+        broken.fit(order, weights, quiet)
+
+    class Count(Callback):
+        steps = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.steps += 1
+
+    count = Count()
+    again = learner_of(tmp_path / "broken", Net(), callbacks=count)  # another process would make it anew
+    found = again.fit(order, weights, quiet)
+    assert count.steps == 10 - (killed_at - 1) // 3 * 3, "what the journal had is not done again"
+    assert_equal({k: found.tensors[k] for k in found.tensors}, {k: wanted.tensors[k] for k in wanted.tensors})
+    assert (found.samples, found.steps) == (wanted.samples, wanted.steps)
+    for mine, other in zip(optimizer_state(again.trainer), optimizer_state(clean.trainer), strict=True):
+        assert_equal(mine, other)
+
+
+def test_a_round_that_was_finished_is_not_trained_again(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    begin = weights_of(Net())
+    order = fit_order(0, 7, 0)
+    outcome = learner_of(tmp_path, Net()).fit(order, begin, quiet)
+    wanted, counts = {k: outcome.tensors[k] for k in outcome.tensors}, (outcome.samples, outcome.steps, outcome.metrics)
+    steps: list[int] = []
+    learner = learner_of(tmp_path, Net())
+    again = learner.fit(order, begin, lambda done, loss: steps.append(done))
+    assert steps == []
+    assert_equal({k: again.tensors[k] for k in again.tensors}, wanted)
+    assert (again.samples, again.steps) == counts[:2]
+    # and the next round goes on as if nothing had been
+    reference = learner_of(tmp_path / "reference", Net())
+    rounds_of = [reference, learner]
+    reference.fit(order, begin, quiet)
+    ends = [each.fit(fit_order(1, 4, 7), wanted, quiet) for each in rounds_of]
+    assert_equal(*({k: end.tensors[k] for k in end.tensors} for end in ends))
+
+
+def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(1)
+    begin = weights_of(Net())
+    learner = learner_of(tmp_path, Net())
+    for number in range(3):
+        outcome = learner.fit(fit_order(number, 4, 4 * number), begin, quiet)
+    wanted = {key: outcome.tensors[key] for key in outcome.tensors}
+
+    def names() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "states").iterdir())
+
+    assert names() == ["000002-round-1-step-4", "000003-round-2-step-4"]
+    (tmp_path / "states" / names()[1] / "model.safetensors").write_bytes(b"x" * 100)
+    again = learner_of(tmp_path, Net())
+    outcome = again.fit(fit_order(2, 4, 8), begin, quiet)
+    assert "is damaged" in caplog.text
+    assert_equal({key: outcome.tensors[key] for key in outcome.tensors}, wanted)
+    assert names() == ["000002-round-1-step-4", "000004-round-2-step-4"], "the damaged one is gone"
+    for name in names():
+        (tmp_path / "states" / name / "model.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(FederatedError, match="none of the 2 saved states"):
+        learner_of(tmp_path, Net()).fit(fit_order(1, 4, 4), begin, quiet)
+
+
+def test_a_cancelled_round_ends_and_does_no_harm(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    begin = weights_of(Net())
+    learner = learner_of(tmp_path, Net())
+    first = learner.fit(fit_order(0, 4, 0), begin, quiet)
+    weights = {key: first.tensors[key] for key in first.tensors}
+
+    def cancel(steps: int, loss: float | None) -> None:
+        if steps == 3:
+            raise CancelledError("the round is over")
+
+    with pytest.raises(CancelledError, match="the round is over"):
+        learner.fit(fit_order(1, 50, 4), weights, cancel)
+    assert learner.trainer.global_step <= 8
+    after = learner.fit(fit_order(2, 4, 4), weights, quiet)
+    reference = learner_of(tmp_path / "reference", Net())
+    reference.fit(fit_order(0, 4, 0), begin, quiet)
+    wanted = reference.fit(fit_order(2, 4, 4), weights, quiet)
+    assert_equal({k: after.tensors[k] for k in after.tensors}, {k: wanted.tensors[k] for k in wanted.tensors})
+
+
+def test_a_client_that_skipped_rounds_goes_by_the_clock_of_the_run(tmp_path: Path) -> None:
+    begin = weights_of(Net())
+    learner = learner_of(tmp_path, Net())
+    for round, clock in ((0, 0), (4, 40), (3, 10)):
+        learner.fit(fit_order(round, 5, clock), begin, quiet)
+        assert learner.trainer.global_step == clock + 5
+        rate = 1e-2 * cosine(clock + 5, total_steps=60, warmup=5, final=0.1)
+        assert learner.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_personal_frozen_and_randomised_weights(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module = Net()
+    begin = {key: value + 1 for key, value in weights_of(module).items()}
+    learner = learner_of(tmp_path, module)
+
+    def train(number: int, **keep: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        outcome = learner.fit(fit_order(number, 2, 2 * number, keep=keep, seed=9), begin, quiet)
+        return {key: outcome.tensors[key] for key in outcome.tensors}, weights_of(module)
+
+    sent, after = train(0, personal=["net.4."])
+    assert list(sent) == ["model/net.0.weight", "model/net.0.bias"]
+    own = after["model/net.4.weight"]
+    assert not torch.equal(own, begin["model/net.4.weight"]), "personal weights are trained"
+    assert (own - begin["model/net.4.weight"]).abs().max() < 0.1, "the server's are the first"
+    sent, after = train(1, personal=["net.4."])
+    assert 0 < (after["model/net.4.weight"] - own).abs().max() < 0.1, "they go on from where they were"
+    sent, after = train(2, frozen=["net.0.weight"])
+    assert list(sent) == ["model/net.0.bias", "model/net.4.weight", "model/net.4.bias"]
+    assert torch.equal(after["model/net.0.weight"], begin["model/net.0.weight"])
+    assert module.net[0].weight.requires_grad
+    ends = [train(number, randomised=["net.0.*"], reset_optimizer=True) for number in (3, 4)]
+    assert all(list(sent) == ["model/net.4.weight", "model/net.4.bias"] for sent, _ in ends)
+    assert ends[0][1]["model/net.0.weight"].abs().max() < 0.5, "drawn anew: the server's are beyond 1"
+    with pytest.raises(ProtocolError, match="cannot keep 'frozn'"):
+        train(5, frozn=["net.0.*"])
+
+
+def test_moments_travel_when_asked_for(tmp_path: Path) -> None:
+    begin = weights_of(Net())
+    learner, other = learner_of(tmp_path / "a", Net()), learner_of(tmp_path / "b", Net(), seed=8)
+    names = [name for name, _ in Net().named_parameters()]
+    send = tuple(f"{kind}/{name}" for kind in ("model", "exp_avg", "exp_avg_sq") for name in names)
+    outcome = learner.fit(fit_order(0, 5, 0, send=send), begin, quiet)
+    sent = {key: outcome.tensors[key] for key in outcome.tensors}
+    assert tuple(sent) == send
+    for name, entries in zip(names, optimizer_state(learner.trainer), strict=True):
+        assert torch.equal(sent[f"exp_avg/{name}"], entries["exp_avg"])
+    seen = {}
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            seen.setdefault("state", copy.deepcopy(optimizer_state(trainer)))
+
+    other.trainer.callbacks.insert(0, Look())
+    back = other.fit(fit_order(1, 2, 5), sent, quiet)
+    assert set(back.tensors) == set(send), "what came with moments goes back with moments"
+    for name, entries in zip(names, seen["state"], strict=True):
+        assert torch.equal(sent[f"exp_avg_sq/{name}"], entries["exp_avg_sq"])
+        assert entries["step"] == 5
+    with pytest.raises(FederatedError, match=r"momentum_buffer/net\.0\.weight was asked for"):
+        learner.fit(fit_order(1, 2, 5, send=("momentum_buffer/net.0.weight",)), begin, quiet)
+
+
+def test_limits_of_the_trainer_are_told(tmp_path: Path) -> None:
+    learner = learner_of(tmp_path, Net(), max_steps=6)
+    begin = weights_of(Net())
+    learner.fit(fit_order(0, 4, 0), begin, quiet)
+    with pytest.raises(FederatedError, match="came to its end after 2 of 4 steps of round 1"):
+        learner.fit(fit_order(1, 4, 4), begin, quiet)
