@@ -292,13 +292,19 @@ class End(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Note:
+    """A change of what is not kept in the journal; the coordinator's own business."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What follows from an event. False where nothing does."""
+    """What follows from an event. False where nothing does: then it need not be applied if the event is a `Tick`."""
 
     event: Event
     now: float
     records: tuple[Record, ...] = ()
     commands: tuple[Command, ...] = ()
+    notes: tuple[Note, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.commands)
+        return bool(self.records or self.commands or self.notes)

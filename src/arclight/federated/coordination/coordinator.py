@@ -1,0 +1,236 @@
+"""Which client does what when: the rounds of a run as a state machine without input, output or clock."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from arclight.federated.coordination import deciding, ticking
+from arclight.federated.coordination import events as ev
+from arclight.federated.coordination.events import Answer, Command, Decision, EvaluatePlan, Event, FitPlan, Note
+from arclight.federated.coordination.lasting import Lasting, Replay
+from arclight.federated.coordination.nodes import Again, Challenged, Dropped, Over, Rang, Skipped, Stranded, Work
+from arclight.federated.coordination.present import Present
+from arclight.federated.coordination.records import (
+    ClientFailed,
+    Record,
+    RoundClosed,
+    RoundCommitted,
+    RoundEvaluated,
+    RoundOpened,
+    RunEnded,
+    UpdateAccepted,
+)
+from arclight.federated.coordination.sampling import Roster, Sampler
+from arclight.federated.errors import Reason
+from arclight.federated.settings import Federation
+
+_FREE = {"rounds", "waiting", "journal_every", "evaluate_every", "evaluate_on", "keep_rounds"}
+"""Settings that may change when a run is taken up again."""
+
+
+def settings_digest(settings: Federation, roster: Roster, seed: int) -> str:
+    """SHA-256 of what decides a run's result. Fields at their defaults do not count, so that new ones may come."""
+    said = [f"{len(roster)} clients of {roster.name(0)} to {roster.name(len(roster) - 1)}, seed {seed}"]
+    usual = Federation(clients=settings.clients)
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        if item.name not in _FREE and item.name != "clients" and value != getattr(usual, item.name):
+            said.append(f"{item.name}={value!r}")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
+
+
+class Coordinator:
+    """See `arclight.federated.coordination.events` for how it is driven.
+
+    clients: their names, or how many ("0", "1", ...). seed: of draws. run: name of the run, which nodes and journal repeat.
+    """
+
+    def __init__(self, settings: Federation, clients: Sequence[str] | int, seed: int, run: str) -> None:
+        self.settings, self.run = settings, run
+        self.roster = Roster(clients)
+        self.sampler = Sampler(settings.sampling, self.roster, seed)
+        self._replay = Replay(settings, self.sampler, run, settings_digest(settings, self.roster, seed))
+        self._present = Present(settings.waiting, self._replay.state)
+
+    @property
+    def state(self) -> Lasting:
+        """What the journal says. To be read only."""
+        return self._replay.state
+
+    @property
+    def rules(self) -> Replay:
+        return self._replay
+
+    @property
+    def present(self) -> Present:
+        """Nodes and work of this moment. To be read only."""
+        return self._present
+
+    def bases(self) -> frozenset[str]:
+        """Digests of weights that somebody may still be told to begin from, to measure, or to go back to."""
+        state = self.state
+        found = {*state.bases.values(), *(open.base for open in state.begun.values())}
+        found |= {measuring.base for measuring in state.measuring.values()}
+        return frozenset(found - {""})
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due at the latest; minus infinity: now. None only before a run has begun and after it has ended."""
+        if ticking.urgent(self):
+            return float("-inf")
+        if self.state.ended is not None:
+            return None
+        return self._present.timers[0].at if self._present.timers else None
+
+    def about(self, now: float) -> str:
+        """Who and what is waited for, for logs."""
+        return ticking.about(self, now)
+
+    # -- what has happened -------------------------------------------------------------------------------------------------
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Bring back the lasting state. Raises FederatedError where the records are of another run or other settings."""
+        for record in records:
+            self._replay.apply(record)
+
+    def apply(self, decision: Decision) -> None:
+        """Make a decision true, once its records are on disk."""
+        present, now = self._present, decision.now
+        for note in decision.notes:
+            if isinstance(note, Rang):
+                present.ring(note.again)
+        self._heed(decision.event, now)
+        for record in decision.records:
+            self._replay.apply(record)
+            self._follow(record, decision.event, now)
+        for command in decision.commands:
+            self._obey(command, decision.event, now)
+        for note in decision.notes:
+            self._note(note, now)
+        if any(isinstance(r, RoundClosed | RoundCommitted | RunEnded) for r in decision.records):
+            present.prune(now)
+
+    def _heed(self, event: Event, now: float) -> None:
+        """What an event changes by itself, whatever was decided."""
+        present = self._present
+        session = getattr(event, "session", None)
+        node = present.sessions.get(session) if session is not None else None
+        match event:
+            case ev.Begun() | ev.Resumed():
+                if isinstance(event, ev.Resumed):
+                    present.settled = False
+                    present.started = self.state.opened > self.state.committed or self.state.committed > 0
+                    present.arm(now + self.settings.waiting.silence, "settle")
+                present.alone(now)
+                present.arm(now + ticking.SAY_EVERY, "say")
+                for open in self.state.open.values() if isinstance(event, ev.Resumed) else ():
+                    self._opened(open.round, now)
+                for round in self.state.measuring if isinstance(event, ev.Resumed) else ():
+                    self._to_measure(round, now)
+            case ev.Asked() if node is not None:
+                present.heard(node, now, progress=True)
+                present.asked(event.to, node, now, event.wait)
+            case ev.Beaten() if node is not None:
+                present.beat(node, event.steps, now)
+            case _ if node is not None:
+                present.heard(node, now, progress=True)
+
+    def _follow(self, record: Record, event: Event, now: float) -> None:
+        """What a record changes about nodes."""
+        present, node = self._present, self._present.sessions.get(getattr(event, "session", ""))
+        match record:
+            case RoundOpened():
+                self._opened(record.round, now)
+            case UpdateAccepted():
+                present.finish(Work("fit", record.round - record.staleness, record.client), node)
+                self._quorum(record.round, now)
+            case ClientFailed():
+                present.finish(Work("fit", record.round, record.client), node)
+            case RoundCommitted():
+                present.folding = None
+                self._to_measure(record.round, now)
+            case RoundEvaluated(client=str(client)):
+                present.finish(Work("evaluate", record.round, client), node)
+            case RoundEvaluated():
+                present.prune(now)
+
+    def _opened(self, round: int, now: float) -> None:
+        present, state = self._present, self.state
+        if self.settings.buffered:  # work that nobody has begun is done from the newest weights
+            present.prune(now)
+        open = state.open[round]
+        if self.settings.waiting.deadline is not None and open.closed is None:
+            present.deadlines[round] = now + self.settings.waiting.deadline
+            present.arm(present.deadlines[round], "deadline", (round, open.attempt))
+        for begun, clients in state.outstanding.items():
+            present.add((Work("fit", begun, client) for client in clients), now)
+        self._quorum(round, now)
+
+    def _quorum(self, round: int, now: float) -> None:
+        """Grace begins when there is a quorum."""
+        open, grace = self.state.open[round], self.settings.waiting.grace
+        key = ("quorum", round, open.attempt)
+        if open.wanted and len(open.accepted) >= self._replay.need(open.wanted) and key not in self._present.over:
+            self._present.over.add(key)
+            self._present.arm(now + grace, "grace", (round, open.attempt))
+
+    def _to_measure(self, round: int, now: float) -> None:
+        if round in self.state.measuring:
+            waiting = self.settings.waiting
+            self._present.add((Work("evaluate", round, x) for x in self.state.measuring[round].waiting), now)
+            self._present.arm(now + (waiting.deadline or waiting.join), "measure", round)
+
+    def _obey(self, command: Command, event: Event, now: float) -> None:
+        present = self._present
+        match command:
+            case Answer(plan=ev.Welcoming()) if isinstance(event, ev.Joined):
+                present.join(event, now)
+            case Answer(plan=FitPlan() as plan):
+                present.begin(command.to, Work("fit", plan.round, plan.client), now)
+            case Answer(plan=EvaluatePlan() as plan):
+                present.begin(command.to, Work("evaluate", plan.round, plan.client), now)
+            case Answer():
+                present.answered(command.to)
+                if isinstance(event, ev.Left) and command.to == event.to and event.session in present.sessions:
+                    present.drop(present.sessions[event.session], now)
+            case ev.Fold():
+                present.folding = command.round
+            case ev.Measure():
+                present.measured.add(command.round)
+            case ev.Lost() if command.session in present.sessions:
+                present.lose(present.sessions[command.session], now)
+
+    def _note(self, note: Note, now: float) -> None:
+        present = self._present
+        match note:
+            case Dropped() if note.node in present.nodes:
+                present.drop(present.nodes[note.node], now)
+            case Skipped():
+                present.finish(note.work)
+            case Stranded():
+                present.strand(note.work, note.until)
+            case Again():
+                present.again(note.work, now, keep=note.keep)
+            case Challenged():
+                present.challengers[note.node] = (note.process, now)
+            case Over(what=("settle", _, _)):
+                present.settled = True
+                present.deal(now)
+            case Over(what=("start", _, _)):
+                present.started = True
+            case Over():
+                present.over.add(note.what)
+
+    # -- what follows ------------------------------------------------------------------------------------------------------
+
+    def decide(self, event: Event, now: float) -> Decision:
+        """What follows from an event; nothing has changed yet. Raises ProtocolError for an event that cannot be now."""
+        return deciding.decide(self, event, now)
+
+    def refusal(self, session: str, client: str, round: int, digest: str | None = None) -> tuple[Reason, str] | None:
+        """Why an update of a client for a round would not be taken; None where it would, or was already.
+
+        digest: of its manifest where that is known; the same update that is sent again is no other one.
+        """
+        return deciding.refusal(self, session, client, round, digest)

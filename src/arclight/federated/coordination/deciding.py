@@ -1,0 +1,234 @@
+"""What follows from what nodes and the driver say. Pure: everything here reads the coordinator and changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arclight.federated.coordination import events as ev
+from arclight.federated.coordination import ticking
+from arclight.federated.coordination.events import Answer, Command, Decision, Event
+from arclight.federated.coordination.nodes import Again, Challenged, Node, Skipped, Work
+from arclight.federated.coordination.records import (
+    ClientFailed,
+    Record,
+    RoundCommitted,
+    RoundEvaluated,
+    RunOpened,
+    UpdateAccepted,
+    UpdateRefused,
+)
+from arclight.federated.errors import FederatedError, ProtocolError, Reason
+from arclight.federated.protocol import Close, Receipt, Wait
+
+if TYPE_CHECKING:
+    from arclight.federated.coordination.coordinator import Coordinator
+
+
+def decide(c: Coordinator, event: Event, now: float) -> Decision:
+    match event:
+        case ev.Tick():
+            return ticking.tick(c, event, now)
+        case ev.Joined():
+            return _join(c, event, now)
+        case ev.Said():
+            node = c.present.sessions.get(getattr(event, "session", ""))
+            if node is None:
+                return Decision(event=event, now=now, commands=(unknown_session(event.to, c.state.committed),))
+            return _from_node(c, event, node, now)
+        case ev.Begun():
+            return _begin(c, event, now)
+        case ev.Resumed():
+            if c.state.committed < 0:
+                raise FederatedError("there is nothing to resume: the journal names no weights; begin the run")
+            opened = (RunOpened(run=c.run, settings=c.rules.digest),) if c.state.failed else ()
+            return Decision(event=event, now=now, records=opened)
+        case ev.Committed():
+            return _committed(c, event, now)
+        case ev.Measured():
+            due = c.state.measuring.get(event.round)
+            record = RoundEvaluated(round=event.round, client=None, samples=event.samples, metrics=event.metrics)
+            return Decision(event=event, now=now, records=(record,) if due is not None else ())
+        case ev.Stopped():
+            if c.state.ended is not None:
+                return Decision(event=event, now=now)
+            return ticking.end(c, event, now, event.why, failed=True)
+    return Decision(event=event, now=now)
+
+
+def refusal(c: Coordinator, session: str, client: str, round: int, digest: str | None) -> tuple[Reason, str] | None:
+    if session not in c.present.sessions:
+        return "session", "this session is not known (any more): join again"
+    if c.roster.index(client) is None:
+        return "unknown_client", f"this run has no client {client!r}"
+    if (taken := c.rules.accepted(client, round)) is not None:
+        if digest is None or digest == taken:
+            return None
+        return "duplicate", f"another update of client {client} for round {round} was taken already"
+    into, state = c.rules.into(round), c.state
+    if into is not None and client in state.outstanding.get(round, {}):
+        return None
+    if into is not None and (failed := into.failed.get(client)) is not None and failed.round == round:
+        return None if failed.lost else ("stale", f"client {client} is out of round {round}: {failed.message}")
+    if round > state.opened:
+        return "stale", f"round {round} has not begun: the newest is {state.opened}"
+    if into is None or round not in state.begun:
+        return "stale", f"round {round} is closed; the newest that is committed is {state.committed}"
+    return "unknown_client", f"client {client} was not drawn for round {round}"
+
+
+def unknown_session(to: str, committed: int) -> Answer:
+    text = "this session is not known (any more): join again"
+    return Answer(to=to, plan=Receipt(accepted=False, reason="session", message=text, committed=committed))
+
+
+def _receipt(c: Coordinator, to: str, refused: tuple[Reason, str] | None = None, message: str = "") -> Answer:
+    committed = c.state.committed
+    if refused is None:
+        return Answer(to=to, plan=Receipt(accepted=True, message=message, committed=committed))
+    return Answer(to=to, plan=Receipt(accepted=False, reason=refused[0], message=refused[1], committed=committed))
+
+
+def _begin(c: Coordinator, event: ev.Begun, now: float) -> Decision:
+    if c.state.committed >= 0:
+        raise FederatedError(f"run {c.run!r} has begun already: it is at round {c.state.committed}; resume it")
+    committed = RoundCommitted(
+        round=event.round, base=event.base, checkpoint=event.checkpoint, norm=0.0, clock=event.clock
+    )
+    return Decision(
+        event=event, now=now, records=(RunOpened(run=c.run, settings=c.rules.digest), committed)
+    )  # fmt: skip
+
+
+def _join(c: Coordinator, event: ev.Joined, now: float) -> Decision:
+    def answer(plan: ev.Welcoming | Wait | Close, *others: Command, notes: tuple[ev.Note, ...] = ()) -> Decision:
+        return Decision(event=event, now=now, commands=(Answer(to=event.to, plan=plan), *others), notes=notes)
+
+    if c.state.ended is not None:
+        return answer(Close(why=c.state.ended))
+    if strange := [client for client in event.clients if c.roster.index(client) is None]:
+        return answer(Close(why=f"this run has no client {strange[0]!r} ({len(strange)} such)"))
+    here = c.present.nodes.get(event.node)
+    if here is None or here.lost is not None or not event.process or here.process in ("", event.process):
+        former = () if here is None else tuple(unknown_session(to, c.state.committed) for to in here.asks)
+        return answer(ev.Welcoming(session=event.session), *former)
+    waiting = c.settings.waiting
+    challenger, since = c.present.challengers.get(event.node, ("", now))
+    ago = f"it was heard {now - here.heard:.1f} s ago"
+    if challenger == event.process and here.heard > since + waiting.beat_every:
+        return answer(
+            Close(why=f"another process works as node {event.node!r} ({ago}): give each node a name of its own")
+        )
+    about = f"node {event.node!r} is here from another process ({ago}); it counts as lost {waiting.silence} s after its last word"
+    wait = Wait(seconds=max(0.0, here.heard + waiting.silence - now) + waiting.beat_every / 2, about=about)
+    return answer(
+        wait, notes=() if challenger == event.process else (Challenged(node=event.node, process=event.process),)
+    )
+
+
+def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decision:
+    records: tuple[Record, ...] = ()
+    commands: tuple[Command, ...] = ()
+    notes: tuple[ev.Note, ...] = ()
+    match event:
+        case ev.Asked():
+            commands = _ask(c, event, node, now)
+        case ev.Beaten():
+            cancel = tuple(client for client in event.steps if client in node.stopping)
+            commands = (Answer(to=event.to, plan=Receipt(accepted=True, committed=c.state.committed, cancel=cancel)),)
+        case ev.UpdateChecked():
+            refused = refusal(c, event.session, event.client, event.round, event.digest)
+            taken = c.rules.accepted(event.client, event.round) is not None
+            if refused is None and not taken:
+                records = (_accept(c, event),)
+            commands = (_receipt(c, event.to, refused, "it was here already" if taken else ""),)
+        case ev.UpdateUnsound():
+            records, notes = _unsound(c, event)
+            commands = (_receipt(c, event.to, (event.reason, event.message)),)
+        case ev.WorkFailed():
+            records, notes, refused = _failed(c, event, node)
+            commands = (_receipt(c, event.to, refused),)
+        case ev.EvaluatedBy():
+            measuring = c.state.measuring.get(event.round)
+            if measuring is not None and event.client in measuring.waiting:
+                records = (
+                    RoundEvaluated(
+                        round=event.round, client=event.client, samples=event.samples, metrics=event.metrics
+                    ),
+                )
+                commands = (_receipt(c, event.to),)
+            else:
+                commands = (_receipt(c, event.to, ("stale", f"round {event.round} is not measured (any more)")),)
+        case ev.Left():
+            asks = tuple(unknown_session(to, c.state.committed) for to in node.asks)
+            commands = (*asks, _receipt(c, event.to))
+        case _:
+            raise ProtocolError(f"nodes do not say {type(event).__name__}")
+    return Decision(event=event, now=now, records=records, commands=commands, notes=notes)
+
+
+def _ask(c: Coordinator, event: ev.Asked, node: Node, now: float) -> tuple[Command, ...]:
+    if c.state.ended is not None:
+        return (Answer(to=event.to, plan=Close(why=c.state.ended)),)
+    silence = c.settings.waiting.silence
+    again = next((task.work for task in node.tasks.values() if now - task.seen > silence), None)
+    work = again or node.next()
+    if work is not None:
+        return (Answer(to=event.to, plan=ticking.plan(c, work, now)),)
+    if event.wait <= 0:
+        return (Answer(to=event.to, plan=Wait(seconds=c.settings.waiting.beat_every, about=ticking.about(c, now))),)
+    return ()
+
+
+def _accept(c: Coordinator, event: ev.UpdateChecked) -> UpdateAccepted:
+    into = c.rules.into(event.round)
+    assert into is not None  # what `refusal` has just found
+    return UpdateAccepted(
+        round=into.round, client=event.client, digest=event.digest, samples=event.samples, tokens=event.tokens,
+        steps=event.steps, seconds=event.seconds, bytes=event.bytes, norm=event.norm, metrics=event.metrics,
+        staleness=into.round - event.round,
+    )  # fmt: skip
+
+
+def _unsound(c: Coordinator, event: ev.UpdateUnsound) -> tuple[tuple[Record, ...], tuple[ev.Note, ...]]:
+    if refusal(c, event.session, event.client, event.round, None) is not None:
+        return (), ()  # it would not have been taken anyway
+    if c.rules.accepted(event.client, event.round) is not None:
+        return (), ()
+    said = UpdateRefused(round=event.round, client=event.client, reason=event.reason, message=event.message)
+    work = Work("fit", event.round, event.client)
+    tries = c.present.tries.get(work, 0) + 1
+    if event.reason == "damaged" and tries < c.settings.waiting.attempts:
+        return (said,), (Again(work=work, keep=True),)
+    out = ClientFailed(round=event.round, client=event.client, message=f"its update was refused: {event.message}")
+    return (said, out), ()
+
+
+def _failed(
+    c: Coordinator, event: ev.WorkFailed, node: Node
+) -> tuple[tuple[Record, ...], tuple[ev.Note, ...], tuple[Reason, str] | None]:
+    fit, measure = Work("fit", event.round, event.client), Work("evaluate", event.round, event.client)
+    task = node.tasks.get(event.client)
+    work = task.work if task is not None and task.work in (fit, measure) else fit if fit in c.present.where else measure
+    if work not in c.present.where or c.present.where[work] not in (node, None):
+        return (), (), ("stale", f"client {event.client} is not at work on round {event.round} here (any more)")
+    if event.again and c.present.tries.get(work, 0) + 1 < c.settings.waiting.attempts:
+        return (), (Again(work=work),), None
+    if work.kind == "evaluate":
+        return (), (Skipped(work=work),), None
+    failed = ClientFailed(round=event.round, client=event.client, message=f"node {node.name} says: {event.error}")
+    return (failed,), (), None
+
+
+def _committed(c: Coordinator, event: ev.Committed, now: float) -> Decision:
+    open = c.state.open.get(event.round)
+    if event.round == c.state.committed and event.base == c.state.base:
+        return Decision(event=event, now=now)  # said twice
+    if open is None or open.closed is None or event.round != c.state.committed + 1:
+        raise ProtocolError(
+            f"round {event.round} cannot be committed now: the newest is {c.state.committed}, closed and waiting are "
+            f"{[r.round for r in c.state.open.values() if r.closed is not None]}"
+        )
+    record = RoundCommitted(
+        round=event.round, base=event.base, checkpoint=event.checkpoint, norm=event.norm, drift=event.drift
+    )
+    return Decision(event=event, now=now, records=(record,))

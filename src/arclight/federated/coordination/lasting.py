@@ -1,0 +1,239 @@
+"""What a run is at some point of its journal: a function of the records so far, and of nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from arclight.federated.coordination.records import (
+    ClientFailed,
+    Record,
+    RoundClosed,
+    RoundCommitted,
+    RoundEvaluated,
+    RoundOpened,
+    RunEnded,
+    RunOpened,
+    UpdateAccepted,
+)
+from arclight.federated.coordination.sampling import Sampler
+from arclight.federated.errors import FederatedError
+from arclight.federated.settings import Federation
+
+
+@dataclass
+class Open:
+    """A round that is not committed yet."""
+
+    round: int
+    base: str = ""
+    clock: int = 0
+    steps: int = 0
+    fragment: int | None = None
+    wanted: int = 0
+    attempt: int = 0
+    drawn: tuple[str, ...] = ()
+    accepted: dict[str, UpdateAccepted] = field(default_factory=dict)
+    failed: dict[str, ClientFailed] = field(default_factory=dict)
+    closed: tuple[str, ...] | None = None
+    """Contributors, in the order of the fold."""
+
+
+@dataclass
+class Measuring:
+    """Committed weights whose evaluation is under way."""
+
+    base: str
+    waiting: dict[str, None]
+    """Clients that have not answered; empty where the server measures."""
+    samples: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    """Metric to its sum over samples."""
+
+    @property
+    def mean(self) -> dict[str, float]:
+        return {name: value / self.samples for name, value in self.sums.items()} if self.samples else {}
+
+
+@dataclass
+class Lasting:
+    """The state that a journal gives. To be read; only `apply` changes it. Its size goes with the clients of a round."""
+
+    run: str = ""
+    settings: str = ""
+    committed: int = -1
+    """Newest committed round; -1: there are no weights yet."""
+    base: str = ""
+    """Digest of its weights' manifest."""
+    checkpoint: str = ""
+    clock: int = 0
+    """Optimizer steps of the run up to its weights."""
+    opened: int = -1
+    """Newest round that was opened."""
+    bases: dict[int, str] = field(default_factory=dict)
+    """Weights of recent rounds, from which others begin."""
+    open: dict[int, Open] = field(default_factory=dict)
+    """Rounds that are not committed, oldest first."""
+    outstanding: dict[int, dict[str, None]] = field(default_factory=dict)
+    """Round to clients that were asked to fit it and have neither delivered nor failed."""
+    begun: dict[int, Open] = field(default_factory=dict)
+    """Rounds that outstanding clients have begun, committed ones among them where updates may be stale."""
+    folded: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Client to the round it began and the digest of its newest committed update, as long as it may come again."""
+    measuring: dict[int, Measuring] = field(default_factory=dict)
+    ended: str | None = None
+    failed: bool = False
+
+
+class Replay:
+    """Records into state, by the rules of one run's settings."""
+
+    def __init__(self, settings: Federation, sampler: Sampler, run: str, digest: str) -> None:
+        self.settings, self.sampler, self.run, self.digest = settings, sampler, run, digest
+        self.state = Lasting()
+
+    @property
+    def overlap(self) -> int:
+        return self.settings.streaming.overlap if self.settings.streaming else 0
+
+    def need(self, wanted: int) -> int:
+        """Updates with which a round for ``wanted`` may close."""
+        return max(1, math.ceil(self.settings.waiting.quorum * wanted - 1e-9))
+
+    def apply(self, record: Record) -> None:
+        match record:
+            case RunOpened():
+                self._run(record)
+            case RoundOpened():
+                self._opened(record)
+            case UpdateAccepted():
+                self._accepted(record)
+            case ClientFailed():
+                self.state.outstanding.get(record.round, {}).pop(record.client, None)
+                current = self.gathering if self.settings.buffered else self.state.open.get(record.round)
+                if current is not None:
+                    current.failed[record.client] = record
+            case RoundClosed():
+                self._closed(record)
+            case RoundCommitted():
+                self._committed(record)
+            case RoundEvaluated():
+                self._evaluated(record)
+            case RunEnded():
+                self.state.ended, self.state.failed = record.why, record.failed
+
+    @property
+    def gathering(self) -> Open | None:
+        """The round that updates go into in buffered mode, whichever round they began with."""
+        return next((open for open in self.state.open.values() if open.closed is None), None)
+
+    def into(self, begun: int) -> Open | None:
+        """The round that an update begun in round ``begun`` goes into now; None where that is closed."""
+        if self.settings.buffered:
+            return self.gathering
+        open = self.state.open.get(begun)
+        return open if open is not None and open.closed is None else None
+
+    def accepted(self, client: str, begun: int) -> str | None:
+        """Digest of the update that was taken from a client for a round."""
+        for open in self.state.open.values():
+            update = open.accepted.get(client)
+            if update is not None and update.round - update.staleness == begun:
+                return update.digest
+        folded = self.state.folded.get(client)
+        return folded[1] if folded is not None and folded[0] == begun else None
+
+    def _run(self, record: RunOpened) -> None:
+        if record.run != self.run:
+            raise FederatedError(f"this journal is of run {record.run!r}, not of {self.run!r}: give each run a folder")
+        if record.settings != self.digest:
+            raise FederatedError(
+                f"run {record.run!r} was begun with other settings or clients, which would change its result: go on with those "
+                "(the run folder's recipe), or fork a new run from one of its rounds"
+            )
+        self.state.run, self.state.settings = record.run, record.settings
+        self.state.ended, self.state.failed = None, False
+        for open in self.state.open.values():
+            open.attempt = -1  # a run that is taken up again has its attempts anew, and so have its clients
+            open.failed = {client: replace(failed, lost=True) for client, failed in open.failed.items()}
+
+    def _opened(self, record: RoundOpened) -> None:
+        state = self.state
+        open = state.open.setdefault(record.round, Open(record.round))
+        if open.drawn:
+            open.attempt += 1
+            for client in record.clients:
+                open.failed.pop(client, None)
+        open.base, open.clock, open.steps = record.base, record.clock, record.steps
+        open.fragment, open.wanted, open.drawn = record.fragment, record.wanted, record.clients
+        state.opened = max(state.opened, record.round)
+        state.begun[record.round] = open
+        fresh = [client for client in record.clients if client not in open.accepted]
+        if self.settings.buffered:  # those that were asked in an earlier round and had not begun do this one
+            again = set(fresh)
+            for clients in state.outstanding.values():
+                for client in again & clients.keys():
+                    del clients[client]
+        state.outstanding[record.round] = dict.fromkeys(fresh)
+        self._forget()
+
+    def _accepted(self, record: UpdateAccepted) -> None:
+        open = self.state.open[record.round]
+        open.accepted[record.client] = record
+        begun = record.round - record.staleness
+        self.state.outstanding.get(begun, {}).pop(record.client, None)
+        open.failed.pop(record.client, None)
+
+    def _closed(self, record: RoundClosed) -> None:
+        self.state.open[record.round].closed = record.clients
+        if self.settings.buffered:
+            self.state.open[record.round + 1] = Open(record.round + 1)
+        else:
+            self.state.outstanding.pop(record.round, None)
+
+    def _committed(self, record: RoundCommitted) -> None:
+        state = self.state
+        done = state.open.pop(record.round, None)
+        if done is not None:
+            state.clock = done.clock + done.steps
+            for client in done.closed or ():
+                update = done.accepted[client]
+                state.folded[client] = (update.round - update.staleness, update.digest)
+        state.clock = state.clock if record.clock is None else record.clock
+        state.committed, state.base, state.checkpoint = record.round, record.base, record.checkpoint
+        state.opened = max(state.opened, record.round)
+        state.bases[record.round] = record.base
+        for old in [round for round in state.bases if round < record.round - self.overlap]:
+            del state.bases[old]
+        horizon = record.round - (self.settings.buffered.most_stale if self.settings.buffered else 1 + self.overlap)
+        for client in [c for c, (round, _) in state.folded.items() if round < horizon]:
+            del state.folded[client]
+        if self.settings.buffered:
+            for old in [r for r in state.outstanding if record.round + 1 - r > self.settings.buffered.most_stale]:
+                del state.outstanding[old]
+        self._forget()
+        every = self.settings.evaluate_every
+        if every and (record.round % every == 0 or record.round == self.settings.rounds):
+            drawn = done.drawn if done is not None else self.sampler.draw(record.round)
+            waiting = dict.fromkeys(drawn if self.settings.evaluate_on == "clients" else ())
+            state.measuring[record.round] = Measuring(record.base, waiting)
+
+    def _evaluated(self, record: RoundEvaluated) -> None:
+        measuring = self.state.measuring.get(record.round)
+        if measuring is None:
+            return
+        if record.client is None:
+            del self.state.measuring[record.round]
+        elif record.client in measuring.waiting:
+            del measuring.waiting[record.client]
+            measuring.samples += record.samples
+            for name, value in record.metrics.items():
+                measuring.sums[name] = measuring.sums.get(name, 0.0) + record.samples * value
+
+    def _forget(self) -> None:
+        """Rounds that nobody is at work on any more."""
+        state = self.state
+        for old in [round for round, clients in state.outstanding.items() if not clients and round not in state.open]:
+            del state.outstanding[old]
+        for old in [round for round in state.begun if round not in state.outstanding and round not in state.open]:
+            del state.begun[old]

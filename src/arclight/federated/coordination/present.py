@@ -1,0 +1,323 @@
+"""Who is here and who does what at this moment: what nodes have said since they joined. Nothing of it outlives the process."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+
+from arclight.federated.coordination.events import Joined
+from arclight.federated.coordination.lasting import Lasting
+from arclight.federated.coordination.nodes import Node, Task, Timer, Work
+from arclight.federated.coordination.settings import Waiting
+
+_HOMES = 100_000  # clients whose last node is remembered
+
+
+class Present:
+    """Nodes, their work, and alarms. Changed by `Coordinator.apply` only."""
+
+    def __init__(self, waiting: Waiting, lasting: Lasting) -> None:
+        self._waiting, self._lasting = waiting, lasting
+        self.nodes: dict[str, Node] = {}
+        self.sessions: dict[str, Node] = {}
+        """Of nodes that are here."""
+        self.where: dict[Work, Node | None] = {}
+        """All work that is to be done, and whose it is; None: whoever could do it is not here."""
+        self.homeless: dict[Work, float] = {}
+        self.asks: dict[str, Node] = {}
+        self.ready: dict[str, Node] = {}
+        """Nodes that ask and for which there is work."""
+        self.tries: dict[Work, int] = {}
+        self.timers: list[Timer] = []
+        self.over: set[tuple[str, int, int]] = set()
+        self.deadlines: dict[int, float] = {}
+        self.challengers: dict[str, tuple[str, float]] = {}
+        self.folding: int | None = None
+        self.measured: set[int] = set()
+        self.settled = True
+        self.started = False
+        """Whether enough nodes have come for the first round."""
+        self.alone_since: float | None = None
+        self._owners: dict[str, dict[str, None]] = {}
+        self._departed: set[str] = set()
+        self._homes: dict[str, str] = {}
+        self._numbers = 0
+
+    def arm(self, at: float, kind: str, key: object = None) -> None:
+        self._numbers += 1
+        heapq.heappush(self.timers, Timer(at, self._numbers, kind, key))  # type: ignore[arg-type]
+
+    def ring(self, again: float | None) -> None:
+        """The timer that is due first was heard; it may ring again."""
+        timer = heapq.heappop(self.timers)
+        if again is not None:
+            self.arm(again, timer.kind, timer.key)
+
+    def alone(self, now: float) -> None:
+        """From now on nobody is here."""
+        self.alone_since = now
+        self.arm(now + self._waiting.join, "join")
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def join(self, event: Joined, now: float) -> None:
+        former = self.nodes.get(event.node)
+        if former is not None:
+            self._part(former)
+        node = Node(event.node, event.session, event.process, event.clients, event.steps_per_second, now, now)
+        self.nodes[node.name], self.sessions[node.session] = node, node
+        self.challengers.pop(node.name, None)
+        self.alone_since = None
+        for client in node.clients:
+            self._owners.setdefault(client, {})[node.name] = None
+            self._departed.discard(client)
+        self.arm(now + self._waiting.silence, "silence", node.session)
+        self.arm(now + self._waiting.stall, "stall", node.session)
+        for held in event.held:
+            work = Work("fit", held.round, held.client)
+            if held.client not in self._lasting.outstanding.get(held.round, {}):
+                node.stopping[held.client] = None
+                continue
+            holder = self.where.get(work)
+            if holder is None or holder is former or holder.lost is not None or work in holder.queue:
+                self._take(work)
+                self.where[work] = node
+                node.tasks[held.client] = Task(work, now if held.finished else -math.inf)
+        mine = [work for work in self.homeless if work.client in node.clients] if node.clients else []
+        left = [] if former is None else [*former.measures, *former.queue, *(t.work for t in former.tasks.values())]
+        self.place([work for work in left if self.where.get(work) is former], now)
+        self.place(mine, now)
+        if not node.clients:
+            self.deal(now)
+
+    def lose(self, node: Node, now: float) -> None:
+        """A node was silent: what it has begun is kept for it, the rest may go elsewhere."""
+        self._part(node)
+        node.lost = now
+        waiting = [*node.measures, *node.queue]
+        node.measures, node.queue, node.asks = {}, {}, {}
+        self.arm(now + self._waiting.lease, "lease", node.session)
+        self.place(waiting, now)
+        self._gone(node, now)
+
+    def drop(self, node: Node, now: float) -> None:
+        """A node is gone for good, with what it has begun."""
+        self._part(node)
+        if self.nodes.get(node.name) is node:
+            del self.nodes[node.name]
+        for client in node.clients:
+            owners = self._owners.get(client, {})
+            owners.pop(node.name, None)
+            if not owners:
+                self._owners.pop(client, None)
+                self._departed.add(client)
+        works = [*node.measures, *node.queue, *(task.work for task in node.tasks.values())]
+        node.tasks, node.measures, node.queue = {}, {}, {}
+        for work in works:
+            if self.where.get(work) is node:
+                self.where[work] = None
+                if work.client in self._departed:
+                    self.strand(work, now)
+                else:
+                    self.place([work], now)
+        self._gone(node, now)
+
+    def heard(self, node: Node, now: float, *, progress: bool) -> None:
+        node.heard = now
+        if progress:
+            node.progress = now
+
+    def beat(self, node: Node, steps: dict[str, int], now: float) -> None:
+        moved = False
+        for client, done in steps.items():
+            task = node.tasks.get(client)
+            if task is not None:
+                moved |= done != task.steps
+                task.seen, task.steps = now, done
+        for client in [client for client in node.stopping if client not in steps]:
+            del node.stopping[client]
+        self.heard(node, now, progress=moved)
+        self._touch(node)
+
+    def _part(self, node: Node) -> None:
+        """No message of this session counts any more."""
+        self.sessions.pop(node.session, None)
+        for to in node.asks:
+            self.asks.pop(to, None)
+        node.asks = {}
+        self.ready.pop(node.name, None)
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    def add(self, works: Iterable[Work], now: float) -> None:
+        """More is to be done."""
+        fresh = [work for work in works if work not in self.where]
+        self.where.update(dict.fromkeys(fresh))
+        self.place(fresh, now)
+
+    def place(self, works: Iterable[Work], now: float) -> None:
+        """Give work to the nodes of its clients, or deal it out to those that take any."""
+        free = []
+        for work in works:
+            self._take(work)
+            owners = self._owners.get(work.client)
+            if not owners:
+                if work.client in self._departed:
+                    self.strand(work, now + self._waiting.lease)
+                else:
+                    free.append(work)
+                continue
+            node = next((self.nodes[name] for name in owners if self.nodes[name].lost is None), None)
+            if node is not None:
+                self._give(work, node)
+            else:
+                self.strand(work, max(self.nodes[name].lost or now for name in owners) + self._waiting.lease)
+        self._deal(free, now)
+
+    def deal(self, now: float) -> None:
+        """Deal anew what anyone may do and nobody has begun: nodes have come or gone."""
+        pool = [node for node in self.nodes.values() if node.lost is None and not node.clients]
+        free = [work for node in pool for work in (*node.measures, *node.queue)]
+        free += [w for w in self.homeless if w.client not in self._owners and w.client not in self._departed]
+        for work in free:
+            self._take(work)
+        self._deal(free, now)
+
+    def _gone(self, node: Node, now: float) -> None:
+        if not self.sessions and self.alone_since is None:
+            self.alone(now)
+        if not node.clients:
+            self.deal(now)
+
+    def _deal(self, works: list[Work], now: float) -> None:
+        """Consistent hashing with bounded loads (Mirrokni et al. 2016): each client to its last node if that is here and has
+        room, or to the next one on a ring of hashes; none gets more than its share by speed, rounded up.
+        """
+        pool = sorted(
+            (node for node in self.nodes.values() if node.lost is None and not node.clients),
+            key=lambda node: _point(node.name),
+        )
+        if not works:
+            return
+        if not pool or not self.settled:
+            for work in works:
+                self.strand(work, now + self._waiting.join)
+            return
+        known = [node.speed for node in pool if node.speed]
+        usual = sum(known) / len(known) if known else 1.0
+        speeds = [node.speed or usual for node in pool]
+        loads = {node.name: len(node.tasks) + len(node.queue) + len(node.measures) for node in pool}
+        total = len(works) + sum(loads.values())
+        caps = {node.name: math.ceil(total * s / sum(speeds) - 1e-9) for node, s in zip(pool, speeds, strict=True)}
+        points, by_name = [_point(node.name) for node in pool], {node.name: node for node in pool}
+        homes = [by_name.get(self._homes.get(work.client, "")) for work in works]
+        elsewhere = []
+        for work, home in zip(works, homes, strict=True):
+            if home is not None and loads[home.name] < caps[home.name]:
+                loads[home.name] += 1
+                self._give(work, home)
+            else:
+                elsewhere.append(work)
+        for work in elsewhere:
+            start = bisect_left(points, _point(work.client))
+            ring = (pool[(start + n) % len(pool)] for n in range(len(pool)))
+            node = next(node for node in ring if loads[node.name] < caps[node.name])
+            loads[node.name] += 1
+            self._give(work, node)
+
+    def begin(self, to: str, work: Work, now: float) -> None:
+        """A node's question was answered with work."""
+        node = self.asks[to]
+        self.answered(to)
+        self._take(work)
+        self.where[work] = node
+        node.tasks[work.client] = Task(work, now)
+        if not node.clients:
+            self._homes.pop(work.client, None)
+            self._homes[work.client] = node.name
+            if len(self._homes) > _HOMES:
+                del self._homes[next(iter(self._homes))]
+        self._touch(node)
+
+    def finish(self, work: Work, by: Node | None = None) -> None:
+        """Work is done, failed or not wanted any more; a node other than ``by`` that is at it is to stop."""
+        node = self._take(work)
+        self.where.pop(work, None)
+        self.tries.pop(work, None)
+        if node is not None:
+            if node is not by and node.lost is None:
+                node.stopping[work.client] = None
+            self._touch(node)
+        if by is not None:
+            by.stopping.pop(work.client, None)
+            self._touch(by)
+
+    def again(self, work: Work, now: float, *, keep: bool) -> None:
+        self.tries[work] = self.tries.get(work, 0) + 1
+        if not keep:
+            self.place([work], now)
+
+    def prune(self, now: float) -> None:
+        """Stop what the lasting state does not ask for any more."""
+        state = self._lasting
+        for work in list(self.where):
+            if work.kind == "fit":
+                wanted = work.client in state.outstanding.get(work.round, ())
+            else:
+                wanted = work.round in state.measuring and work.client in state.measuring[work.round].waiting
+            if not wanted or state.ended is not None:
+                self.finish(work)
+        newest = state.committed
+        self.over = {what for what in self.over if what[1] >= newest}
+        self.measured = {round for round in self.measured if round in state.measuring}
+        self.deadlines = {round: at for round, at in self.deadlines.items() if round in state.begun}
+
+    def asked(self, to: str, node: Node, now: float, wait: float) -> None:
+        node.asks[to] = None
+        self.asks[to] = node
+        self.arm(now + wait, "ask", to)
+        self._touch(node)
+
+    def answered(self, to: str) -> None:
+        node = self.asks.pop(to, None)
+        if node is not None:
+            node.asks.pop(to, None)
+            self._touch(node)
+
+    def _give(self, work: Work, node: Node) -> None:
+        self.where[work] = node
+        (node.queue if work.kind == "fit" else node.measures)[work] = None
+        self._touch(node)
+
+    def strand(self, work: Work, until: float) -> None:
+        self.where[work] = None
+        self.homeless[work] = until
+        self.arm(until, "home", work)
+
+    def _take(self, work: Work) -> Node | None:
+        """Take work from wherever it lies; the node that was at it."""
+        self.homeless.pop(work, None)
+        node = self.where.get(work)
+        if node is None:
+            return None
+        node.queue.pop(work, None)
+        node.measures.pop(work, None)
+        task = node.tasks.get(work.client)
+        if task is not None and task.work == work:
+            del node.tasks[work.client]
+            return node
+        self._touch(node)
+        return None
+
+    def _touch(self, node: Node) -> None:
+        if node.asks and node.lost is None and node.next() is not None:
+            self.ready[node.name] = node
+        else:
+            self.ready.pop(node.name, None)
+
+
+def _point(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

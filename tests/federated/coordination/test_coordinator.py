@@ -1,0 +1,558 @@
+"""Rounds, quorums, lost nodes and late replies, one situation at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.federated.coordination.worlds import World
+
+from arclight.federated.coordination import events as ev
+from arclight.federated.coordination.coordinator import Coordinator
+from arclight.federated.coordination.events import EvaluatePlan, FitPlan
+from arclight.federated.coordination.records import ClientFailed, RoundEvaluated, UpdateAccepted, UpdateRefused
+from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
+from arclight.federated.errors import FederatedError
+from arclight.federated.protocol import Close, Held, Receipt, Wait
+from arclight.federated.settings import Federation
+
+
+def world(clients: Any = ("a", "b", "c", "d"), **settings: Any) -> World:
+    count = clients if isinstance(clients, int) else len(clients)
+    return World(Federation(**{"clients": count, "rounds": 2, "local_steps": 5} | settings), clients).begin()
+
+
+def test_a_run_of_four_clients_on_two_nodes() -> None:
+    run = world(evaluate_every=1)
+    first, second = run.node("first"), run.node("second")
+    while run.ended is None:
+        assert first.run() + second.run() > 0
+    assert run.ended == ev.End(why="all 2 rounds are done", failed=False)
+    assert run.closed() == {1: ("a", "b", "c", "d"), 2: ("a", "b", "c", "d")}
+    assert [(fold.round, fold.clock, len(fold.updates)) for fold in run.folds] == [(1, 5, 4), (2, 10, 4)]
+    assert [r.round for r in run.journal if isinstance(r, RoundEvaluated)] == [0, 1, 2]
+    assert isinstance(first.take(), Close)
+
+
+def test_a_plan_says_what_to_fit() -> None:
+    run = world(waiting=Waiting(deadline=60.0))
+    node = run.node("n")
+    run.pass_(1.0)
+    plan = node.take()
+    assert isinstance(plan, FitPlan)
+    assert (plan.round, plan.base, plan.clock, plan.steps, plan.fragment) == (1, "weights 0", 0, 5, None)
+    assert plan.deadline == pytest.approx(59.0)
+    assert plan.seed == run.coordinator.sampler.seed_of(1, plan.client)
+
+
+def test_updates_fold_in_the_order_of_the_clients_not_of_their_arrival() -> None:
+    run = world(rounds=1)
+    node = run.node("n", "abcd")
+    for _ in range(4):
+        node.take()
+    for client in "cadb":
+        assert node.deliver(client).accepted
+    assert [update.client for update in run.folds[0].updates] == ["a", "b", "c", "d"]
+
+
+def test_an_ask_is_held_until_there_is_work() -> None:
+    run = world(clients=["a"])
+    run.eager = False
+    node = run.node("n")
+    node.take()
+    request = node.hold(wait=20.0)
+    run.pass_(1.0)
+    node.deliver("a")
+    assert request not in run.answers
+    run.tell(run.committed(run.folds[-1]))
+    assert isinstance(run.answers[request], FitPlan)
+
+
+def test_a_held_ask_ends_with_who_is_waited_for() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(beat_every=10.0))
+    first, second = run.node("first", "a"), run.node("second", "b")
+    first.run()
+    second.take()
+    request = first.hold(wait=4.0)
+    run.pass_(5.0)
+    plan = run.answers[request]
+    assert isinstance(plan, Wait)
+    assert plan.about == "round 1: 1 of 2 updates; waiting for b (node second, given)"
+
+
+def test_a_quorum_closes_a_round_after_its_grace() -> None:
+    run = world(waiting=Waiting(quorum=0.5, grace=3.0, beat_every=100.0))
+    node = run.node("n", "abcd")
+    for _ in "abcd":
+        node.take()
+    node.deliver("a")
+    run.pass_(50.0)
+    node.deliver("b")
+    run.pass_(2.0)
+    node.deliver("d")
+    run.pass_(0.9)
+    assert run.closed() == {}
+    run.pass_(0.2)
+    assert run.closed() == {1: ("a", "b", "d")}
+    late = node.deliver("c", 1)
+    assert (late.accepted, late.reason, late.committed) == (False, "stale", 1)
+
+
+def test_a_straggler_is_told_to_stop() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(quorum=0.5))
+    slow, quick = run.node("slow", "a"), run.node("quick", "b")
+    slow.take(), quick.take()
+    quick.deliver("b")
+    assert run.closed() == {1: ("b",)}
+    assert slow.beat().cancel == ("a",)
+    assert slow.beat().cancel == ()
+    plan = slow.take()
+    assert isinstance(plan, FitPlan)
+    assert (plan.client, plan.round) == ("a", 2)
+
+
+def test_a_deadline_closes_with_a_quorum_and_asks_again_without_one() -> None:
+    waiting = Waiting(quorum=0.75, grace=1000.0, deadline=10.0, beat_every=1000.0, retries=1)
+    run = world(waiting=waiting)
+    node = run.node("n", "abcd")
+    for _ in "abcd":
+        node.take()
+    for client in "abc":
+        node.deliver(client)
+    run.pass_(10.1)
+    assert run.closed() == {1: ("a", "b", "c")}
+    node.work.clear()
+    node.beat()
+    run.pass_(10.1)  # of round 2 there is nothing
+    assert run.coordinator.state.open[2].attempt == 1
+    run.pass_(10.1)
+    assert run.ended is not None
+    assert run.ended.failed
+    assert "round 2 has 0 of the 3 updates" in run.ended.why
+    assert "not heard from: a (queued at node n)" in run.ended.why
+
+
+def test_a_client_that_cannot_is_not_asked_for_ever_and_the_run_says_why() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(retries=5))
+    node = run.node("n", "ab")
+    node.take()
+    node.fail("a", error="no such column: x")
+    assert run.ended is not None
+    assert run.ended.failed
+    assert run.ended.why == (
+        "round 1 has 0 of the 2 updates that its quorum needs; failed: a (node n says: no such column: x); "
+        "not heard from: b (queued at node n); no others could be asked"
+    )
+
+
+def test_failures_that_may_pass_are_tried_again_a_few_times() -> None:
+    run = world(clients=["a"], rounds=1, waiting=Waiting(attempts=3, retries=0))
+    node = run.node("n", "a")
+    for _ in range(2):
+        assert isinstance(node.take(), FitPlan)
+        node.fail("a", again=True, error="disk full")
+        assert run.ended is None
+    assert isinstance(node.take(), FitPlan)
+    node.fail("a", again=True, error="disk full")
+    assert run.ended is not None
+    assert "disk full" in run.ended.why
+
+
+def test_failures_up_to_the_quorum_are_tolerated_in_each_round() -> None:
+    run = world(rounds=3, waiting=Waiting(quorum=0.5))
+    node = run.node("n", "abcd")
+    for round in (1, 2, 3):
+        for _ in range(2):
+            plan = node.take()
+            assert isinstance(plan, FitPlan)
+            node.fail(plan.client)
+        assert node.take() is not None
+        assert node.take() is not None
+        for client in list(node.work):
+            node.deliver(client)
+        assert len(run.closed()[round]) == 2
+    assert run.ended == ev.End(why="all 3 rounds are done", failed=False)
+
+
+def test_a_failed_run_is_taken_up_again() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(retries=0))
+    node = run.node("n", "ab")
+    node.take()
+    node.fail("a")
+    assert run.ended is not None
+    run.ended = None
+    run.restart()
+    run.pass_(1.0)
+    node = run.node("n", "ab")
+    assert node.run() == 4
+    assert run.ended == ev.End(why="all 2 rounds are done", failed=False)
+
+
+def test_the_same_update_may_come_twice_and_another_one_may_not() -> None:
+    run = world(clients=["a", "b"])
+    node = run.node("n", "ab")
+    node.take()
+    assert node.deliver("a").accepted
+    assert node.deliver("a", 1).accepted
+    other = node.deliver("a", 1, digest="other")
+    assert (other.accepted, other.reason) == (False, "duplicate")
+    node.take()
+    node.deliver("b")
+    again = node.deliver("b", 1)  # its receipt was lost, and the round is committed now
+    assert (again.accepted, again.committed) == (True, 1)
+    assert len([r for r in run.journal if isinstance(r, UpdateAccepted)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("client", "round", "reason"), [("x", 1, "unknown_client"), ("a", 0, "stale"), ("a", 9, "stale"), ("d", 1, "unknown_client")]
+)  # fmt: skip
+def test_updates_that_nobody_asked_for_are_refused(client: str, round: int, reason: str) -> None:
+    run = world(clients=list("abcd"), sampling=Sampling(per_round=1))
+    node = run.node("n", "abcd")
+    (asked,) = run.coordinator.state.open[1].drawn
+    client = {"d": next(c for c in "abcd" if c != asked), "a": asked}.get(client, client)
+    before = len(run.journal)
+    receipt = node.deliver(client, round)
+    assert (receipt.accepted, receipt.reason) == (False, reason)
+    assert run.coordinator.refusal(node.session, client, round) == (reason, receipt.message)
+    assert len(run.journal) == before
+
+
+def test_unsound_updates_put_a_client_out_and_damaged_ones_may_come_again() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(quorum=0.5))
+    node = run.node("n", "ab")
+    node.take(), node.take()
+    for reason in ("damaged", "not_finite"):
+        receipt = run.said(
+            ev.UpdateUnsound, session=node.session, client="a", round=1, reason=reason, message=f"it is {reason}"
+        )
+        assert isinstance(receipt, Receipt)
+        assert receipt.reason == reason
+        assert ("a" in run.coordinator.state.open[1].failed) == (reason == "not_finite")
+    assert [r.reason for r in run.journal if isinstance(r, UpdateRefused)] == ["damaged", "not_finite"]
+    refused = node.deliver("a", 1)
+    assert refused.reason == "stale"
+    assert "not_finite" in refused.message
+
+
+def test_a_silent_node_is_noticed_within_two_seconds() -> None:
+    run = world(clients=["a", "b"])
+    node = run.node("n", "ab")
+    node.take()
+    start = run.now
+    for _ in range(10):
+        run.pass_(0.5)
+        node.beat({"a": 1})
+    assert not [c for c in run.commands if isinstance(c, ev.Lost)]
+    last = run.now
+    run.pass_(2.0)
+    (lost,) = [c for c in run.commands if isinstance(c, ev.Lost)]
+    assert lost.node == "n"
+    assert last - start == pytest.approx(5.0)
+    assert node.beat().reason == "session"
+
+
+def test_a_restarted_node_goes_on_with_what_it_held() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(lease=10.0))
+    node, other = run.node("n"), run.node("other")
+    plan = node.take()
+    assert isinstance(plan, FitPlan)
+    run.until(1.0)
+    other.beat({})
+    run.until(2.0)  # the node is lost; its begun work is kept for it
+    other.beat({})
+    done = other.run()
+    assert done == 1
+    back = run.node("n", process="second", held=[Held(client=plan.client, round=1, finished=False)])
+    assert back.take() == plan
+    back.deliver(plan.client)
+    assert len(run.closed()[1]) == 2
+
+
+def test_begun_work_of_a_lost_node_moves_after_its_lease() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(lease=10.0), rounds=1)
+    node, other = run.node("n"), run.node("other")
+    plan = node.take()
+    assert isinstance(plan, FitPlan)
+    other.run()
+    for second in range(30):
+        run.until(second / 2)
+        other.beat({})
+        if other.run():
+            break
+    assert [c for c in run.commands if isinstance(c, ev.Moved)] == [ev.Moved(client=plan.client, round=1, node="n")]
+    assert run.now == pytest.approx(11.5)
+    assert run.closed()[1] == ("a", "b")
+
+
+def test_a_client_whose_only_node_is_lost_counts_as_lost_after_its_lease() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(lease=5.0, quorum=0.5, grace=1000.0), rounds=1)
+    owner, other = run.node("owner", "a"), run.node("other", "b")
+    owner.take()
+    other.run()
+    for second in range(40):
+        run.until(second / 4)
+        other.beat({})
+    (failed,) = [r for r in run.journal if isinstance(r, ClientFailed)]
+    assert failed.client == "a"
+    assert failed.lost
+    assert run.closed()[1] == ("b",)
+
+
+def test_the_owner_of_a_client_that_was_given_up_may_still_deliver_while_the_round_is_open() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(lease=1.0, quorum=0.5, grace=1000.0), rounds=1)
+    owner, other = run.node("owner", "a"), run.node("other", "b")
+    owner.take()
+    other.take()
+    for second in range(20):
+        run.until(second / 4)
+        other.beat()
+    assert run.coordinator.state.open[1].failed
+    back = run.node("owner", "a", held=[Held(client="a", round=1, finished=True)])
+    assert back.deliver("a", 1).accepted
+    assert other.deliver("b").accepted
+    assert run.closed()[1] == ("a", "b")
+
+
+def test_thirty_two_clients_on_two_nodes_are_balanced_and_stay() -> None:
+    run = world(clients=32, rounds=3)
+    nodes = {name: run.node(name) for name in ("x", "y")}
+    seen: list[dict[str, str]] = []
+    for _ in range(3):
+        places: dict[str, str] = {}
+        for name, node in nodes.items():
+            while isinstance(plan := node.take(), FitPlan):
+                places[plan.client] = name
+        seen.append(places)
+        for client, name in places.items():
+            nodes[name].deliver(client)
+    assert [sorted(places.values()).count("x") for places in seen] == [16, 16, 16]
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_speeds_share_the_clients() -> None:
+    run = world(clients=30, rounds=1)
+    for name, speed in (("slow", 1.0), ("quick", 2.0)):
+        run.said(ev.Joined, node=name, session=name, process=name, steps_per_second=speed)
+    loads = {name: len(node.queue) for name, node in run.coordinator.present.nodes.items()}
+    assert loads == {"slow": 10, "quick": 20}
+
+
+def test_a_node_that_leaves_gives_its_clients_to_the_others() -> None:
+    run = world(clients=32, rounds=1)
+    first, second = run.node("first"), run.node("second")
+    first.take(), first.take()
+    assert isinstance(run.said(ev.Left, session=first.session), Receipt)
+    assert second.run() == 32
+    assert len(run.closed()[1]) == 32
+
+
+def test_two_processes_of_one_name_are_told_apart() -> None:
+    run = world(clients=["a"])
+    first = run.node("n", "a", process="one")
+    second = run.node("n", "a", process="two")
+    assert second.session == ""
+    for _ in range(8):
+        run.pass_(0.25)
+        first.beat()
+    closed = second.join()
+    assert isinstance(closed, Close)
+    assert "another process works as node 'n'" in closed.why
+    assert first.beat().accepted
+
+
+def test_a_restarted_process_gets_in_when_the_dead_one_is_silent_long_enough() -> None:
+    run = world(clients=["a"])
+    run.node("n", "a", process="one")
+    second = run.node("n", "a", process="two")
+    wait = second.join()
+    assert isinstance(wait, Wait)
+    run.pass_(wait.seconds)
+    assert isinstance(second.join(), ev.Welcoming)
+
+
+def test_messages_of_unknown_sessions_say_join_again() -> None:
+    run = world(clients=["a"])
+    node = run.node("n", "a")
+    run.restart()
+    for plan in (node.take(), node.beat(), node.deliver("a", 1)):
+        assert isinstance(plan, Receipt)
+        assert (plan.accepted, plan.reason) == (False, "session")
+    assert isinstance(run.said(ev.Joined, node="m", session="s", clients=("zz",)), Close)
+
+
+def test_a_restarted_server_lets_nodes_go_on_and_gives_begun_work_to_nobody_else() -> None:
+    run = world(clients=["a", "b", "c"], rounds=1)
+    first, second = run.node("first"), run.node("second")
+    mine, yours = first.take(), second.take()
+    assert isinstance(mine, FitPlan)
+    assert isinstance(yours, FitPlan)
+    run.restart()
+    second.join([Held(client=yours.client, round=1, finished=False)])
+    second.beat({yours.client: 3})
+    assert isinstance(second.take(), Wait)  # a moment for the others to come back
+    run.pass_(0.2)
+    first.join([Held(client=mine.client, round=1, finished=True)])
+    assert first.deliver(mine.client).accepted
+    for _ in range(8):
+        run.pass_(0.25)
+        first.beat({})
+        second.beat({yours.client: 4})
+    plans = [first.take(), second.take()]
+    assert {plan.client for plan in plans if isinstance(plan, FitPlan)} == set("abc") - {mine.client, yours.client}
+    assert second.deliver(yours.client).accepted
+
+
+def test_a_fold_that_was_under_way_is_asked_for_again_after_a_restart() -> None:
+    run = world(clients=["a"], rounds=1)
+    run.eager = False
+    run.node("n").run()
+    (fold,) = run.folds
+    run.restart()
+    assert run.folds == [fold]
+    run.tell(run.committed(fold))
+    run.tell(run.committed(fold))  # said twice does not matter
+    assert run.coordinator.state.committed == 1
+
+
+def test_an_order_whose_answer_was_lost_is_given_again() -> None:
+    run = world(clients=["a"])
+    node = run.node("n")
+    plan = node.take()
+    for _ in range(4):
+        run.pass_(0.5)
+        node.beat({})  # it does not name the client: it has never heard of it
+    assert node.take() == plan
+
+
+def test_nobody_comes() -> None:
+    run = world(waiting=Waiting(join=60.0, nodes=2))
+    run.node("n", "abcd")
+    run.pass_(59.0)
+    assert run.ended is None
+    run.pass_(2.0)
+    assert run.ended is not None
+    assert run.ended.why == "0 of 2 nodes came within 60.0 s before the first round"
+
+
+def test_everybody_goes() -> None:
+    run = world(waiting=Waiting(join=60.0))
+    run.node("n").take()
+    run.pass_(55.0)
+    assert run.ended is None
+    run.pass_(30.0)
+    assert run.ended is not None
+    assert run.ended.failed
+    assert "no node is here" in run.ended.why
+
+
+def test_a_node_that_lives_but_does_nothing_is_lost_in_the_end() -> None:
+    run = world(clients=["a"], waiting=Waiting(stall=100.0, beat_every=10.0))
+    node = run.node("n")
+    node.take()
+    while run.now < 90:
+        run.pass_(10.0)
+        assert node.beat({"a": 1}).accepted
+    for _ in range(3):
+        run.pass_(10.0)
+        node.beat({"a": 1})
+    (lost,) = [c for c in run.commands if isinstance(c, ev.Lost)]
+    assert "has done nothing for 1" in lost.why
+
+
+def test_clients_measure_the_weights_and_the_mean_goes_by_samples() -> None:
+    run = world(clients=["a", "b"], rounds=1, evaluate_on="clients")
+    node = run.node("n", "ab")
+    plan = node.take()
+    assert isinstance(plan, EvaluatePlan)
+    assert (plan.round, plan.base) == (0, "weights 0")
+    run.said(ev.EvaluatedBy, session=node.session, client=plan.client, round=0, samples=12, metrics={"loss": 2.0})
+    node.work.clear()
+    node.run()
+    assert run.ended is not None
+    means = {r.round: r for r in run.journal if isinstance(r, RoundEvaluated) and r.client is None}
+    assert (means[0].samples, means[0].metrics) == (16, {"loss": pytest.approx((12 * 2.0 + 4 * 0.5) / 16)})
+    assert means[1].samples == 8
+
+
+def test_over_provisioned_rounds_take_the_first_that_answer() -> None:
+    run = world(clients=10, rounds=1, sampling=Sampling(per_round=4, over_provision=0.5))
+    node = run.node("n")
+    plans = [node.take() for _ in range(6)]
+    clients = [plan.client for plan in plans if isinstance(plan, FitPlan)]
+    assert len(clients) == 6
+    for client in clients[2:]:
+        node.deliver(client)
+    assert run.closed()[1] == tuple(sorted(clients[2:], key=int))
+
+
+def test_buffered_rounds_step_when_the_buffer_is_full_and_take_stale_updates() -> None:
+    run = world(clients=4, rounds=3, buffered=Buffered(size=2, most_stale=2))
+    nodes = [run.node(str(n), [str(n)]) for n in range(4)]
+    for node in nodes:
+        node.take()
+    for round in (1, 2, 3):
+        for node in nodes[:2]:
+            plan = node.take() if round > 1 and not node.work else None
+            if plan is not None:
+                assert isinstance(plan, FitPlan)
+                assert (plan.round, plan.base) == (round, f"weights {round - 1}")
+            giver = nodes[3] if round == 2 and node is nodes[1] else node  # it began in round 1
+            assert giver.deliver(next(iter(giver.work))).accepted
+    stale = [(r.client, r.round, r.staleness) for r in run.journal if isinstance(r, UpdateAccepted) and r.staleness]
+    assert stale == [("3", 2, 1), ("1", 3, 1)]
+    assert run.closed() == {1: ("0", "1"), 2: ("0", "3"), 3: ("0", "1")}
+
+
+def test_updates_that_are_too_stale_are_refused() -> None:
+    run = world(clients=3, rounds=6, buffered=Buffered(size=1, most_stale=1))
+    slow, quick = run.node("slow", ["0"]), run.node("quick", ["1"])
+    slow.take()
+    for _ in range(3):
+        quick.take()
+        quick.deliver("1")
+    assert slow.deliver("0", 1).reason == "stale"
+    assert slow.beat({"0": 1}).cancel == ("0",)
+
+
+def test_fragments_are_exchanged_while_the_next_round_is_fitted() -> None:
+    run = world(clients=2, rounds=6, local_steps=12, streaming=Streaming(fragments=3, overlap=1))
+    run.eager = False
+    node = run.node("n")
+    plans = [node.take() for _ in range(2)]
+    assert [(p.round, p.fragment, p.base, p.steps, p.clock) for p in plans if isinstance(p, FitPlan)] == [
+        (1, 1, "weights 0", 4, 0)
+    ] * 2
+    assert isinstance(node.take(), Wait)  # a client does one round after another
+    node.deliver("0")
+    second = node.take()
+    assert isinstance(second, FitPlan)
+    assert (second.client, second.round, second.fragment, second.base, second.clock) == ("0", 2, 2, "weights 0", 4)
+    node.deliver("1")
+    assert sorted(run.coordinator.state.open) == [1, 2]
+    node.deliver("0")
+    node.take(), node.deliver("1", 2)
+    assert [fold.round for fold in run.folds] == [1]  # one after another
+    assert isinstance(node.take(), Wait)  # round 3 begins from the weights of round 1
+    run.tell(run.committed(run.folds[0]))
+    third = node.take()
+    assert isinstance(third, FitPlan)
+    assert (third.round, third.fragment, third.base, third.clock) == (3, 0, "weights 1", 8)
+    assert [fold.round for fold in run.folds] == [1, 2]
+
+
+def test_other_settings_do_not_go_on_with_a_journal() -> None:
+    run = world()
+    for change in ({"local_steps": 6}, {"clients": 5}):
+        other = Federation(**{"clients": 4, "rounds": 2, "local_steps": 5} | change)  # type: ignore[arg-type]
+        with pytest.raises(FederatedError, match="begun with other settings"):
+            Coordinator(other, "abcde"[: other.clients], 3, "run").replay(run.journal)
+    with pytest.raises(FederatedError, match="of run 'run'"):
+        Coordinator(run.settings, run.clients, 3, "other").replay(run.journal)
+    longer = Coordinator(Federation(clients=4, rounds=9, local_steps=5), run.clients, 3, "run")
+    longer.replay(run.journal)
+    assert longer.state.committed == 0
+    with pytest.raises(FederatedError, match="begun already"):
+        run.begin()
+    with pytest.raises(FederatedError, match="nothing to resume"):
+        Coordinator(run.settings, run.clients, 3, "run").decide(ev.Resumed(), 0.0)
