@@ -7,7 +7,7 @@ from typing import Literal
 
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
-from arclight.federated.strategies import FedAvg
+from arclight.federated.strategies import FedAvg, Strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Federation:
     """Server steps."""
     local_steps: int = 50
     """Optimizer steps of each client between two exchanges."""
-    strategy: FedAvg = field(default_factory=FedAvg)
+    strategy: Strategies = field(default_factory=FedAvg)
     """How the mean change moves the weights."""
     send: Literal["delta", "weights"] = "delta"
     """What clients send: the change, or the weights themselves, with which one client is centralised training bit for bit."""
