@@ -46,7 +46,7 @@ def load_shares(
         files.sweep(path.parent)
     processes.barrier("checkpoint found")
     problems = verify(path, processes) if check else []
-    loaded, problem = attempt(lambda: _open(path, only, exclude, stored))
+    loaded, problem = attempt(lambda: open_state(path, only, exclude, stored))
     for reason in (*problems, *processes.all_gather_object(problem)):
         if reason is not None:
             raise CheckpointError(reason)
@@ -54,9 +54,13 @@ def load_shares(
     return state
 
 
-def _open(
-    path: Path, only: Iterable[str] | None, exclude: Iterable[str] | None, stored: Iterable[str] | None
+def open_state(
+    path: Path,
+    only: Iterable[str] | None = None,
+    exclude: Iterable[str] | None = None,
+    stored: Iterable[str] | None = None,
 ) -> dict[str, Any]:
+    """As `load_shares`, in one process and without comparing hashes of what is not read. Raises CheckpointError."""
     manifest = read_manifest(path)
     entries = read_file(path, STATE, manifest, True, lambda file, size: json.loads(file.read(size)))
     entries = chosen(path, entries, only, exclude)

@@ -46,19 +46,28 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 def write_tensors(file: HashedFile, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write dense tensors of the dtypes above, from any device; the widest first, so that all lie aligned."""
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    write_header(file, {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order})
+    for name in order:
+        write_values(file, tensors[name])
+
+
+def write_header(file: HashedFile, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Begin a file of tensors whose values follow in this order, each by `write_values`; give the widest first."""
     header: dict[str, Any] = {}
     end = 0
-    for name in order:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
-    for name in order:
-        if tensors[name].numel():
-            file.write(memory_of(as_bytes(tensors[name].cpu())))
+
+
+def write_values(file: HashedFile, tensor: torch.Tensor) -> None:
+    """The next tensor of a file that `write_header` has begun."""
+    if tensor.numel():
+        file.write(memory_of(as_bytes(tensor.cpu())))
 
 
 @dataclass(frozen=True)

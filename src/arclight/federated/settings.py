@@ -7,7 +7,8 @@ from typing import Literal
 
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
-from arclight.federated.strategies import FedAvg, Strategies
+from arclight.federated.server.settings import Checks
+from arclight.federated.strategies import FedAvg
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Federation:
     """Server steps."""
     local_steps: int = 50
     """Optimizer steps of each client between two exchanges."""
-    strategy: Strategies = field(default_factory=FedAvg)
+    strategy: FedAvg = field(default_factory=FedAvg)
     """How the mean change moves the weights."""
     send: Literal["delta", "weights"] = "delta"
     """What clients send: the change, or the weights themselves, with which one client is centralised training bit for bit."""
@@ -51,6 +52,8 @@ class Federation:
     """Whose validation data measure the weights: those of every client, weighed by samples, or the server's."""
     keep_rounds: int = 3
     """Newest rounds whose checkpoints are kept; 0 keeps all."""
+    checks: Checks = field(default_factory=Checks)
+    """Which updates are refused although they are well-formed."""
     reset_optimizer: bool = False
     """Whether clients forget their optimizers' states between rounds."""
 

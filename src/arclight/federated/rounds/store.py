@@ -1,0 +1,144 @@
+"""The rounds of a run: which are there, which are complete, and what they hold. Local, or at an address that fsspec knows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arclight import checkpoint
+from arclight.checkpoint import files, remote
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.manifest import Manifest as Described
+from arclight.checkpoint.manifest import read_manifest
+from arclight.checkpoint.remote import place
+from arclight.checkpoint.share_loading import open_state
+from arclight.federated.errors import FederatedError
+from arclight.federated.protocol import Manifest
+from arclight.federated.rounds import writing
+from arclight.federated.rounds.writing import STATE_KEYS, TENSOR_ENTRIES, TREE_ENTRIES, RoundWriter
+
+FOLDER = "rounds"
+_NAME = re.compile(r"\d{6,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One round's folder."""
+
+    number: int
+    path: Path
+    problems: tuple[str, ...]
+    """Why it is not complete; empty for a complete one."""
+    manifest: Described | None
+
+
+class Rounds:
+    """The rounds below ``<run>/rounds``. Round 0 is what the run began with; round n, what n server steps made of it."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.run = place(run)
+        self.folder = self.run / FOLDER
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}"
+
+    def numbers(self) -> list[int]:
+        """Of every folder that is called as a round, ascending, complete or not."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(entry.name) for entry in self.folder.iterdir() if _NAME.fullmatch(entry.name))
+
+    def look(self, number: int) -> Found:
+        """One round, from its manifest and the sizes of its files; what is in the files is `checkpoint.verify`'s to say."""
+        path = self.path(number)
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            return Found(number=number, path=path, problems=(str(error),), manifest=None)
+        return Found(number=number, path=path, problems=tuple(_problems(path, manifest)), manifest=manifest)
+
+    def all(self) -> list[Found]:
+        return [self.look(number) for number in self.numbers()]
+
+    def newest(self, *, verify: bool = False) -> int | None:
+        """The newest complete round; with ``verify`` also of sound content. None where there is none."""
+        for number in reversed(self.numbers()):
+            found = self.look(number)
+            if not found.problems and not (verify and checkpoint.verify(found.path)):
+                return number
+        return None
+
+    def open(self, number: int) -> Described:
+        """The checkpoint's manifest of a complete round. Raises FederatedError for one that is not."""
+        found = self.look(number)
+        if found.manifest is None or found.problems:
+            have = ", ".join(str(other.number) for other in self.all() if not other.problems) or "none"
+            raise FederatedError(
+                f"round {number} of {self.run} is not complete: {found.problems[0]}; complete are: {have}"
+            )
+        return found.manifest
+
+    def weights(self, number: int) -> Manifest:
+        """What nodes are told of a round's weights."""
+        manifest = self.open(number)
+        return writing.weights_manifest(layout_of(manifest), manifest.files)
+
+    def trees(self, number: int) -> dict[str, Any]:
+        """The entries without tensors."""
+        self.open(number)
+        return checkpoint.load(self.path(number), only=list(TREE_ENTRIES))
+
+    def stored(self, number: int, entry: str) -> dict[str, torch.Tensor]:
+        """An entry of tensors that stay in their file: each is read when it is used."""
+        if not layout_of(self.open(number)).get(entry):
+            return {}
+        opened: dict[str, torch.Tensor] = open_state(self.path(number), only=[entry])[entry]
+        return opened
+
+    def tensors(self, number: int, entry: str) -> dict[str, torch.Tensor]:
+        """An entry of tensors, read and verified."""
+        if not layout_of(self.open(number)).get(entry):
+            return {}
+        loaded: dict[str, torch.Tensor] = checkpoint.load(self.path(number), only=[entry])[entry]
+        return loaded
+
+    def write(self, number: int, layout: dict[str, writing.Described]) -> RoundWriter:
+        """A round under construction; see `RoundWriter`."""
+        return RoundWriter(self.path(number), layout)
+
+    def remove(self, number: int) -> None:
+        """Remove a round, complete or not; at no time is half of it there under its name."""
+        path = self.path(number)
+        if isinstance(path, remote.RemotePath) and not (path / files.MANIFEST).exists():
+            path.remove_tree()
+        else:
+            files.retire(path)
+
+
+def layout_of(manifest: Described) -> dict[str, writing.Described]:
+    """The tensors of a round's files, as `RoundWriter` takes them."""
+    return {
+        entry: {
+            name: (getattr(torch, dtype), tuple(shape))
+            for name, (dtype, shape) in manifest.tensors[f"{entry}.safetensors"].items()
+        }
+        for entry in TENSOR_ENTRIES
+        if f"{entry}.safetensors" in manifest.tensors
+    }
+
+
+def _problems(path: Path, manifest: Described) -> list[str]:
+    problems = [f"{path} lacks {key!r}" for key in STATE_KEYS if key not in manifest.entries]
+    for name, record in manifest.files.items():
+        try:
+            size = manifest.at(path, name).stat().st_size
+        except OSError as error:
+            problems.append(f"{path / name} cannot be read: {error.strerror or error}")
+            continue
+        if size != record.bytes:
+            problems.append(f"{path / name} has {size:,} bytes instead of {record.bytes:,}")
+    return problems

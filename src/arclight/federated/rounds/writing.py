@@ -1,0 +1,145 @@
+"""A round's checkpoint, written tensor by tensor: no more of it than one tensor is in memory.
+
+It is an ordinary checkpoint folder. Entries of tensors: ``model`` (by parameter name), ``moments`` (averaged local moments,
+``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. Its
+files of weights and moments are the blobs that nodes fetch: their SHA-256 comes out while they are written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from arclight.checkpoint import files, tree
+from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe
+from arclight.checkpoint.remote import place
+from arclight.checkpoint.tensorfile import NAMES, write_header, write_values
+from arclight.federated.errors import FederatedError
+from arclight.federated.protocol import Entry, Manifest
+
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Names of tensors with their types and shapes, in the order in which they are written."""
+
+MODEL = "model"
+TENSOR_ENTRIES = (MODEL, "moments", "server")
+TREE_ENTRIES = ("round", "federation", "clients", "sampler", "history")
+STATE_KEYS = (*TENSOR_ENTRIES, *TREE_ENTRIES)
+"""What a round must have to count as complete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A round that is on the disk."""
+
+    path: Path
+    files: dict[str, FileRecord]
+
+
+class RoundWriter:
+    """The checkpoint ``path`` under construction: as a context, within which tensors are added and `publish` is called.
+
+    layout: for each entry of tensors, what comes in which order; see `in_order`. Left without `publish`, nothing remains.
+    """
+
+    def __init__(self, path: str | Path, layout: Mapping[str, Described]) -> None:
+        if unknown := [entry for entry in layout if entry not in TENSOR_ENTRIES]:
+            raise FederatedError(f"a round has no entry of tensors {unknown[0]!r}; it has {', '.join(TENSOR_ENTRIES)}")
+        self.path = place(path)
+        self._layout = {entry: dict(layout.get(entry, {})) for entry in TENSOR_ENTRIES}
+        self._left = {entry: list(tensors) for entry, tensors in self._layout.items()}
+        self._open: dict[str, files.HashedFile] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        files.sweep(self.path.parent)
+        self._staging = files.make_staging(self.path)
+        self._stack.callback(files.discard, self._staging)
+        try:
+            self._inner = self._stack.enter_context(ExitStack())
+            for entry, tensors in self._layout.items():
+                if tensors:
+                    file = self._inner.enter_context(files.create(self._staging / f"{entry}.safetensors"))
+                    write_header(file, tensors)
+                    self._open[entry] = file
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.__exit__(kind, error, at)
+
+    def add(self, entry: str, name: str, tensor: torch.Tensor) -> None:
+        """The next tensor of an entry. Raises FederatedError for one that is not next, or of another type or shape."""
+        due = self._left[entry][0] if self._left[entry] else None
+        given = (tensor.dtype, tuple(tensor.shape))
+        if name != due or given != self._layout[entry][name]:
+            said = f"{due} of {self._layout[entry][due]}" if due else "nothing more"
+            raise FederatedError(f"{entry} of round {self.path.name}: {said} is to be written, got {name} of {given}")
+        write_values(self._open[entry], tensor)
+        del self._left[entry][0]
+
+    def finished(self) -> dict[str, FileRecord]:
+        """All tensors are written and on the disk: what came of their files. Raises FederatedError where some are missing."""
+        if lost := [f"{entry}.{names[0]}" for entry, names in self._left.items() if names]:
+            raise FederatedError(f"round {self.path.name} cannot be written: {lost[0]} was not given")
+        self._inner.close()
+        return {
+            f"{entry}.safetensors": FileRecord(sha256=file.sha256, bytes=file.bytes)
+            for entry, file in self._open.items()
+        }
+
+    def publish(self, trees: Mapping[str, Any]) -> Written:
+        """Put the round in its place, complete. ``trees``: the entries without tensors. Raises OSError where there is no room."""
+        records = self.finished()
+        encoded = tree.encode(trees)
+        if encoded.files:
+            raise FederatedError(f"{', '.join(encoded.files)}: tensors of a round go through add")
+        for entry, tensors in self._layout.items():
+            encoded.entries[entry] = _tensors(entry, tensors) if tensors else {}
+            if tensors:
+                encoded.files[f"{entry}.safetensors"] = {
+                    name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in tensors.items()
+                }
+        encoded.step = trees["round"]["clock"]
+        records[STATE] = self._write(STATE, json.dumps(encoded.entries, allow_nan=False))
+        self._write(NAME, describe(encoded, records, files.data_folder(self._staging)).to_json())
+        files.publish(self._staging, self.path)
+        return Written(path=self.path, files=records)
+
+    def _write(self, name: str, text: str) -> FileRecord:
+        with files.create(self._staging / name) as file:
+            file.write(text.encode())
+        return FileRecord(sha256=file.sha256, bytes=file.bytes)
+
+
+def _tensors(entry: str, tensors: Described) -> dict[str, Any]:
+    return {"$": "tensors", "file": f"{entry}.safetensors", "names": list(tensors), "aliases": {}}
+
+
+def in_order(tensors: Mapping[str, torch.Tensor]) -> Described:
+    """How the files of a round hold these tensors: the widest types first, so that all lie aligned, then by name."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    return {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in order}
+
+
+def weights_manifest(layout: Mapping[str, Described], records: Mapping[str, FileRecord]) -> Manifest:
+    """What nodes are told of a round's weights: its files of model and moments, as they are."""
+    tensors, blobs = dict[str, Entry](), dict[str, int]()
+    for entry, prefix in ((MODEL, "model/"), ("moments", "")):
+        if not layout.get(entry):
+            continue
+        record = records[f"{entry}.safetensors"]
+        blobs[record.sha256] = record.bytes
+        for name, (dtype, shape) in layout[entry].items():
+            tensors[prefix + name] = Entry(
+                blob=record.sha256, dtype=NAMES[dtype], shape=shape, name=name if prefix else None
+            )
+    return Manifest(kind="weights", tensors=tensors, blobs=blobs)

@@ -1,0 +1,171 @@
+"""Whether an update can be what a client says it is: nothing unchecked gets near the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from arclight.checkpoint.tensorfile import DTYPES
+from arclight.federated.aggregation.scale import measure
+from arclight.federated.blobs import BlobStore
+from arclight.federated.errors import FederatedError, RefusedError
+from arclight.federated.protocol import Entry, Manifest, Update
+from arclight.federated.server.decoded import Decoded
+from arclight.federated.server.settings import Checks
+
+_SLACK = 1 << 20
+_LEAST_SEEN = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the server has asked a client for."""
+
+    base: Manifest
+    """The weights that the client began with."""
+    weights: Mapping[str, torch.Tensor]
+    """These, by key; read only where their values are needed."""
+    moments: tuple[str, ...] = ()
+    """Local states that are sent too, as exp_avg."""
+    send: tuple[str, ...] | None = None
+    """Keys that it is to send; None: those of the weights that it has trained."""
+    form: str = "delta"
+    """"delta" or "weights"."""
+    steps: int
+    weigh_by: str
+
+    def entry(self, key: str) -> Entry | None:
+        """What a tensor that may be sent is like; None for one that may not."""
+        if self.send is not None and key not in self.send:
+            return None
+        kind, _, name = key.partition("/")
+        return self.base.tensors.get(key) or (self.base.tensors.get(f"model/{name}") if kind in self.moments else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What was found in a sound update."""
+
+    norm: float
+    """L2 norm of its change of ``model/`` weights, in float64."""
+    largest: dict[str, float | None]
+    """By key, for `aggregation.scale.plan`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What has been accepted before, by which a new update is measured."""
+
+    norms: tuple[float, ...] = ()
+    samples_per_step: tuple[float, ...] = ()
+    tokens_per_step: tuple[float, ...] = ()
+
+
+def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobStore) -> Checked:
+    """Look at all of an update. Raises RefusedError that names what is wrong."""
+    who = f"the update of {update.client} for round {update.round}"
+    if update.manifest.kind != "update" or update.manifest.base not in (None, asked.base.digest):
+        raise RefusedError("stale", f"{who} is not a change of the weights that it was asked to begin from")
+    _check_numbers(who, update, asked, seen, limits)
+    _check_layout(who, update, asked, limits)
+    try:
+        tensors = Decoded(update.manifest, store)
+        measured = measure(update.client, tensors)
+        norm = _norm_of_change(tensors, asked) if asked.form == "weights" else measured.norm()
+    except RefusedError:
+        raise
+    except (FederatedError, FileNotFoundError) as error:
+        raise RefusedError("damaged", f"{who}: {error}") from error
+    _check_norm(who, norm, asked, seen, limits)
+    return Checked(norm=norm, largest=measured.largest)
+
+
+def _check_numbers(who: str, update: Update, asked: Asked, seen: Seen, limits: Checks) -> None:
+    said = {"samples": update.samples, "tokens": update.tokens, "steps": update.steps}
+    if wrong := [name for name, value in said.items() if value < 0]:
+        raise RefusedError("weight", f"{who} says {wrong[0]} = {said[wrong[0]]}: a count cannot be negative")
+    if asked.weigh_by != "equal" and said[asked.weigh_by] < 1:
+        raise RefusedError("weight", f"{who} says {asked.weigh_by} = 0: by these it is to be weighed")
+    if update.steps > asked.steps or (update.steps < 1 and update.samples):
+        raise RefusedError("weight", f"{who} says {update.steps} steps: {asked.steps} were asked for")
+    if not math.isfinite(update.seconds) or update.seconds < 0:
+        raise RefusedError("weight", f"{who} says that it took {update.seconds} seconds")
+    if wrong := [name for name, value in update.metrics.items() if not math.isfinite(value)]:
+        raise RefusedError(
+            "not_finite", f"{who} logs {wrong[0]} = {update.metrics[wrong[0]]}: its training has gone wrong"
+        )
+    for name, before in (("samples", seen.samples_per_step), ("tokens", seen.tokens_per_step)):
+        each = said[name] / max(update.steps, 1)
+        usual = median(before) if before else 0.0
+        if limits.weight_times and usual > 0 and each > limits.weight_times * usual:
+            raise RefusedError(
+                "weight",
+                f"{who} says {each:,.0f} {name} per step, {each / usual:,.0f} times the usual {usual:,.0f} "
+                f"(checks.weight_times allows {limits.weight_times:g}): it would outweigh all others",
+            )
+
+
+def _check_layout(who: str, update: Update, asked: Asked, limits: Checks) -> None:
+    given = update.manifest.tensors
+    if strange := sorted(key for key in given if asked.entry(key) is None):
+        raise RefusedError(
+            "wrong_names", f"{who} has {strange[0]}, which was not asked for ({len(strange)} such tensors)"
+        )
+    due = asked.send if asked.send is not None else [] if given else ["any tensor"]
+    if lost := sorted(set(due) - set(given)):
+        raise RefusedError("wrong_names", f"{who} lacks {lost[0]} ({len(lost)} such tensors)")
+    whole = 0
+    for key, entry in given.items():
+        base = asked.entry(key)
+        assert base is not None
+        if tuple(entry.shape) != tuple(base.shape):
+            raise RefusedError("wrong_shape", f"{who}: {key} is of shape {list(entry.shape)}, not {list(base.shape)}")
+        if not _fits(DTYPES.get(entry.dtype), DTYPES[base.dtype], asked.form):
+            raise RefusedError("wrong_shape", f"{who}: {key} is of type {entry.dtype}, not {base.dtype}")
+        whole += math.prod(base.shape) * max(4, DTYPES[base.dtype].itemsize)
+    most = int(limits.bytes_times * whole) + _SLACK
+    if update.manifest.size > most:
+        raise RefusedError(
+            "too_large", f"{who} has {update.manifest.size:,} bytes; {most:,} are allowed (checks.bytes_times)"
+        )
+
+
+def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
+    """Whether a tensor of that type may be sent for a weight; changes may be of any floating point type."""
+    change = given is not None and given.is_floating_point and weight.is_floating_point and form == "delta"
+    return given == weight or change
+
+
+def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Asked) -> float:
+    """Of weights that were sent whole; one tensor at a time."""
+    squares = []
+    for key in tensors:
+        if key.startswith("model/") and DTYPES[asked.base.tensors[key].dtype].is_floating_point:
+            change = tensors[key].to(torch.float64) - asked.weights[key]
+            squares.append(float(change.square_().sum()))
+    return math.sqrt(math.fsum(squares))
+
+
+def _check_norm(who: str, norm: float, asked: Asked, seen: Seen, limits: Checks) -> None:
+    if not limits.norm_times:
+        return
+    if seen.norms:
+        usual, of = median(seen.norms), "the median of those accepted before"
+    else:
+        usual, of = norm_of(asked.weights), "the weights' own, as nothing has been accepted yet"
+    if usual > _LEAST_SEEN and norm > limits.norm_times * usual:
+        raise RefusedError(
+            "too_large",
+            f"{who} has a norm of {norm:.4g}, {norm / usual:.4g} times {of} ({usual:.4g}); checks.norm_times allows "
+            f"{limits.norm_times:g}",
+        )
+
+
+def norm_of(weights: Mapping[str, torch.Tensor]) -> float:
+    """L2 norm of the ``model/`` weights, in float64."""
+    found = (weights[key] for key in weights if key.startswith("model/"))
+    return math.sqrt(math.fsum(float(t.to(torch.float64).square().sum()) for t in found if t.is_floating_point()))

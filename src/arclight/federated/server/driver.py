@@ -1,0 +1,238 @@
+"""The coordinator at work: a clock, a journal, requests that wait, and one thread each for time and for heavy work.
+
+Whatever happens goes through `happen`: it is decided, written to the journal, then done. Only that is under the lock; folds
+and checkpoints are made beside it, one at a time, so that nodes are answered meanwhile.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from arclight.federated.coordination import events
+from arclight.federated.coordination.coordinator import Coordinator
+from arclight.federated.coordination.driving import drive
+from arclight.federated.coordination.journal import Journal, JournalError
+from arclight.federated.coordination.records import Record
+from arclight.federated.errors import FederatedError, LinkError, Reason
+
+log = logging.getLogger(__name__)
+
+Plan = Any
+Work = events.Fold | events.Measure
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_HELD_LONGER = 30.0
+"""Seconds beyond an ask's own wait after which an answer that has not come is a fault of ours."""
+
+
+class PausedError(LinkError):
+    """The server waits for room on its disk; ask again."""
+
+
+class Driver:
+    """Drives ``coordinator``; ``do`` carries out its folds and measurements and returns what came of them.
+
+    after: called when what came of some work is on disk. noted, told: hear every record that was written and every command;
+    quick, for they are called under the lock. room_wait: seconds for which a full disk is waited for before the run ends.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        journal: Journal,
+        do: Callable[[Work], events.Event],
+        *,
+        after: Callable[[Work], None],
+        noted: Callable[[Record], None],
+        told: Callable[[events.Command], None],
+        room_wait: float = 3600.0,
+    ) -> None:
+        self.coordinator, self._journal, self._do, self._after = coordinator, journal, do, after
+        self._noted, self._told = noted, told
+        self._lock = threading.Condition()
+        self._names = itertools.count()
+        self._answers: dict[str, Plan] = {}
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._room_wait, self._paused_for, self._paused = room_wait, 0.0, ""
+        self._threads: list[threading.Thread] = []
+        self._closing = False
+        self.ended: events.End | None = None
+        self.error: BaseException | None = None
+        """What went wrong here, where something did: the run has ended with it."""
+
+    # -- what callers do ---------------------------------------------------------------------------------------------
+
+    def start(self, first: events.Event) -> None:
+        """Begin with `Begun` or `Resumed`."""
+        self.happen(first)
+        for name, target in (("time", self._keep_time), ("work", self._keep_working)):
+            thread = threading.Thread(target=target, name=f"arclight-server-{name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def now(self) -> float:
+        """Seconds; they stand still while there is no room to write."""
+        return time.monotonic() - self._paused_for
+
+    def ask(self, event: Callable[[str], events.Said], wait: float = 0.0) -> Plan:
+        """Let a node's event happen and return the answer to it, which may be held for ``wait`` seconds.
+
+        Raises PausedError where nothing can be written just now, FederatedError where the run has ended by an error.
+        """
+        to = str(next(self._names))
+        with self._lock:
+            if self._paused:
+                raise PausedError(self._paused)
+            self._happen(event(to))
+            until = time.monotonic() + wait + _HELD_LONGER
+            while to not in self._answers:
+                if self.error is not None:
+                    raise FederatedError(f"the server has failed: {self.error}") from self.error
+                left = until - time.monotonic()
+                if left <= 0 and not self._paused:
+                    raise FederatedError(f"an ask was not answered for {wait + _HELD_LONGER:g} s: {event(to)}")
+                self._lock.wait(max(left, 0.05))
+            return self._answers.pop(to)
+
+    def refusal(self, session: str, client: str, number: int, digest: str) -> tuple[Reason, str] | None:
+        """Why an update need not be looked at; None for one that must be."""
+        with self._lock:
+            return self.coordinator.refusal(session, client, number, digest)
+
+    def bases(self) -> frozenset[str]:
+        """Digests of weights that somebody may still be told to begin from."""
+        with self._lock:
+            return self.coordinator.bases()
+
+    def spooled(self) -> set[str]:
+        """Digests of the manifests of updates that are accepted and not folded yet."""
+        with self._lock:
+            state = self.coordinator.state
+            return {update.digest for open in state.open.values() for update in open.accepted.values()}
+
+    def happen(self, event: events.Event) -> None:
+        """Decide, write down, apply, carry out; then whatever follows from it at this moment."""
+        with self._lock:
+            self._happen(event)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until the run has ended; False where it has not within ``timeout`` seconds. Raises what went wrong in it."""
+        with self._lock:
+            self._lock.wait_for(lambda: self.error is not None or self.ended is not None, timeout)
+            if self.error is not None:
+                raise self.error
+            return self.ended is not None
+
+    def close(self) -> None:
+        """Stop the threads; work under way is finished first. The journal stays with whoever opened it."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        self._work.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(600)
+                if thread.is_alive():
+                    raise FederatedError(f"{thread.name} has not ended within 600 s: {self._doing or 'it waits'}")
+
+    # -- under the lock ----------------------------------------------------------------------------------------------
+
+    def _happen(self, event: events.Event) -> None:
+        self._lock.wait_for(lambda: not self._paused)  # whoever waits for room has decided something that comes first
+        for records, commands in drive(self.coordinator, self._write, event, self.now()):
+            for record in records:
+                self._noted(record)
+            for command in commands:
+                self._carry_out(command)
+        self._lock.notify_all()
+
+    def _write(self, records: Sequence[Record]) -> None:
+        """Wait for room where there is none: until then nothing of the step has happened, and time stands still."""
+        began, until = time.monotonic(), time.monotonic() + self._room_wait
+        while True:
+            try:
+                self._journal.append(records)
+                break
+            except JournalError as error:
+                cause = error.__cause__
+                full = isinstance(cause, OSError) and cause.errno in NO_ROOM
+                if not full or time.monotonic() > until:
+                    self._fail(error)
+                    raise
+                if not self._paused:
+                    log.error("the run pauses, and goes on when there is room: %s", error)
+                self._paused = f"the server waits for room on its disk: {error}"
+                self._lock.wait(1.0)
+        if self._paused:
+            self._paused_for += time.monotonic() - began
+            self._paused = ""
+            log.warning("there is room again: the run goes on after %.0f s", time.monotonic() - began)
+
+    def _carry_out(self, command: events.Command) -> None:
+        if isinstance(command, events.Answer):
+            self._answers[command.to] = command.plan
+        elif isinstance(command, Work):
+            self._work.put(command)
+        elif isinstance(command, events.End):
+            self.ended = command
+        self._told(command)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error, self._paused = error, ""
+            log.error("the server has failed: %s", error)
+        self._lock.notify_all()
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def _keep_time(self) -> None:
+        with self._lock:
+            while not self._closing and self.error is None:
+                due = self.coordinator.next_deadline()
+                left = None if due is None else due - self.now()
+                if left is None or left > 0:
+                    self._lock.wait(left)
+                    continue
+                try:
+                    self._happen(events.Tick())
+                except Exception as error:  # whoever waits for the run hears of it
+                    self._fail(error)
+
+    _doing: str = ""
+
+    def _keep_working(self) -> None:
+        while (work := self._work.get()) is not None:
+            self._doing = f"{type(work).__name__} of round {work.round}"
+            try:
+                done = self._do_when_there_is_room(work)
+                self.happen(done)
+                self._after(work)
+            except BaseException as error:
+                with self._lock:
+                    self._fail(error)
+                    try:
+                        self._happen(events.Stopped(why=f"{self._doing} failed: {error}"))
+                    except FederatedError as also:
+                        log.error("and nodes could not be told: %s", also)
+                return
+            self._doing = ""
+
+    def _do_when_there_is_room(self, work: Work) -> events.Event:
+        until, told = time.monotonic() + self._room_wait, False
+        while True:
+            try:
+                return self._do(work)
+            except OSError as error:
+                if error.errno not in NO_ROOM or time.monotonic() > until or self._closing:
+                    raise
+                if not told:
+                    log.error("%s waits, and goes on when there is room: %s", self._doing, error)
+                told = True
+            with self._lock:
+                self._lock.wait_for(lambda: self._closing, 1.0)

@@ -1,0 +1,339 @@
+"""A run in its folder: it begins or goes on, steps, measures, commits, and removes what nobody needs any more.
+
+``<folder>/journal.jsonl``, ``<folder>/rounds/<number>/``, ``<folder>/blobs/``, and for people ``history.json`` and ``metrics.csv``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arclight.federated.aggregation.statistics import Statistics
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.codecs.downlink import Chain, advance
+from arclight.federated.coordination import events
+from arclight.federated.coordination import records as r
+from arclight.federated.coordination.coordinator import Coordinator
+from arclight.federated.coordination.journal import Injection, Journal
+from arclight.federated.errors import BlobError, FederatedError
+from arclight.federated.protocol import Manifest
+from arclight.federated.rounds.store import Rounds
+from arclight.federated.server.driver import NO_ROOM, Driver, Work
+from arclight.federated.server.durable import replace_durably
+from arclight.federated.server.service import Service, Weights, manifest_of
+from arclight.federated.server.stepping import Given, Stepper, begin
+from arclight.federated.settings import Federation
+
+log = logging.getLogger(__name__)
+
+Measurement = tuple[int, dict[str, float]]
+"""Samples, and metrics over them."""
+Evaluation = Callable[[int, Mapping[str, torch.Tensor]], Measurement]
+"""Round and weights by parameter name to what they measure."""
+
+_ORPHAN = 3600.0
+"""Seconds for which a blob that nothing refers to may be part of an update that is still coming."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run begins with."""
+
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """By parameter name."""
+    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """``exp_avg/<parameter name>``."""
+    clock: int = 0
+    """Optimizer steps behind them."""
+
+
+class Run:
+    """Open a run for serving; use as a context. Raises FederatedError where the folder holds what this run cannot go on with."""
+
+    def __init__(
+        self,
+        folder: Path,
+        federation: Federation,
+        clients: Sequence[str] | int,
+        *,
+        name: str,
+        seed: int,
+        start: Callable[[], Start],
+        evaluate: Evaluation | None = None,
+        recipe: dict[str, Any] | None = None,
+        told: Callable[[events.Command | r.Record], None] = lambda what: None,
+        inject: Injection | None = None,
+    ) -> None:
+        self.folder, self.federation, self.seed, self.name = folder, federation, seed, name
+        self._start, self._evaluate, self._told, self._inject = start, evaluate, told, inject
+        self.rounds = Rounds(folder)
+        self.blobs = FolderStore(folder / "blobs")
+        self.service = Service(federation, name, self.blobs, recipe)
+        self.coordinator = Coordinator(federation, clients, seed, name)
+        self._stepper = Stepper(
+            rounds=self.rounds, store=self.blobs, strategy=federation.strategy, form=federation.send
+        )
+        self._since: dict[tuple[str, int], float] = {}
+
+    def __enter__(self) -> Run:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal.open(self.folder / "journal.jsonl", inject=self._inject)
+        try:
+            self.driver = self.service.driver = Driver(
+                self.coordinator, self._journal, self._do, told=self._hear, noted=self._note, after=self._tidy
+            )
+            self.driver.start(self._first())
+        except BaseException:
+            self._journal.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.driver.close()
+            self._write_history()
+        finally:
+            self._journal.close()
+
+    # -- beginning and going on ----------------------------------------------------------------------------------------
+
+    def _first(self) -> events.Event:
+        """Bring back what the journal says, or write the weights to begin with."""
+        records = list(self._journal.records())
+        self.coordinator.replay(records)
+        for record in records:
+            self.service.note(record)
+        if self.coordinator.state.committed < 0:
+            return self._begin()
+        committed = self.coordinator.state.committed
+        for number, base in self.coordinator.state.bases.items():
+            found = self.rounds.look(number)
+            if found.problems and number == committed:
+                raise FederatedError(
+                    f"{found.problems[0]}: the run cannot go on from round {committed}, which its journal says is committed; "
+                    "put the folder back, or fork a new run from an earlier round (arclight checkpoint fork)"
+                )
+            if not found.problems:
+                self._offer(number, base)
+        self.service.history.begin_with(self.rounds.trees(committed)["history"])
+        log.info("run %s goes on after round %d", self.name, committed)
+        return events.Resumed()
+
+    def _begin(self) -> events.Event:
+        number = self.rounds.newest(verify=True)
+        if number is None:
+            start = self._start()
+            if not start.weights:
+                raise FederatedError(
+                    "a federated run begins with weights: give it a module, its weights, or a checkpoint"
+                )
+            begin(self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}))
+            number = 0
+        trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
+        self.service.history.begin_with(trees["history"])
+        base = self._offer(number)
+        clock = int(trees["round"]["clock"])
+        return events.Begun(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
+
+    def _offer(self, number: int, base: str | None = None) -> str:
+        """Let nodes have a round's weights: its files become blobs without being read. Returns the manifest's digest."""
+        manifest = self.rounds.weights(number)
+        for entry, record in self.rounds.open(number).files.items():
+            if record.sha256 in manifest.blobs:
+                self.blobs.adopt(record.sha256, self.rounds.path(number) / entry)
+        chain = self._chain(number, manifest)
+        if base is not None and chain.weights.digest != base:
+            raise FederatedError(
+                f"{self.rounds.path(number)} is not what the journal says was committed as round {number} "
+                f"({chain.weights.digest[:12]}, not {base[:12]}): put the folder back, or fork a new run from an earlier round"
+            )
+        self.service.offer(Weights(round=number, manifest=chain.weights, changes=chain.changes))
+        return chain.weights.digest
+
+    def _chain(self, number: int, own: Manifest) -> Chain:
+        """A round's weights as clients see them: remembered, or one change on from the round before."""
+        kept, before = self._kept_chain(number), self._kept_chain(number - 1)
+        if kept.exists():
+            return Chain.from_json(kept.read_bytes())
+        former = Chain.from_json(before.read_bytes()) if before.exists() else None
+        chain = advance(former, own, self.federation.down, self.federation.down_changes, self.blobs)
+        replace_durably(kept, chain.to_json())
+        return chain
+
+    def _kept_chain(self, number: int) -> Path:
+        return self.folder / "chains" / f"{number:06d}.json"
+
+    # -- work ----------------------------------------------------------------------------------------------------------
+
+    def _do(self, work: Work) -> events.Event:
+        return self._step(work) if isinstance(work, events.Fold) else self._measure(work)
+
+    def _step(self, fold: events.Fold) -> events.Event:
+        began = time.monotonic()
+        before = self.coordinator.state.committed
+        given = []
+        for update in fold.updates:
+            checked = self.service.checked.get(update.digest)
+            given.append(
+                Given(
+                    client=update.client,
+                    manifest=manifest_of(self.blobs, update.digest),
+                    weight=float(self._weight(update)),
+                    samples=update.samples,
+                    largest=None if checked is None else checked.largest,
+                )
+            )
+
+        def trees(statistics: Statistics, counts: dict[str, int]) -> dict[str, Any]:
+            here = self.service.history.at(fold.round)
+            here.norm, here.drift, here.noise_scale = statistics.norm, statistics.cosines, statistics.noise_scale
+            here.contributors, here.clock = [one.client for one in given], fold.clock
+            here.seconds["fold"] = time.monotonic() - began
+            updates = {update.client: update.digest for update in fold.updates}
+            return self._trees(fold.round, fold.clock, updates, counts)
+
+        stepped = self._stepper.step(fold.round, before, given, trees)
+        self.service.history.at(fold.round).seconds["fold"] = time.monotonic() - began
+        base = self._offer(fold.round)
+        return events.Committed(
+            round=fold.round,
+            base=base,
+            checkpoint=str(stepped.written.path),
+            norm=stepped.statistics.norm,
+            drift=stepped.statistics.cosines,
+        )
+
+    def _weight(self, update: r.UpdateAccepted) -> float:
+        return {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self.federation.weigh_by]
+
+    def _measure(self, work: events.Measure) -> events.Event:
+        if self._evaluate is None:
+            return events.Measured(round=work.round)
+        began = time.monotonic()
+        samples, metrics = self._evaluate(work.round, self.rounds.tensors(work.round, "model"))
+        self.service.history.at(work.round).seconds["evaluate"] = time.monotonic() - began
+        return events.Measured(round=work.round, samples=samples, metrics=metrics)
+
+    def _trees(self, number: int, clock: int, updates: dict[str, str], counts: dict[str, int]) -> dict[str, Any]:
+        history = self.service.history.to_list(number)
+        return {
+            "round": {"number": number, "clock": clock, "run": self.name, "updates": updates, "counts": counts},
+            "federation": {"settings": asdict(self.federation), "strategy": type(self.federation.strategy).__name__},
+            "clients": _progress(history),
+            "sampler": {"seed": self.seed, "clients": len(self.coordinator.roster)},
+            "history": history,
+        }
+
+    # -- after a commit ------------------------------------------------------------------------------------------------
+
+    def _tidy(self, work: Work) -> None:
+        """Forget what a committed round does not need, and tell people; a full disk is no reason to stop."""
+        try:
+            if isinstance(work, events.Fold):
+                self._prune(work)
+            self._write_history()
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            log.warning("history.json and metrics.csv are not up to date: %s", error)
+
+    def _prune(self, fold: events.Fold) -> None:
+        done = {digest for weights in self.service.keep(self.driver.bases()) for digest in _blobs(weights)}
+        offered = self.service.offered()
+        self._prune_rounds(fold.round, {weights.round for weights in offered})
+        for update in fold.updates:
+            self.service.checked.pop(update.digest, None)
+            done |= {update.digest, *_blobs_of(self.blobs, update.digest)}
+        wanted = {digest for weights in offered for digest in _blobs(weights)}
+        for digest in self.driver.spooled():
+            wanted |= {digest, *_blobs_of(self.blobs, digest)}
+        old = time.time() - _ORPHAN
+        for digest in list(self.blobs):
+            if digest not in wanted and (digest in done or _written(self.blobs, digest) < old):
+                self.blobs.remove(digest)
+
+    def _prune_rounds(self, newest: int, offered: set[int]) -> None:
+        """Only complete ones: what is not whole is for a person to look at."""
+        kept = self.federation.keep_rounds
+        for number in self.rounds.numbers() if kept else []:
+            if number <= newest - kept and number not in offered and not self.rounds.look(number).problems:
+                self.rounds.remove(number)
+                self._kept_chain(number).unlink(missing_ok=True)
+
+    def _write_history(self) -> None:
+        self.service.history.write(self.folder)
+
+    # -- what others hear ----------------------------------------------------------------------------------------------
+
+    def _note(self, record: r.Record) -> None:
+        now, history = time.monotonic(), self.service.history
+        match record:
+            case r.RoundOpened():
+                self._since.setdefault(("round", record.round), now)
+            case r.RoundClosed():
+                history.at(record.round).seconds["waiting"] = now - self._since.get(("round", record.round), now)
+            case r.RoundCommitted():
+                began = self._since.pop(("round", record.round), None)
+                if began is not None:
+                    history.at(record.round).seconds["round"] = now - began
+            case _:
+                pass
+        self.service.note(record)
+        self._told(record)
+
+    def _hear(self, command: events.Command) -> None:
+        match command:
+            case events.Say():
+                log.info("%s", command.text)
+            case events.Lost():
+                log.warning("node %s is lost: %s", command.node, command.why)
+            case events.Moved():
+                log.warning(
+                    "round %d of client %s moves away from node %s", command.round, command.client, command.node
+                )
+            case events.End():
+                log.log(logging.ERROR if command.failed else logging.INFO, "run %s is over: %s", self.name, command.why)
+            case _:
+                return
+        self._told(command)
+
+
+def _blobs(weights: Weights) -> Iterable[str]:
+    yield from weights.manifest.blobs
+    for change in weights.changes:
+        yield from change.blobs
+
+
+def _blobs_of(blobs: FolderStore, digest: str) -> Iterable[str]:
+    """What the manifest called ``digest`` needs; nothing where it is gone already."""
+    try:
+        return manifest_of(blobs, digest).blobs
+    except BlobError:
+        return ()
+
+
+def _written(blobs: FolderStore, digest: str) -> float:
+    try:
+        return os.stat(blobs.file(digest)).st_mtime
+    except (BlobError, FileNotFoundError):
+        return 0.0
+
+
+def _progress(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """What each client has contributed so far."""
+    found: dict[str, Any] = {}
+    for here in history:
+        for client in here["contributors"]:
+            sums = found.setdefault(client, {"rounds": 0, "steps": 0, "samples": 0, "tokens": 0, "last": 0})
+            sums["rounds"] += 1
+            sums["last"] = here["round"]
+            for name in ("steps", "samples", "tokens"):
+                sums[name] += here[name].get(client, 0)
+    return found

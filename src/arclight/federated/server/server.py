@@ -1,0 +1,140 @@
+"""The public server: weights to begin with, a run folder, and clients in this process or at the other end of connections."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight import checkpoint
+from arclight.federated.coordination import events
+from arclight.federated.coordination import records as r
+from arclight.federated.coordination.journal import Injection
+from arclight.federated.errors import FederatedError
+from arclight.federated.rounds.store import Rounds
+from arclight.federated.server.history import Round
+from arclight.federated.server.running import Measurement, Run, Start
+from arclight.federated.settings import Federation
+from arclight.trainer.named import named_weights
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+Weights = Mapping[str, torch.Tensor]
+Told = events.Command | r.Record
+Evaluate = Callable[[Weights], Measurement | Mapping[str, float]]
+
+
+class Server:
+    """One federated run.
+
+    weights: what it begins with: a module, tensors by parameter name, or the path of a checkpoint of a centralised run (whose
+    averaged weights are taken where it has some). Not used where the run goes on, and not needed then.
+    folder: the run's own. A run that was stopped, killed or failed in it goes on from its newest round and the updates that had
+    come since; another run's folder is refused.
+    clients: their names; by default "0", "1", ... as many as ``federation.clients``.
+    evaluate: called with the weights of a round (by parameter name); gives metrics, or how many samples and metrics.
+    run: its name, by default the folder's. seed: of sampling, and of what clients draw.
+    told: called with every record and notable command, for progress; it must be quick.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        weights: nn.Module | Weights | str | Path | None = None,
+        *,
+        folder: str | Path,
+        clients: Sequence[str] | int | None = None,
+        evaluate: Evaluate | None = None,
+        moments: Weights | None = None,
+        run: str | None = None,
+        seed: int = 0,
+        recipe: dict[str, Any] | None = None,
+        told: Callable[[Told], None] | None = None,
+        inject: Injection | None = None,
+    ) -> None:
+        self.federation, self.folder, self.seed = federation, Path(folder), seed
+        self.name = run or self.folder.resolve().name
+        self._weights, self._moments, self._recipe, self._inject = weights, moments or {}, recipe, inject
+        self._clients = federation.clients if clients is None else clients
+        self._evaluate, self._told = evaluate, told or (lambda what: None)
+        self._run: Run | None = None
+        self._history: list[Round] = []
+
+    @property
+    def history(self) -> list[Round]:
+        """What became of each round so far, round 0 being what the run began with."""
+        return self._run.service.history.rounds if self._run is not None else self._history
+
+    @property
+    def rounds(self) -> Rounds:
+        """The run's checkpoints."""
+        return Rounds(self.folder)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Of the newest round, by parameter name. Raises FederatedError where there is none."""
+        newest = self.rounds.newest()
+        if newest is None:
+            raise FederatedError(f"{self.folder} has no complete round yet")
+        return self.rounds.tensors(newest, "model")
+
+    @contextmanager
+    def opened(self) -> Iterator[Run]:
+        """The run, begun or gone on with: transports carry messages to its ``service`` until the block ends.
+
+        Raises FederatedError where the folder is another run's, in use, or damaged.
+        """
+        if self._run is not None:
+            raise FederatedError(f"run {self.name} is open already")
+        with Run(
+            self.folder,
+            self.federation,
+            self._clients,
+            name=self.name,
+            seed=self.seed,
+            start=self._start,
+            evaluate=None if self._evaluate is None else self._measured,
+            recipe=self._recipe,
+            told=self._told,
+            inject=self._inject,
+        ) as run:
+            self._run = run
+            try:
+                yield run
+            finally:
+                self._history, self._run = run.service.history.rounds, None
+
+    def _start(self) -> Start:
+        given, clock = self._weights, 0
+        if given is None:
+            return Start()
+        if isinstance(given, torch.nn.Module):
+            found: Weights = {name: tensor.detach() for name, tensor in named_weights(given).items()}
+        elif isinstance(given, str | Path):
+            found = checkpoint.load_weights(given)
+            clock = _steps_of(given)
+        else:
+            found = given
+        return Start(weights={k: v.detach().cpu() for k, v in found.items()}, moments=self._moments, clock=clock)
+
+    def _measured(self, number: int, weights: Weights) -> Measurement:
+        assert self._evaluate is not None
+        result = self._evaluate(weights)
+        samples, metrics = (1, result) if isinstance(result, Mapping) else result
+        found = {name: float(value) for name, value in metrics.items()}
+        for name in [name for name, value in found.items() if not math.isfinite(value)]:
+            log.warning("round %d: %s is %s, and is left out of the history", number, name, found.pop(name))
+        return samples, found
+
+
+def _steps_of(path: str | Path) -> int:
+    """Optimizer steps behind a checkpoint's weights; 0 where it does not say."""
+    where = checkpoint.remote.place(path)
+    return (checkpoint.inspect(path).step or 0) if where.is_dir() else 0

@@ -1,0 +1,315 @@
+"""What nodes talk to: messages become events, plans become orders with manifests, updates are checked before they count."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.codecs.settings import to_table
+from arclight.federated.coordination import events
+from arclight.federated.coordination import records as r
+from arclight.federated.errors import BlobError, ProtocolError, RefusedError
+from arclight.federated.protocol import (
+    Ask,
+    Beat,
+    Close,
+    Evaluate,
+    Evaluated,
+    Failed,
+    Fit,
+    Join,
+    Leave,
+    Manifest,
+    Message,
+    Receipt,
+    Update,
+    Wait,
+    Welcome,
+    digest_of,
+)
+from arclight.federated.server.checking import Asked, Checked, Seen, check
+from arclight.federated.server.decoded import Decoded
+from arclight.federated.server.driver import Driver, PausedError
+from arclight.federated.server.history import History
+from arclight.federated.settings import Federation
+
+log = logging.getLogger(__name__)
+
+_LONGEST_HELD = 60.0
+_REMEMBERED = 200
+"""Accepted updates whose norms and weights a new one is compared with."""
+
+
+@dataclass
+class Weights:
+    """Weights that clients may begin from, as they see them."""
+
+    round: int
+    manifest: Manifest
+    changes: tuple[Manifest, ...] = ()
+
+
+class Service:
+    """Answers nodes for one run. Made by `Server`, which also gives it the weights of each round with `offer`."""
+
+    def __init__(
+        self, federation: Federation, run: str, blobs: FolderStore, recipe: dict[str, Any] | None = None
+    ) -> None:
+        self.federation, self.run, self.blobs = federation, run, blobs
+        self.recipe = recipe or {}
+        self.history = History()
+        self.driver: Driver
+        self._weights: dict[str, Weights] = {}
+        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
+        self._samples: deque[float] = deque(maxlen=_REMEMBERED)
+        self._tokens: deque[float] = deque(maxlen=_REMEMBERED)
+        self._lock = threading.Lock()
+        self._has: dict[str, str] = {}
+        """Session to the digest of the weights that it has been sent."""
+        self.checked: dict[str, Checked] = {}
+        """What the check of an update found, by the digest of its manifest, until its round is folded."""
+
+    # -- what the run tells ------------------------------------------------------------------------------------------
+
+    def note(self, record: r.Record) -> None:
+        """Take in what the journal says, at a restart and as it happens."""
+        with self._lock:
+            self.history.note(record)
+            if isinstance(record, r.UpdateAccepted):
+                self._norms.append(record.norm)
+                self._samples.append(record.samples / max(record.steps, 1))
+                self._tokens.append(record.tokens / max(record.steps, 1))
+
+    def offer(self, weights: Weights) -> None:
+        """Weights that clients may be sent from now on."""
+        self._weights[weights.manifest.digest] = weights
+
+    def offered(self) -> list[Weights]:
+        return list(self._weights.values())
+
+    def keep(self, bases: Collection[str]) -> list[Weights]:
+        """Forget all weights but these; returns what was forgotten."""
+        return [self._weights.pop(digest) for digest in list(self._weights) if digest not in bases]
+
+    # -- what nodes say ----------------------------------------------------------------------------------------------
+
+    def answer(self, message: Message) -> Message:
+        """The reply to a node. Raises ProtocolError for what no node says, PausedError while there is no room to write."""
+        match message:
+            case Join():
+                return self._join(message)
+            case Ask():
+                return self._ask(message)
+            case Beat():
+                return self._tell(lambda to: events.Beaten(to=to, session=message.session, steps=dict(message.steps)))
+            case Update():
+                return self._update(message)
+            case Evaluated():
+                return self._evaluated(message)
+            case Failed():
+                return self._tell(
+                    lambda to: events.WorkFailed(
+                        to=to,
+                        session=message.session,
+                        client=message.client,
+                        round=message.round,
+                        error=message.error[:4000],
+                        again=message.again,
+                    )
+                )
+            case Leave():
+                return self._tell(lambda to: events.Left(to=to, session=message.session))
+        raise ProtocolError(
+            f"a server is not told {message.kind!r}: nodes join, ask, beat, update, evaluate, fail and leave"
+        )
+
+    def _join(self, message: Join) -> Message:
+        session = secrets.token_hex(16)
+        try:
+            plan = self.driver.ask(
+                lambda to: events.Joined(
+                    to=to,
+                    node=message.node,
+                    session=session,
+                    process=message.process,
+                    clients=message.clients,
+                    held=message.held,
+                    steps_per_second=message.steps_per_second,
+                )
+            )
+        except PausedError as error:
+            return Wait(seconds=1.0, about=str(error))
+        if isinstance(plan, events.Welcoming):
+            return Welcome(
+                session=plan.session, run=self.run, beat_every=self.federation.waiting.beat_every, recipe=self.recipe
+            )
+        return self._said(plan)
+
+    def _ask(self, message: Ask) -> Message:
+        wait = min(max(message.wait, 0.0), _LONGEST_HELD)
+        try:
+            plan = self.driver.ask(lambda to: events.Asked(to=to, session=message.session, wait=wait), wait)
+        except PausedError as error:
+            return Wait(seconds=1.0, about=str(error))
+        if isinstance(plan, events.FitPlan):
+            return self._fit(plan, message.session)
+        if isinstance(plan, events.EvaluatePlan):
+            weights = self._known(plan.base)
+            self._count_down(plan.client, plan.round, plan.base, message.session)
+            return Evaluate(
+                run=self.run,
+                client=plan.client,
+                round=plan.round,
+                base=plan.base,
+                weights=weights.manifest,
+                changes=weights.changes,
+                deadline=plan.deadline,
+            )
+        return self._said(plan)
+
+    def _fit(self, plan: events.FitPlan, session: str) -> Fit:
+        asked, weights = self.federation, self._known(plan.base)
+        self._count_down(plan.client, plan.round, plan.base, session)
+        return Fit(
+            run=self.run,
+            client=plan.client,
+            round=plan.round,
+            steps=plan.steps,
+            clock=plan.clock,
+            base=plan.base,
+            weights=weights.manifest,
+            changes=weights.changes,
+            send=self._send(plan),
+            form=asked.send,
+            codec=to_table(asked.up),
+            weigh_by=asked.weigh_by,
+            seed=plan.seed,
+            deadline=plan.deadline,
+            journal_every=asked.journal_every,
+            keep={"reset_optimizer": asked.reset_optimizer},
+            fragment=plan.fragment,
+        )
+
+    def _send(self, plan: events.FitPlan) -> tuple[str, ...] | None:
+        """Keys that a client is to send; None leaves it to what it trains."""
+        return None
+
+    def _update(self, message: Update) -> Message:
+        """Checked first, which takes a while and needs no lock; then it happens."""
+        text = message.manifest.to_json().encode()
+        digest = digest_of(text)
+        if (early := self.driver.refusal(message.session, message.client, message.round, digest)) is not None:
+            log.warning("%s, round %d: %s", message.client, message.round, early[1])
+            committed = self.driver.coordinator.state.committed
+            return Receipt(accepted=False, reason=early[0], message=early[1], committed=committed)
+        try:
+            checked = self._check(message)
+        except RefusedError as error:
+            log.warning("refused: %s", error)
+            reason, why = error.reason, str(error)
+            return self._tell(
+                lambda to: events.UpdateUnsound(
+                    to=to,
+                    session=message.session,
+                    client=message.client,
+                    round=message.round,
+                    reason=reason,
+                    message=why,
+                )
+            )
+        self.blobs.put(digest, text)
+        self.checked[digest] = checked
+        return self._tell(
+            lambda to: events.UpdateChecked(
+                to=to,
+                session=message.session,
+                client=message.client,
+                round=message.round,
+                digest=digest,
+                samples=message.samples,
+                tokens=message.tokens,
+                steps=message.steps,
+                seconds=message.seconds,
+                bytes=message.manifest.size,
+                norm=checked.norm,
+                metrics=dict(message.metrics),
+            )
+        )
+
+    def _check(self, message: Update) -> Checked:
+        opened = self.driver.coordinator.state.begun.get(message.round)
+        if opened is None:
+            raise RefusedError("stale", f"round {message.round} of {message.client} was not asked for, or is over")
+        base = self._known(opened.base).manifest
+        asked = Asked(
+            base=base,
+            weights=Decoded(base, self.blobs),
+            moments=self.federation.moments,
+            form=self.federation.send,
+            steps=opened.steps,
+            weigh_by=self.federation.weigh_by,
+        )
+        with self._lock:
+            seen = Seen(
+                norms=tuple(self._norms), samples_per_step=tuple(self._samples), tokens_per_step=tuple(self._tokens)
+            )
+        return check(message, asked, seen, self.federation.checks, self.blobs)
+
+    def _evaluated(self, message: Evaluated) -> Message:
+        if message.samples < 0:
+            why = f"{message.client} says that it measured over {message.samples} samples"
+            return Receipt(accepted=False, reason="weight", message=why)
+        return self._tell(
+            lambda to: events.EvaluatedBy(
+                to=to,
+                session=message.session,
+                client=message.client,
+                round=message.round,
+                samples=message.samples,
+                metrics=dict(message.metrics),
+            )
+        )
+
+    def _tell(self, event: Any) -> Message:
+        return self._said(self.driver.ask(event))
+
+    def _said(self, plan: Any) -> Message:
+        if isinstance(plan, Wait | Close | Receipt):
+            return plan
+        raise ProtocolError(f"the coordinator gave {plan!r}, which is no answer to this message")
+
+    def _known(self, base: str) -> Weights:
+        found = self._weights.get(base)
+        if found is None:
+            raise BlobError(f"the weights {base[:12]} are no longer kept: ask again")
+        return found
+
+    def _count_down(self, client: str, number: int, base: str, session: str) -> None:
+        """What a node has to fetch for an order: nothing where it has been sent these weights before."""
+        weights = self._known(base)
+        with self._lock:
+            had = self._has.get(session)
+            self._has[session] = base
+            if had == base:
+                size = 0
+            elif had is not None and had in (chain := [change.base for change in weights.changes]):
+                size = sum(change.size for change in weights.changes[chain.index(had) :])
+            else:
+                size = weights.manifest.size
+            down = self.history.at(number).bytes_down
+            down[client] = down.get(client, 0) + size
+
+
+def manifest_of(blobs: FolderStore, digest: str) -> Manifest:
+    """A manifest that is kept as a blob. Raises BlobError where it is missing or not what its digest names."""
+    text = blobs.file(digest).read_bytes()
+    if digest_of(text) != digest:
+        raise BlobError(f"the manifest {digest[:12]} has changed on the server's disk: look after that disk")
+    return Manifest.from_dict(json.loads(text))

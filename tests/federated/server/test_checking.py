@@ -1,0 +1,186 @@
+"""What is refused, and that a refusal leaves no trace in the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.federated.server.quadratic import Quadratic, Script
+
+from arclight.federated.blobs.packing import Encoded, write_blobs
+from arclight.federated.clients import Outcome
+from arclight.federated.errors import ProtocolError
+from arclight.federated.protocol import Fit, Receipt, Update, read
+from arclight.federated.server.running import Run
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(5)}
+
+
+@dataclasses.dataclass
+class Bench:
+    """A run with two clients; a round is open and "0" has its order."""
+
+    run: Run
+    server: Server
+    script: Script
+    order: Fit
+    update: Update
+    """A sound one for it, its blobs put, not sent."""
+
+    def change(self, **tensors: torch.Tensor) -> Update:
+        """The sound update with other tensors."""
+        change = {f"model/{name}": torch.zeros_like(tensor) for name, tensor in START.items()}
+        change |= {f"model/{name}": tensor for name, tensor in tensors.items()}
+        return self.script.packed(self.order, change, Outcome(samples=32, steps=4))
+
+    def refused(self, update: Update) -> Receipt:
+        receipt = self.script.send(update)
+        assert not receipt.accepted
+        return receipt
+
+    def goes_on(self) -> None:
+        """The run ends as one does in which nothing was refused."""
+        assert self.script.send(self.update).accepted
+        self.script.work()
+        assert self.run.driver.wait(20)
+        decay, goal = (1 - 0.1) ** 8, (1.0 - 3.0) / 2
+        for name, tensor in self.server.weights().items():
+            torch.testing.assert_close(tensor, goal + decay * (START[name] - goal), rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    server = Server(Federation(clients=2, rounds=2, local_steps=4), START, folder=tmp_path / "run")
+    with server.opened() as run:
+        script = Script(InProcess(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        script.join()
+        order = script.ask()
+        assert isinstance(order, Fit)
+        yield Bench(run, server, script, order, script.trained(order))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason", "says"),
+    [
+        ({"samples": 0}, "weight", "samples = 0: by these it is to be weighed"),
+        ({"samples": -1}, "weight", "a count cannot be negative"),
+        ({"steps": 5}, "weight", "5 steps: 4 were asked for"),
+        ({"seconds": -1.0}, "weight", "-1.0 seconds"),
+        ({"round": 7}, "stale", "round 7 has not begun"),
+        ({"client": "9"}, "unknown_client", "no client '9'"),
+        ({"session": "x"}, "session", "join again"),
+    ],
+)
+def test_claims_that_cannot_be_are_refused(bench: Bench, changed: dict[str, object], reason: str, says: str) -> None:
+    receipt = bench.refused(dataclasses.replace(bench.update, **changed))  # type: ignore[arg-type]
+    assert receipt.reason == reason
+    assert says in receipt.message
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason", "says"),
+    [
+        ({"w": torch.full((3, 4), float("nan"))}, "not_finite", "model/w"),
+        ({"b": torch.tensor([1, 2, float("inf"), 4, 5])}, "not_finite", "model/b"),
+        ({"w": torch.zeros(4, 3)}, "wrong_shape", "shape [4, 3], not [3, 4]"),
+        ({"b": torch.zeros(5, dtype=torch.int64)}, "wrong_shape", "type I64, not F32"),
+        ({"more": torch.zeros(2)}, "wrong_names", "model/more, which was not asked for"),
+        ({"w": torch.full((3, 4), 1e3)}, "too_large", "times the weights' own"),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused(
+    bench: Bench, tensors: dict[str, torch.Tensor], reason: str, says: str
+) -> None:
+    given = {name: tensor for name, tensor in tensors.items() if not bool(torch.isnan(tensor.float()).any())}
+    if len(given) == len(tensors) and reason != "not_finite":
+        update = bench.change(**tensors)
+    else:  # an honest node does not send these
+        whole = {
+            **{f"model/{n}": torch.zeros_like(t) for n, t in START.items()},
+            **{f"model/{n}": t for n, t in tensors.items()},
+        }
+        manifest = write_blobs(
+            {k: Encoded.raw(t) for k, t in whole.items()}, bench.script.own, kind="update", base=bench.order.base
+        )
+        for digest in manifest.blobs:
+            bench.script.link.blobs.put(digest, bench.script.own.file(digest))
+        update = dataclasses.replace(bench.update, manifest=manifest)
+    receipt = bench.refused(update)
+    assert receipt.reason == reason
+    assert says in receipt.message
+
+
+def test_a_norm_far_above_those_accepted_before_is_refused_and_the_round_goes_on_without(bench: Bench) -> None:
+    assert bench.script.send(bench.update).accepted
+    order = bench.script.ask()
+    assert isinstance(order, Fit)
+    assert order.client == "1"
+    large = {f"model/{name}": torch.full_like(tensor, 100.0) for name, tensor in START.items()}
+    receipt = bench.refused(bench.script.packed(order, large, Outcome(samples=32, steps=4)))
+    assert receipt.reason == "too_large"
+    assert "times the median of those accepted before" in receipt.message
+    assert bench.server.history[1].refused[0]["client"] == "1"
+    assert bench.server.history[1].refused[0]["reason"] == "too_large"
+
+
+def test_samples_far_above_those_accepted_before_would_outweigh_all_others(bench: Bench) -> None:
+    assert bench.script.send(bench.update).accepted
+    order = bench.script.ask()
+    assert isinstance(order, Fit)
+    receipt = bench.refused(dataclasses.replace(bench.script.trained(order), samples=10**9))
+    assert receipt.reason == "weight"
+    assert "outweigh" in receipt.message
+
+
+def test_bytes_that_are_missing_cut_or_changed_are_asked_for_again(bench: Bench) -> None:
+    blobs, update = bench.run.blobs, bench.update
+    (digest,) = update.manifest.blobs
+    whole = bench.script.own.file(digest).read_bytes()
+    path = blobs.file(digest)
+
+    def there(content: bytes | None) -> None:
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+
+    there(None)
+    assert bench.refused(update).reason == "damaged"
+    there(whole[:-8])
+    assert "bytes, its manifest says" in bench.refused(update).message
+    there(whole)
+    bench.goes_on()
+
+
+def test_an_update_that_comes_twice_counts_once(bench: Bench) -> None:
+    assert bench.script.send(bench.update).accepted
+    assert bench.script.send(bench.update).accepted
+    other = bench.refused(bench.change(w=torch.ones(3, 4)))
+    assert other.reason == "duplicate"
+    bench.goes_on()
+    assert bench.server.history[1].contributors == ["0", "1"]
+
+
+def test_an_update_of_a_round_that_is_over_is_stale(bench: Bench) -> None:
+    bench.goes_on()
+    receipt = bench.refused(dataclasses.replace(bench.change(w=torch.ones(3, 4)), round=1))
+    assert receipt.reason in ("stale", "duplicate")
+
+
+def test_another_version_is_told_what_to_do(bench: Bench) -> None:
+    text = bench.update.to_json().replace('"version": 1}', '"version": 2}')
+    assert text != bench.update.to_json()
+    with pytest.raises(ProtocolError, match="speaks version 2, this one 1: install the same arclight"):
+        read(text)
+
+
+def test_blobs_of_rounds_that_are_over_do_not_pile_up(bench: Bench) -> None:
+    bench.goes_on()
+    bench.run.driver.close()
+    offered = {digest for weights in bench.run.service.offered() for digest in weights.manifest.blobs}
+    assert set(bench.run.blobs) == offered
