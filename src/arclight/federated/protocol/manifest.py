@@ -93,7 +93,7 @@ class Manifest:
 def _json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ProtocolError(f"this is no manifest: {error}") from error
 
 

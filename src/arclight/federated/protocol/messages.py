@@ -40,7 +40,7 @@ def read(text: str | bytes) -> Message:
     try:
         said = json.loads(text)
         kind, version = said.pop("kind"), said.pop("version")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ProtocolError(f"this is no message: {error!r}") from error
     if version != VERSION:
         raise ProtocolError(f"the other side speaks version {version!r}, this one {VERSION}: install the same arclight")

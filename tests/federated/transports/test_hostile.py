@@ -1,0 +1,330 @@
+"""What nobody's node would send: it is refused with a reason, nothing is lost, and the server goes on."""
+
+import hashlib
+import http.client
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.federated.transports.standin import StandIn
+
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.protocol import Ask, Beat, Join, Message, Wait, Welcome, read
+from arclight.federated.transports.http_server import HttpServer
+from arclight.federated.transports.settings import Limits, Listening
+
+BYTES = os.urandom(300_000)
+DIGEST = hashlib.sha256(BYTES).hexdigest()
+LIMITS = Limits(message_bytes=100_000, blob_bytes=1_000_000, uploads=2, held=2, silence=0.4, slowest=1000)
+
+
+@dataclass
+class Running:
+    port: int
+    store: FolderStore
+    server: StandIn
+    token: str = ""
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        token: str | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        token = self.token if token is None else token
+        auth = {"authorization": f"Bearer {token}"} if token else {}
+        try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it answers without having read all
+                connection.request(method, path, body, auth | (headers or {}))
+            response = connection.getresponse()
+            return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+        finally:
+            connection.close()
+
+    def say(self, message: Message) -> Message:
+        status, _, body = self.ask("POST", "/v1/message", message.to_json().encode())
+        assert status == 200, body
+        return read(body)
+
+    def raw(self, *pieces: bytes, pause: float = 0.0, until: float = 10.0) -> bytes:
+        """What comes back for these bytes until the server closes."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=until) as line:
+            back = b""
+            try:
+                for piece in pieces:
+                    line.sendall(piece)
+                    if select.select([line], [], [], pause)[0]:
+                        break  # it has answered already
+                while came := line.recv(65536):
+                    back += came
+            except (ConnectionResetError, BrokenPipeError):
+                pass
+            return back
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    store = FolderStore(tmp_path / "inside" / "blobs")
+    server = StandIn(store)
+    with HttpServer(server, Listening(limits=LIMITS)) as served:
+        made = Running(served.port, store, server)
+        welcome = made.say(Join(node="a", clients=("a",)))
+        assert isinstance(welcome, Welcome)
+        made.token = welcome.session
+        yield made
+        assert made.say(Beat(node="a", session=made.token)).to_json(), "the server does not answer any more"
+        outside = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(store.folder)]
+        assert outside == [], "something was written outside of the store"
+
+
+def told(body: bytes) -> str:
+    return str(json.loads(body)["error"])
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "no message"),
+        (b"\x00\xff\xfe garbage", "no message"),
+        (b"[" * 50_000, "no message"),
+        (b"[1, 2]", "no message"),
+        (b'{"kind": "beat"}', "no message"),
+        (b'{"kind": "beat", "version": 7}', "version 7, this one 1"),
+        (b'{"kind": "boo", "version": 1}', "no message 'boo'"),
+        (b'{"kind": "beat", "version": 1, "node": 3, "session": "x"}', "cannot be"),
+        (b'{"kind": "beat", "version": 1, "node": "a", "session": "x", "steps": {"a": 1e400}}', "cannot be"),
+    ],
+)
+def test_what_is_no_message(running: Running, body: bytes, words: str) -> None:
+    status, _, answer = running.ask("POST", "/v1/message", body)
+    assert (status, words in told(answer)) == (400, True), answer
+    assert len(running.server.said) == 1
+
+
+def test_messages_that_are_too_large(running: Running) -> None:
+    status, _, answer = running.ask("POST", "/v1/message", b" " * (LIMITS.message_bytes + 1))
+    assert status == 413
+    assert str(LIMITS.message_bytes) in told(answer)
+    head = f"POST /v1/message HTTP/1.1\r\nhost: x\r\ncontent-length: {10**15}\r\n\r\n".encode()
+    assert running.raw(head).startswith(b"HTTP/1.1 413"), "nothing of it was waited for"
+
+
+def test_bodies_without_a_length(running: Running) -> None:
+    headers = {"transfer-encoding": "chunked"}
+    for method, path in (("POST", "/v1/message"), ("PUT", f"/v1/blobs/{DIGEST}")):
+        status, _, _ = running.ask(method, path, b"3\r\nabc\r\n0\r\n\r\n", headers)
+        assert status == 411
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
+        b"GET\r\n\r\n",
+        b"A" * 200_000,
+        b"PUT /v1/blobs/" + b"a" * 64 + b" HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\nhello",
+        b"PUT /v1/blobs/" + b"a" * 64 + b" HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        b"POST /v1/message HTTP/1.1\r\nhost: x\r\ncontent-length: five\r\n\r\n",
+    ],
+)
+def test_what_is_no_http(running: Running, text: bytes) -> None:
+    assert running.raw(text).startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/blobs/../../../../etc/passwd",
+        "/v1/blobs/%2e%2e%2f%2e%2e%2fescaped",
+        "/v1/blobs//etc/passwd",
+        f"/v1/blobs/{'a' * 63}",
+        f"/v1/blobs/{'A' * 64}",
+        f"/v1/blobs/{'a' * 64}%00",
+        f"/v1/blobs/.partial/{'a' * 64}",
+    ],
+)
+def test_names_that_are_none(running: Running, path: str) -> None:
+    for method, body in (("GET", None), ("HEAD", None), ("PUT", b"content")):
+        status, _, answer = running.ask(method, path, body)
+        assert status in (400, 404), (method, path, answer)
+
+
+def test_without_a_session_nothing_is_told(running: Running) -> None:
+    running.store.put(DIGEST, BYTES)
+    for token in ("", "guessed"):
+        for method, path in (
+            ("GET", f"/v1/blobs/{DIGEST}"),
+            ("HEAD", f"/v1/blobs/{DIGEST}"),
+            ("PUT", "/v1/blobs/" + "a" * 64),
+        ):
+            status, headers, answer = running.ask(method, path, b"x" if method == "PUT" else None, token=token)
+            assert status == 401, (method, answer)
+            assert "x-arclight-received" not in headers
+        status, _, answer = running.ask(
+            "POST", "/v1/message", Beat(node="a", session=token).to_json().encode(), token=token
+        )
+        assert (status, "join again" in told(answer)) in ((401, True), (403, False)), answer
+    assert len(running.server.said) == 1
+    assert running.store.received("a" * 64) == 0
+
+
+def test_a_node_speaks_for_itself(running: Running) -> None:
+    other = running.say(Join(node="b", clients=("b",)))
+    assert isinstance(other, Welcome)
+    for node, session in (("b", running.token), ("b", other.session), ("a", other.session)):
+        status, _, answer = running.ask("POST", "/v1/message", Beat(node=node, session=session).to_json().encode())
+        assert (status, "speaks for itself" in told(answer)) == (403, True)
+    status, _, answer = running.ask("POST", "/v1/message", Wait(seconds=1.0).to_json().encode())
+    assert (status, "do not send 'wait'" in told(answer)) == (403, True)
+
+
+def test_who_joins_again_ends_the_former_session(running: Running) -> None:
+    again = running.say(Join(node="a", clients=("a",)))
+    assert isinstance(again, Welcome)
+    status, _, _ = running.ask("POST", "/v1/message", Beat(node="a", session=running.token).to_json().encode())
+    assert status == 401
+    running.token = again.session
+
+
+def test_a_body_that_ends_early_is_kept_for_the_rest(running: Running) -> None:
+    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {running.token}\r\ncontent-length: {len(BYTES)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=10) as line:
+        line.sendall(head.encode() + BYTES[:200_000])
+    deadline = time.monotonic() + 20
+    while running.store.received(DIGEST) < 200_000:
+        assert time.monotonic() < deadline, "what came was not kept"
+        time.sleep(0.02)
+    assert running.store.size(DIGEST) is None
+    status, headers, _ = running.ask("HEAD", f"/v1/blobs/{DIGEST}")
+    assert (status, headers["x-arclight-received"]) == (404, "200000")
+    rest = {"content-range": f"bytes 200000-{len(BYTES) - 1}/{len(BYTES)}"}
+    status, _, answer = running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES[200_000:], rest)
+    assert status == 201, answer
+    assert running.store.file(DIGEST).read_bytes() == BYTES
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ("bytes 0-299999/1000001", 413),
+        ("bytes 5-300004/400000", 409),
+        ("bytes 0-299999/299999", 400),
+        ("bytes 0-5/300000", 400),
+        ("bytes -1-299998/300000", 400),
+        ("bytes */300000", 400),
+        ("blobs 0-299999/300000", 400),
+        (f"bytes 0-299999/{'9' * 400}", 400),
+    ],
+)
+def test_parts_that_cannot_be(running: Running, said: str, status: int) -> None:
+    assert running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES, {"content-range": said})[0] == status
+    assert running.store.size(DIGEST) is None
+
+
+@pytest.mark.parametrize("said", ["bytes=300000-", "bytes=5-4", "bytes=-5", "bytes=a-b", "lines=1-2", "bytes=0-1,3-4"])
+def test_ranges_that_are_not_there(running: Running, said: str) -> None:
+    running.store.put(DIGEST, BYTES)
+    status, headers, _ = running.ask("GET", f"/v1/blobs/{DIGEST}", headers={"range": said})
+    assert (status, headers["content-range"]) == (416, "bytes */300000")
+
+
+def test_blobs_that_are_too_large_or_not_what_they_are_called(running: Running) -> None:
+    status, _, answer = running.ask("PUT", f"/v1/blobs/{DIGEST}", b"x" * (LIMITS.blob_bytes + 1))
+    assert (status, str(LIMITS.blob_bytes) in told(answer)) == (413, True)
+    status, _, answer = running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES[1:] + b"x")
+    assert (status, "damaged or changed" in told(answer)) == (422, True)
+    assert running.store.size(DIGEST) is None
+    assert running.store.received(DIGEST) == 0
+
+
+def test_bodies_that_stop_or_crawl(running: Running) -> None:
+    auth = f"authorization: Bearer {running.token}\r\n"
+    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {len(BYTES)}\r\n\r\n".encode()
+    assert b"nothing came for" in running.raw(head + BYTES[:1000])
+    assert running.store.received(DIGEST) == 1000
+    assert b"is slower than" in running.raw(head, *[b"x" * 10] * 40, pause=0.05)
+    message = f"POST /v1/message HTTP/1.1\r\nhost: x\r\n{auth}content-length: 90000\r\n\r\n".encode()
+    assert running.raw(message).startswith(b"HTTP/1.1 408")
+    assert b"is slower than" in running.raw(message, *[b" "] * 40, pause=0.05)
+
+
+def test_headers_that_never_end(running: Running) -> None:
+    assert running.raw(b"") == b""
+    assert running.raw(b"GET /v1/challenge HTTP/1.1\r\n", *[b"a: b\r\n"] * 30, pause=0.05) == b""
+    with socket.create_connection(("127.0.0.1", running.port), timeout=10) as line:
+        line.sendall(b"GET /v1/challenge HTTP/1.1\r\nhost: x\r\n\r\n")
+        with line.makefile("rb") as back:
+            answer = http.client.HTTPResponse(line)
+            answer.begin()
+            assert (answer.status, answer.read() != b"") == (200, True)
+            line.sendall(b"GET")
+            assert back.read() == b""
+
+
+def test_no_more_uploads_than_allowed(running: Running) -> None:
+    lines = []
+    for number in range(2):
+        line = socket.create_connection(("127.0.0.1", running.port), timeout=10)
+        auth = f"authorization: Bearer {running.token}\r\n"
+        line.sendall(
+            f"PUT /v1/blobs/{str(number) * 64} HTTP/1.1\r\nhost: x\r\n{auth}content-length: 9\r\n\r\nabc".encode()
+        )
+        lines.append(line)
+    deadline = time.monotonic() + 20
+    while (status := running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES)[0]) == 201:
+        running.store.remove(DIGEST)
+        assert time.monotonic() < deadline, "three were received at once"
+    assert status == 503
+    for line in lines:
+        line.close()
+    while running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES)[0] != 201:
+        assert time.monotonic() < deadline, "uploads that ended are still counted"
+        time.sleep(0.05)
+
+
+def test_two_send_the_same_blob_at_once(running: Running) -> None:
+    """One is taken, the other is told to wait rather than sent in between."""
+    auth = f"authorization: Bearer {running.token}\r\n"
+    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {len(BYTES)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=10) as line:
+        line.sendall(head + BYTES[:1000])
+        deadline = time.monotonic() + 20
+        while f".partial/{DIGEST}" not in {
+            str(path.relative_to(running.store.folder)) for path in running.store.folder.rglob("*")
+        }:
+            assert time.monotonic() < deadline, "it did not begin"
+        status, headers, _ = running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES)
+        assert (status, headers["retry-after"]) == (423, "1")
+        line.sendall(BYTES[1000:])
+        assert line.recv(100).startswith(b"HTTP/1.1 201")
+    assert running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES)[0] == 200
+
+
+def test_more_asks_than_are_held_are_told_to_come_back(running: Running) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(running.say, Ask(node="a", session=running.token, wait=60)) for _ in range(2)]
+        running.server.wait_until_held(2)
+        answer = running.say(Ask(node="a", session=running.token, wait=60))
+        assert isinstance(answer, Wait)
+        assert answer.seconds > 0
+        running.server.wake()
+        assert [ask.result(30).kind for ask in held] == ["close", "close"]
+
+
+def test_a_fault_of_the_servers_own_is_told_as_one(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    running.server.sessions = None  # type: ignore[assignment]
+    status, _, answer = running.ask("POST", "/v1/message", Beat(node="a", session=running.token).to_json().encode())
+    assert (status, "TypeError" in told(answer)) == (500, True)
+    assert "Traceback" in caplog.text
+    running.server.sessions = {running.token: "a"}

@@ -1,0 +1,216 @@
+"""Who may listen where, who may join, and whom nodes believe."""
+
+import os
+import ssl
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.federated.transports.standin import StandIn
+
+from arclight.federated.blobs.memory import MemoryStore
+from arclight.federated.errors import FederatedError, LinkError, ProtocolError
+from arclight.federated.protocol import Join, Message, Welcome
+from arclight.federated.transports.guard import Guard, signed_text
+from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_server import HttpServer
+from arclight.federated.transports.keys import Certificate, NodeKey, Registry, fingerprint_of, make_certificate
+from arclight.federated.transports.settings import Listening
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Certificate:
+    return make_certificate(tmp_path / "keys", ["localhost", "127.0.0.1"])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::", "example.org"])
+def test_off_loopback_a_server_needs_tls_and_registered_nodes(host: str, made: Certificate, tmp_path: Path) -> None:
+    tls = {"certificate": made.certificate, "private_key": made.private_key}
+    for given in ({}, tls, {"nodes": tmp_path / "nodes"}):
+        with pytest.raises(ValueError, match="arclight federate keys server"):
+            Listening(host=host, **given)  # type: ignore[arg-type]
+    Listening(host=host, nodes=tmp_path / "nodes", **tls)
+    with pytest.raises(ValueError, match="belong together"):
+        Listening(certificate=made.certificate)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
+def test_on_loopback_it_needs_neither(host: str) -> None:
+    Listening(host=host)
+
+
+def test_a_node_does_not_speak_unencrypted_to_another_machine(tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match="https://"):
+        HttpLink("http://10.0.0.7:80", tmp_path)
+    with pytest.raises(FederatedError, match="https://host:port"):
+        HttpLink("10.0.0.7", tmp_path)
+
+
+def test_keys_are_for_their_owner_and_are_never_overwritten(made: Certificate, tmp_path: Path) -> None:
+    NodeKey.make(tmp_path / "node.key")
+    for path in (tmp_path / "node.key", made.private_key):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        NodeKey.make(tmp_path / "node.key")
+    with pytest.raises(FileExistsError):
+        make_certificate(tmp_path / "keys", ["localhost"])
+    assert NodeKey.read(tmp_path / "node.key").public == NodeKey.read(tmp_path / "node.key").public
+
+
+def test_a_file_that_is_no_key_is_told(made: Certificate, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(FederatedError, match="no node key"):
+        NodeKey.read(tmp_path / "empty")
+    with pytest.raises(FederatedError, match="another kind of key"):
+        NodeKey.read(made.private_key)
+    with pytest.raises(FederatedError, match="no PEM certificate"):
+        fingerprint_of(tmp_path / "empty")
+
+
+def test_a_certificate_is_believed_by_name_or_by_fingerprint(made: Certificate, tmp_path: Path) -> None:
+    with HttpServer(
+        StandIn(MemoryStore()), Listening(certificate=made.certificate, private_key=made.private_key)
+    ) as served:
+        assert served.fingerprint == made.fingerprint
+        for number, trust in enumerate(
+            (
+                {"cafile": made.certificate},
+                {"fingerprint": made.fingerprint},
+                {"fingerprint": _colons(made.fingerprint)},
+            )
+        ):
+            for host in ("127.0.0.1", "localhost"):
+                link = HttpLink(f"https://{host}:{served.port}", tmp_path / str(number), patience=5, **trust)  # type: ignore[arg-type]
+                assert isinstance(link.send(Join(node="a", clients=())), Welcome)
+                link.close()
+
+
+def _colons(fingerprint: str) -> str:
+    return ":".join(fingerprint[i : i + 2] for i in range(0, 64, 2)).upper()
+
+
+def test_a_wrong_certificate_is_refused_at_once(made: Certificate, tmp_path: Path) -> None:
+    other = make_certificate(tmp_path / "other", ["localhost", "127.0.0.1"])
+    elsewhere = make_certificate(tmp_path / "elsewhere", ["example.org"])
+    server = StandIn(MemoryStore())
+    with HttpServer(server, Listening(certificate=elsewhere.certificate, private_key=elsewhere.private_key)) as served:
+        for trust, words in (
+            ({}, "did not prove to be the server"),
+            ({"cafile": other.certificate}, "did not prove to be the server"),
+            ({"cafile": elsewhere.certificate}, "did not prove to be the server"),  # the right one, for another host
+            ({"fingerprint": other.fingerprint}, elsewhere.fingerprint),
+        ):
+            link = HttpLink(served.address, tmp_path / "cache", patience=600, **trust)  # type: ignore[arg-type]
+            with pytest.raises(LinkError, match=words):
+                link.send(Join(node="a", clients=()))
+            link.close()
+    assert server.said == []
+
+
+def test_a_certificate_that_cannot_be_read_is_told_when_the_server_starts(made: Certificate, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_text("junk")
+    with pytest.raises((ssl.SSLError, FederatedError)):
+        HttpServer(
+            StandIn(MemoryStore()), Listening(certificate=tmp_path / "junk", private_key=made.private_key)
+        ).start()
+    with pytest.raises(FederatedError, match="cannot be read"):
+        HttpServer(StandIn(MemoryStore()), Listening(nodes=tmp_path / "nobody"))
+
+
+# -- nodes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> NodeKey:
+    return NodeKey.make(tmp_path / "a.key")
+
+
+@pytest.fixture
+def nodes(key: NodeKey, tmp_path: Path) -> Path:
+    path = tmp_path / "nodes"
+    path.write_text("# who may join\n\n" + key.line("a", ["left", "right"]) + "\n")
+    return path
+
+
+def test_a_registered_node_joins_and_others_do_not(key: NodeKey, nodes: Path, tmp_path: Path) -> None:
+    server = StandIn(MemoryStore())
+    stranger = NodeKey.make(tmp_path / "b.key")
+
+    def join(node: str, key: NodeKey | None, clients: tuple[str, ...]) -> Message:
+        link = HttpLink(served.address, tmp_path / "cache", key=key, patience=5)
+        try:
+            return link.send(Join(node=node, clients=clients))
+        finally:
+            link.close()
+
+    with HttpServer(server, Listening(nodes=nodes)) as served:
+        assert isinstance(join("a", key, ("left",)), Welcome)
+        for node, of, clients, words in (
+            ("b", stranger, ("left",), "'b' is not registered"),
+            ("a", stranger, ("left",), "with another key"),
+            ("a", None, ("left",), "with another key"),
+            ("a", key, ("left", "middle"), "not for middle"),
+            ("a", key, (), "not for any client"),
+        ):
+            with pytest.raises(ProtocolError, match=words):
+                join(node, of, clients)
+        assert len(server.said) == 1
+        with nodes.open("a") as file:
+            file.write(stranger.line("b") + "\n")
+        assert isinstance(join("b", stranger, ("anything",)), Welcome), "a node that was registered meanwhile"
+        assert isinstance(join("b", stranger, ()), Welcome)
+
+
+def test_a_challenge_is_signed_once_with_the_whole_message(key: NodeKey, nodes: Path) -> None:
+    guard = Guard(Registry(nodes))
+    join = Join(node="a", clients=("left",), key=key.public)
+
+    def signed(challenge: str) -> Join:
+        return replace(join, signature=key.sign(signed_text(join, challenge)))
+
+    challenge = guard.challenge()
+    guard.check(signed(challenge), "", challenge)
+    with pytest.raises(ProtocolError, match="used before"):
+        guard.check(signed(challenge), "", challenge)
+    with pytest.raises(ProtocolError, match="not this server's"):
+        guard.check(signed("made up"), "", "made up")
+    for changed in (
+        replace(signed(challenge := guard.challenge()), clients=("right",)),
+        signed("another"),
+        replace(join, signature=""),
+        replace(join, signature="!"),
+        replace(join, signature="AAAA"),
+    ):
+        challenge = guard.challenge()
+        with pytest.raises(ProtocolError, match="signature is not that of 'a'"):
+            guard.check(changed, "", challenge)
+
+
+def test_a_challenge_grows_old(key: NodeKey, nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    guard = Guard(Registry(nodes))
+    join = Join(node="a", clients=("left",), key=key.public)
+    challenge = guard.challenge()
+    join = replace(join, signature=key.sign(signed_text(join, challenge)))
+    later = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    with pytest.raises(ProtocolError, match="too old"):
+        guard.check(join, "", challenge)
+
+
+@pytest.mark.parametrize(
+    "line", ["a", "a notakey", "a b!=", "a {key} x y", "a b/c {key}", "a {key}\na {key}", "../a {key}"]
+)
+def test_a_file_of_nodes_that_is_none_is_told_with_its_line(line: str, key: NodeKey, tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("# nodes\n" + line.format(key=key.public))
+    with pytest.raises(FederatedError, match=f"line {2 + line.count(chr(10))}"):
+        Registry(tmp_path / "nodes")
+
+
+def test_names_that_would_break_the_file_are_refused(key: NodeKey) -> None:
+    for node, clients in (("a b", []), ("a", ["x,y"]), ("a\n", []), ("", [])):
+        with pytest.raises(FederatedError, match="registered name"):
+            key.line(node, clients)
+    assert os.linesep not in key.line("a", ["b"])
