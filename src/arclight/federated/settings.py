@@ -7,6 +7,7 @@ from typing import Literal
 
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
+from arclight.federated.masks.settings import Masks
 from arclight.federated.server.settings import Checks
 from arclight.federated.strategies import FedAvg
 
@@ -29,6 +30,8 @@ class Federation:
     """What a client's change weighs in the mean."""
     moments: tuple[str, ...] = ()
     """Local optimizer states that are averaged too, as exp_avg."""
+    masks: Masks = field(default_factory=Masks)
+    """Which tensors travel, and in which rounds."""
     up: Codec = field(default_factory=Raw)
     """How changes are written on their way to the server."""
     down: Codec = field(default_factory=Raw)

@@ -1,0 +1,87 @@
+"""Which tensors travel, in a recipe (no torch here)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Each client trains some of a model's experts (FoMoE, arXiv 2606.19025); an expert's mean is over those that have it."""
+
+    tensors: tuple[str, ...] = ("*.experts.*",)
+    """Patterns on names of tensors that hold all experts, first dimension the expert."""
+    per_client: int = 1
+    """Experts of each client."""
+    assign: Literal["fixed", "random"] = "fixed"
+    """"fixed": dealt in turn, the same in every round; "random": drawn from the run's seed, client and round."""
+    overlap: int = 0
+    """With "fixed": how many of its experts a client shares with the next one."""
+    every: int = 1
+    """With "random": rounds from one draw to the next."""
+
+    def __post_init__(self) -> None:
+        if self.per_client < 1 or self.every < 1 or not 0 <= self.overlap < self.per_client:
+            raise ValueError(
+                f"per_client and every must be at least 1 and overlap below per_client, got {self.per_client}, {self.every} "
+                f"and {self.overlap}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masks:
+    """Which tensors travel between the server and a client, and in which rounds.
+
+    Patterns are parameter names with ``*`` for any part; one that ends with a dot means all below it (``blocks.0.``). Each must
+    match something.
+    """
+
+    send: tuple[str, ...] = ("*",)
+    """What clients send back; the rest stays as the server has it."""
+    leave_out: tuple[str, ...] = ()
+    """Exceptions from ``send``."""
+    frozen: tuple[str, ...] = ()
+    """Taken from the server, neither trained nor sent."""
+    personal: tuple[str, ...] = ()
+    """A client's own: the server's are its first values, afterwards they stay with the client, in its checkpoints, and never
+    travel (FedPer, Arivazhagan et al. 2019)."""
+    randomised: tuple[str, ...] = ()
+    """Drawn anew by each client every ``randomise_every`` rounds and never sent (DEPT, Iacob et al. 2025)."""
+    randomise_every: int = 1
+    """Rounds from one drawing to the next."""
+    periods: dict[str, int] = field(default_factory=dict)
+    """Pattern to the rounds from one exchange to the next: in rounds between, a client goes on with its own values. A pattern
+    is a name, a local state (``exp_avg``), or a whole key (``exp_avg/blocks.*``); the first that matches counts. Lower periods
+    for what changes slowly are DES-LOC (Iacob et al. 2026): exp_avg every 3, exp_avg_sq every 6; see `half_life`."""
+    experts: Experts | None = None
+    """Which experts a client trains and sends; none: all of them."""
+
+    def __post_init__(self) -> None:
+        if wrong := [pattern for pattern, every in self.periods.items() if every < 1]:
+            raise ValueError(f"the period of {wrong[0]} must be at least one round, got {self.periods[wrong[0]]}")
+        if self.randomise_every < 1:
+            raise ValueError(f"randomise_every must be at least 1, got {self.randomise_every}")
+        if not self.send:
+            raise ValueError('with send = [] nothing would ever be learned: name what clients send, ["*"] for all')
+        groups = {"frozen": self.frozen, "personal": self.personal, "randomised": self.randomised}
+        for name, patterns in groups.items():
+            for other, others in groups.items():
+                if name < other and (both := sorted(set(patterns) & set(others))):
+                    raise ValueError(f"{both[0]} cannot be both {name} and {other}")
+
+
+def half_life(beta: float) -> float:
+    """Steps after which a running mean of decay ``beta`` in (0, 1) has forgotten half: ln 0.5 / ln beta.
+
+    A state need not be exchanged more often (DES-LOC, section 3): 6.6 steps for 0.9, 69 for 0.99, 693 for 0.999.
+    """
+    if not 0 < beta < 1:
+        raise ValueError(f"a decay lies in (0, 1), got {beta}")
+    return math.log(0.5) / math.log(beta)
+
+
+def period_of(beta: float, local_steps: int) -> int:
+    """Rounds of ``local_steps`` steps that fit into the `half_life` of a state, at least one."""
+    return max(1, int(half_life(beta) / local_steps))
