@@ -9,7 +9,7 @@ from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.masks.settings import Masks
 from arclight.federated.server.settings import Checks
-from arclight.federated.strategies import FedAvg
+from arclight.federated.strategies import FedAvg, Strategies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Federation:
     """Server steps."""
     local_steps: int = 50
     """Optimizer steps of each client between two exchanges."""
-    strategy: FedAvg = field(default_factory=FedAvg)
+    strategy: Strategies = field(default_factory=FedAvg)
     """How the mean change moves the weights."""
     send: Literal["delta", "weights"] = "delta"
     """What clients send: the change, or the weights themselves, with which one client is centralised training bit for bit."""

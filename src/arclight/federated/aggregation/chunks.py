@@ -83,11 +83,11 @@ class Chunked:
             whole = tensor.read() if isinstance(tensor, StoredTensor) else tensor
             self._flat = whole.detach().to("cpu").contiguous().reshape(-1)
 
-    def part(self, start: int, stop: int, scratch: Scratch) -> torch.Tensor:
-        """Elements as they are; valid until the scratch is used for another part."""
+    def part(self, start: int, stop: int, scratch: Scratch | None = None) -> torch.Tensor:
+        """Elements as they are; not to be changed, and valid until the scratch, if one is given, is used for another part."""
         if self._stored is None:
             return self._flat[start:stop]
-        into = scratch.raw[: (stop - start) * self.dtype.itemsize].view(self.dtype)
+        into = None if scratch is None else scratch.raw[: (stop - start) * self.dtype.itemsize].view(self.dtype)
         return self._stored.read([start], [stop - start], into=into)
 
     def wide(self, start: int, stop: int, into: Array, scratch: Scratch) -> Array:

@@ -56,6 +56,7 @@ class Fold:
         self._anchor = {} if anchor is None else anchor
         self._of_values = set(self.scales) if form == "weights" else values
         self._threads, self._cosines = threads, cosines
+        self._buffer = torch.empty(0, dtype=torch.int64)
         self._gathered = Gathered([Told(given.client, given.weight, given.samples) for given in self._given])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,11 +75,12 @@ class Fold:
         anchor = None
         if key in self._of_values and key in self._anchor and scale.rule in ("mean", "alone"):
             anchor = Chunked(self._anchor[key])
-        sums = _Sums(key, scale, among)
+        sums = _Sums(key, scale, among, self._buffer)
         for given in holders:
             norm = sums.add(given, anchor)
             if norm is not None:
                 self._gathered.client(key, given.client, norm)
+        self._buffer = sums.buffer
         mean = mean_of(scale, sums.total, sums.dtype, sums.shape, among)
         if sums.dtype.is_floating_point:
             whole = Chunked(mean)
@@ -93,8 +95,9 @@ class Fold:
 class _Sums:
     """One key's terms as they are added up."""
 
-    def __init__(self, key: str, scale: Scale, among: Lanes) -> None:
+    def __init__(self, key: str, scale: Scale, among: Lanes, buffer: torch.Tensor | None = None) -> None:
         self.key, self.scale, self._among = key, scale, among
+        self.buffer = torch.empty(0, dtype=torch.int64) if buffer is None else buffer
         self.dtype, self.shape = torch.float32, tuple[int, ...]()
         self._first = ""
 
@@ -108,7 +111,9 @@ class _Sums:
             )
         if not self._first:
             self._first, self.shape, self.dtype = given.client, tensor.shape, tensor.dtype
-            self.total = torch.zeros(tensor.elements, dtype=torch.int64)
+            if tensor.elements > self.buffer.numel():
+                self.buffer = torch.empty(tensor.elements, dtype=torch.int64)
+            self.total = self.buffer[: tensor.elements].zero_()
             first = True
         else:
             first = False

@@ -1,0 +1,171 @@
+"""A server step over all tensors, streaming: anchors and states are read when their turn comes, new ones are given away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from arclight.checkpoint.stored import StoredTensor
+from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes
+from arclight.federated.aggregation.fold import Fold, Tensors
+from arclight.federated.aggregation.scale import Contribution, Form, Scale, plan
+from arclight.federated.aggregation.statistics import PREFIX, Statistics
+from arclight.federated.errors import FederatedError
+from arclight.federated.strategies import Strategy
+
+Described = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One key after the step."""
+
+    key: str
+    value: torch.Tensor
+    """The new weight or moment, of its type before; the old one where nobody sent this key."""
+    state: dict[str, torch.Tensor]
+    """The strategy's tensors; empty for moments, integers, and weights that have never been stepped."""
+    count: int
+    """Steps of this tensor so far."""
+
+
+class Step:
+    """What ``strategy`` makes of contributions, an iterator over `Stepped`: every key of ``order``, one at a time.
+
+    Keys of ``model/`` are stepped by the strategy, but for integers, which are taken from the fold as they are. All other keys
+    are local moments: their mean replaces them. No more is held than the tensors of one key.
+
+    anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It lacks the
+    moments that the server has not had yet, which clients send as they are, whatever the form.
+    states: by key what `Stepped.state` was after the last step; counts: what `Stepped.count` was. Both may lack keys.
+    order: keys in the order in which they are to come; all, by name, by default. scales, threads, cosines: as for `Fold`.
+    Raises FederatedError for a key of a model that the anchor lacks and for a step to where floats end, and what `Fold` raises.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        anchor: Tensors,
+        contributions: Iterable[Contribution],
+        *,
+        form: Form = "delta",
+        states: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        counts: Mapping[str, int] | None = None,
+        order: Sequence[str] | None = None,
+        scales: Mapping[str, Scale] | None = None,
+        threads: int | None = None,
+        cosines: bool = True,
+    ) -> None:
+        given = list(contributions)
+        sent = set().union(*(one.keys for one in given))
+        new = sent - set(anchor)
+        if strange := sorted(key for key in new if key.startswith(PREFIX)):
+            raise FederatedError(f"{strange[0]} was sent and is no weight of the model ({len(strange)} such keys)")
+        self._strategy, self._anchor, self._form, self._new = strategy, anchor, form, new
+        self._states, self._counts = states or {}, counts or {}
+        self.order = sorted(set(anchor) | new) if order is None else list(order)
+        if lost := sorted((set(anchor) | new) - set(self.order)):
+            raise FederatedError(f"{lost[0]} has no place in the order ({len(lost)} such keys)")
+        scales = plan(given, form, values=new, threads=threads) if scales is None else scales
+        self._threads = threads
+        self._fold = Fold(
+            given,
+            form,
+            anchor=anchor if form == "weights" else None,
+            values=new,
+            keys=[key for key in self.order if key in sent],
+            scales=scales,
+            threads=threads,
+            cosines=cosines,
+        )
+
+    def states_after(self) -> dict[str, dict[str, Described]]:
+        """Types and shapes of every key's state after the step, in order; known before it, for the header of a file."""
+        found: dict[str, dict[str, Described]] = {}
+        for key in self.order:
+            if key in self._fold.scales and self._is_stepped(key):
+                weight = self._anchor[key]
+                described = (state_dtype(weight.dtype), tuple(weight.shape))
+                found[key] = dict.fromkeys(self._strategy.state_keys, described)
+            elif key in self._states:
+                found[key] = {name: (t.dtype, tuple(t.shape)) for name, t in self._states[key].items()}
+        return {key: described for key, described in found.items() if described}
+
+    def __iter__(self) -> Iterator[Stepped]:
+        with lanes(self._threads) as among:
+            means = iter(self._fold)
+            for key in self.order:
+                count = self._counts.get(key, 0)
+                if key in self._fold.scales:
+                    _, mean = next(means)
+                    stepped = self._one(key, mean, count, among)
+                    del mean
+                else:
+                    state = {name: plain(tensor) for name, tensor in self._states.get(key, {}).items()}
+                    stepped = Stepped(key, plain(self._anchor[key]), state, count)
+                yield stepped
+                del stepped
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of the keys that have come so far."""
+        return self._fold.statistics
+
+    def _is_stepped(self, key: str) -> bool:
+        return key.startswith(PREFIX) and self._anchor[key].is_floating_point()
+
+    def _one(self, key: str, mean: torch.Tensor, count: int, among: Lanes) -> Stepped:
+        if key in self._new:
+            return Stepped(key, mean, {}, count + 1)
+        anchor = self._anchor[key]
+        if self._is_stepped(key) and not (self._form == "weights" and self._strategy.goes_to_mean):
+            return self._stepped(key, mean, count, among)
+        value = mean if self._form == "weights" else plain(anchor).to(mean.dtype) - mean
+        return Stepped(key, value.to(anchor.dtype), {}, count + 1)
+
+    def _stepped(self, key: str, mean: torch.Tensor, count: int, among: Lanes) -> Stepped:
+        """By the strategy; in chunks, whose intermediate values stay in the cache, unless it needs whole tensors."""
+        anchor, strategy = Chunked(self._anchor[key]), self._strategy
+        shape, kept = anchor.shape, state_dtype(anchor.dtype)
+        before = {name: Chunked(tensor) for name, tensor in self._states.get(key, {}).items()}
+        value = torch.empty(anchor.elements, dtype=anchor.dtype)
+        state = {name: torch.empty(anchor.elements, dtype=kept) for name in strategy.state_keys}
+        change = mean.reshape(-1)
+
+        def work(start: int, stop: int, scratch: Scratch | None = None) -> None:
+            cut = (stop - start,) if scratch else shape
+            weight, gradient = anchor.part(start, stop).view(cut), change[start:stop].view(cut)
+            if self._form == "weights":
+                gradient = weight.to(torch.float64) - gradient.to(torch.float64)
+            given = {name: tensor.part(start, stop).view(cut) for name, tensor in before.items()}
+            weight, made = strategy.step(weight, gradient, given, count)
+            if set(made) != set(state):
+                said = f"{sorted(made)}, its state_keys are {sorted(state)}"
+                raise FederatedError(f"{type(strategy).__name__} gave the state {said}")
+            if not bool(torch.isfinite(weight).all()):
+                raise FederatedError(
+                    f"the server's step would make {key} infinite or NaN (its mean change is at most "
+                    f"{float(gradient.abs().max()):.4g}): lower the lr of {strategy}, or refuse updates of large norm"
+                )
+            value[start:stop] = weight.reshape(-1)
+            for name, tensor in made.items():
+                state[name][start:stop] = tensor.reshape(-1)
+
+        if strategy.elementwise:
+            among.over(anchor.elements, work)
+        else:
+            work(0, anchor.elements)
+        shaped = {name: tensor.view(shape) for name, tensor in state.items()}
+        return Stepped(key, value.view(shape), shaped, count + 1)
+
+
+def state_dtype(weight: torch.dtype) -> torch.dtype:
+    """The type of a strategy's tensors for a weight of that type."""
+    return torch.float64 if weight == torch.float64 else torch.float32
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory."""
+    return tensor.read() if isinstance(tensor, StoredTensor) else tensor.detach()

@@ -1,0 +1,263 @@
+"""A server step: what comes out of it key by key, from tensors in memory or in files, and what memory it takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from arclight import checkpoint
+from arclight.checkpoint.files import PlacedFile, open_hashed
+from arclight.checkpoint.stored import Piece, StoredTensor
+from arclight.checkpoint.tensorfile import read_header
+from arclight.federated.aggregation.scale import Contribution
+from arclight.federated.aggregation.step import Step
+from arclight.federated.errors import FederatedError
+from arclight.federated.strategies import (
+    DiLoCo,
+    FedAdam,
+    FedAvg,
+    FedMomentum,
+    FedNesterov,
+    FedYogi,
+    SparseLoCo,
+    Strategy,
+)
+
+EVERY = [FedAvg(), FedAvg(lr=0.5), FedMomentum(), FedNesterov(), FedAdam(), FedYogi(), DiLoCo(), SparseLoCo()]
+
+
+def model(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "model/embedding": torch.randn(301, 257, generator=draw).to(dtype),
+        "model/bias": torch.randn(257, generator=draw).to(dtype),
+        "model/norm.num_batches_tracked": torch.tensor(5 + seed),
+    }
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, left in it."""
+    with open_hashed(path) as file:
+        slots = read_header(file, path.stat().st_size)
+    source = PlacedFile(path)
+    return {
+        key: StoredTensor(
+            slot.shape, slot.dtype, [Piece(source, slot.begin, (0,) * len(slot.shape), tuple(slot.shape))]
+        )
+        for key, slot in slots.items()
+    }
+
+
+def round_of(
+    strategy: Strategy, anchor: dict[str, torch.Tensor], locals_: list[dict[str, torch.Tensor]], form: Any, **more: Any
+) -> Step:
+    given = [
+        Contribution(
+            client=f"c{k}",
+            weight=k + 1.0,
+            tensors=local if form == "weights" else {key: anchor[key] - value for key, value in local.items()},
+        )
+        for k, local in enumerate(locals_)
+    ]
+    return Step(strategy, anchor, given, form=form, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_client_that_sends_weights_is_centralised_training_bit_for_bit(dtype: torch.dtype) -> None:
+    anchor, local = model(0, dtype), model(1, dtype)
+    local["model/bias"][:4] = torch.tensor([1e-30, -0.0, 1e30, 0.0]).to(dtype)
+    after = {one.key: one.value for one in round_of(FedAvg(), anchor, [local], "weights")}
+    for key, tensor in local.items():
+        assert after[key].dtype == tensor.dtype
+        assert torch.equal(after[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("strategy", EVERY, ids=repr)
+@pytest.mark.parametrize("form", ["delta", "weights"])
+def test_every_key_is_stepped_as_the_strategy_says(strategy: Strategy, form: Any) -> None:
+    anchor, locals_ = model(0), [model(1), model(2), model(3)]
+    weights: dict[str, torch.Tensor] = dict(anchor)
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    counts: dict[str, int] = {}
+    expected, memory = {key: value.double() for key, value in anchor.items()}, dict[str, dict[str, torch.Tensor]]()
+    for count in range(3):
+        step = round_of(strategy, weights, locals_, form, states=states, counts=counts)
+        described = step.states_after()
+        weights = {}
+        for one in step:
+            weights[one.key], counts[one.key] = one.value, one.count
+            states[one.key] = one.state
+            assert {name: (t.dtype, tuple(t.shape)) for name, t in one.state.items()} == described.get(one.key, {})
+        for key in ("model/embedding", "model/bias"):
+            mean = sum((k + 1) * local[key].double() for k, local in enumerate(locals_)) / 6
+            expected[key], memory[key] = strategy.step(expected[key], expected[key] - mean, memory.get(key, {}), count)
+            assert torch.allclose(weights[key].double(), expected[key], rtol=1e-4, atol=1e-5)
+        assert weights["model/norm.num_batches_tracked"].item() == 8
+        assert set(counts.values()) == {count + 1}
+
+
+def test_a_key_that_nobody_sent_stays_and_its_steps_are_its_own() -> None:
+    anchor, strategy = model(0), FedAdam(bias_correction=True)
+    local = {"model/bias": torch.zeros(257)}
+    first = {one.key: one for one in round_of(strategy, anchor, [local, local], "delta")}
+    assert torch.equal(first["model/embedding"].value, anchor["model/embedding"])
+    assert (first["model/embedding"].count, first["model/bias"].count) == (0, 1)
+    assert not first["model/embedding"].state
+    second = round_of(
+        strategy,
+        {key: one.value for key, one in first.items()},
+        [{"model/embedding": torch.zeros(301, 257)}],
+        "delta",
+        states={key: one.state for key, one in first.items()},
+        counts={key: one.count for key, one in first.items()},
+    )
+    after = {one.key: one for one in second}
+    assert (after["model/embedding"].count, after["model/bias"].count) == (1, 1)
+    assert torch.equal(after["model/bias"].state["exp_avg"], first["model/bias"].state["exp_avg"])
+    assert list(second.states_after()) == ["model/bias", "model/embedding"]
+    gone = after["model/embedding"].value - anchor["model/embedding"]
+    assert torch.allclose(gone, -0.1 * anchor["model/embedding"].sign(), atol=1e-4), (
+        "the first Adam step, not the second"
+    )
+
+
+def test_moments_are_averaged_and_not_stepped() -> None:
+    anchor = {"model/w": torch.ones(3), "exp_avg/w": torch.full((3,), 4.0)}
+    given = [
+        Contribution(
+            client=str(k),
+            weight=1,
+            tensors={
+                "model/w": torch.zeros(3),
+                "exp_avg/w": torch.full((3,), 4.0 - k),
+                "exp_avg_sq/w": torch.full((3,), 10.0 * k),
+            },
+        )
+        for k in range(2)
+    ]
+    after = {one.key: one for one in Step(DiLoCo(), anchor, given)}
+    assert after["exp_avg/w"].value.tolist() == [0.5] * 3, "the changes 4 and 3 from 4"
+    assert after["exp_avg_sq/w"].value.tolist() == [5.0] * 3, "the server had none: the values themselves"
+    assert not after["exp_avg/w"].state
+    assert after["model/w"].state
+
+
+def test_tensors_in_files_give_the_same_bits_and_come_in_the_order_asked_for(tmp_path: Path) -> None:
+    anchor, locals_ = model(0), [model(1), model(2)]
+    order = sorted(anchor, reverse=True)
+    plainly = {one.key: one.value for one in round_of(FedNesterov(), anchor, locals_, "weights")}
+    checkpoint.save(tmp_path / "anchor", {"model": anchor})
+    given = []
+    for k, local in enumerate(locals_):
+        checkpoint.save(tmp_path / str(k), {"model": local})
+        lying = stored(tmp_path / str(k) / "model.safetensors")
+        given.append(Contribution(client=f"c{k}", weight=k + 1.0, tensors=lying))
+    before = stored(tmp_path / "anchor" / "model.safetensors")
+    stepped = list(Step(FedNesterov(), before, given, form="weights", order=order))
+    assert [one.key for one in stepped] == order
+    for one in stepped:
+        assert type(one.value) is torch.Tensor
+        assert torch.equal(one.value, plainly[one.key])
+
+
+def test_what_cannot_be_stepped_is_said() -> None:
+    given = [Contribution(client="a", weight=1, tensors={"model/x": torch.ones(2)})]
+    with pytest.raises(FederatedError, match="model/x was sent and is no weight of the model"):
+        Step(FedAvg(), {"model/y": torch.ones(2)}, given)
+    with pytest.raises(FederatedError, match="model/x has no place in the order"):
+        Step(FedAvg(), {"model/x": torch.ones(2)}, given, order=[])
+
+    @dataclass(frozen=True, kw_only=True)
+    class Forgetful(Strategy):
+        state_keys = ("memory",)
+
+        def step(self, weight: Any, gradient: Any, state: Any, count: int) -> Any:
+            return weight, {}
+
+    with pytest.raises(FederatedError, match=r"Forgetful gave the state \[\], its state_keys are \['memory'\]"):
+        list(Step(Forgetful(), {"model/x": torch.ones(2)}, given))
+
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from arclight.checkpoint.files import create
+from arclight.checkpoint.tensorfile import as_bytes, memory_of
+from arclight.federated import strategies
+from arclight.federated.aggregation.scale import Contribution
+from arclight.federated.aggregation.step import Step
+from arclight.optim import outer  # what a step imports late is not its memory
+from tests.federated.aggregation.test_step import stored
+
+folder, clients, strategy = Path(sys.argv[1]), int(sys.argv[2]), getattr(strategies, sys.argv[3])()
+
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
+
+opened = lambda name: stored(folder / name / "model.safetensors")
+anchor = opened("anchor")
+open("/proc/self/clear_refs", "w").write("5")
+base = peak()
+step = Step(strategy, anchor, [Contribution(client=f"c{k}", weight=1.0, tensors=opened(f"c{k}")) for k in range(clients)])
+with create(folder / f"after{clients}{sys.argv[3]}") as file:
+    for one in step:
+        file.write(memory_of(as_bytes(one.value)))
+assert len(step.statistics.cosines) == clients
+print(json.dumps({"base": base, "peak": peak()}))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["FedAvg", "FedNesterov"])
+def test_memory_does_not_grow_with_clients(tmp_path: Path, strategy: str) -> None:
+    layers, elements = 40, 250_000
+    whole = 4 * layers * elements
+
+    def save(name: str, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        tensors = {f"model/layers.{k}": torch.randn(1000, elements // 1000, generator=draw) for k in range(layers)}
+        checkpoint.save(tmp_path / name, {"model": tensors})
+
+    save("anchor", 0)
+    for k in range(8):
+        save(f"c{k}", 1 + k)
+    peaks = {}
+    for clients in (2, 4, 8):
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(tmp_path), str(clients), strategy],
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        peaks[clients] = said["peak"] - said["base"]
+    assert peaks[8] < 0.7 * whole, f"a step of {whole:,} bytes took {peaks[8]:,}"
+    assert (peaks[8] - peaks[2]) / 6 < 0.02 * whole, f"each client takes memory: {peaks}"
+
+
+def test_a_strategy_that_looks_at_whole_tensors_gets_them() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Normed(Strategy):
+        elementwise = False
+
+        def step(self, weight: Any, gradient: Any, state: Any, count: int) -> Any:
+            return weight - gradient / gradient.norm(), {}
+
+    anchor = model(0)
+    after = {one.key: one.value for one in round_of(Normed(), anchor, [model(1)], "delta")}
+    change = anchor["model/embedding"] - model(1)["model/embedding"]
+    expected = anchor["model/embedding"] - change / change.norm()
+    assert torch.equal(after["model/embedding"], expected)
+
+
+def test_a_step_to_where_floats_end_is_said() -> None:
+    given = [Contribution(client="a", weight=1, tensors={"model/x": torch.full((2,), 3e38)})]
+    with pytest.raises(FederatedError, match="would make model/x infinite"):
+        list(Step(FedAvg(lr=10), {"model/x": torch.ones(2)}, given))
