@@ -8,6 +8,7 @@ from typing import Literal
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.masks.settings import Masks
+from arclight.federated.privacy.settings import NormBound, Robust
 from arclight.federated.server.settings import Checks
 from arclight.federated.strategies import FedAvg, Strategies
 
@@ -28,6 +29,8 @@ class Federation:
     """What clients send: the change, or the weights themselves, with which one client is centralised training bit for bit."""
     weigh_by: Literal["samples", "tokens", "equal"] = "samples"
     """What a client's change weighs in the mean."""
+    robust: Robust | None = None
+    """A mean that a few broken or hostile clients cannot take anywhere, instead of the plain one."""
     moments: tuple[str, ...] = ()
     """Local optimizer states that are averaged too, as exp_avg."""
     masks: Masks = field(default_factory=Masks)
@@ -61,6 +64,8 @@ class Federation:
     """Whether clients forget their optimizers' states between rounds."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.robust, NormBound) and self.send != "delta":
+            raise ValueError('norm bounds are for changes: set send = "delta"')
         if self.down_changes < 0 or (self.down_changes == 0 and not isinstance(self.down, Raw)):
             raise ValueError(
                 f"down = {self.down} sends changes: down_changes must be at least 1, got {self.down_changes}"

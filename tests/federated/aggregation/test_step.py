@@ -216,7 +216,7 @@ print(json.dumps({"base": base, "peak": peak()}))
 """
 
 
-@pytest.mark.parametrize("strategy", ["FedAvg", "FedNesterov"])
+@pytest.mark.parametrize("strategy", ["FedAvg", pytest.param("FedNesterov", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_clients(tmp_path: Path, strategy: str) -> None:
     layers, elements = 40, 250_000
     whole = 4 * layers * elements

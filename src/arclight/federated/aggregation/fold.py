@@ -29,6 +29,7 @@ class Fold:
     anchor: with ``form="weights"`` the weights before, by key, so that statistics are of changes.
     values: keys that hold values themselves although ``form`` is "delta" (moments that the server has not had yet).
     keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found here.
+    Contributors that are shrunk are averaged shrunk; their norms are told as they were.
     cosines: whether each contributor is compared with the mean, which reads its tensors once more.
     Raises FederatedError without contributions, RefusedError naming client and key where they cannot be folded.
     """
@@ -87,7 +88,8 @@ class Fold:
             self._gathered.mean(key, _mean_norm(scale, whole, anchor, among))
             if self._cosines and self._gathered.counts(key):
                 for given in holders:
-                    similar = _product(scale, given, Chunked(given.tensors[key]), whole, anchor, among)
+                    own = scale.factor_for(given, key)
+                    similar = _product(scale, own, Chunked(given.tensors[key]), whole, anchor, among)
                     self._gathered.product(key, given.client, similar)
         return mean
 
@@ -132,7 +134,7 @@ class _Sums:
         return None
 
     def _add_terms(self, given: Contribution, tensor: Chunked, anchor: Chunked | None) -> float:
-        sums, factor = self.total.numpy(), self.scale.factor(given.weight)
+        sums, factor = self.total.numpy(), self.scale.factor_for(given, self.key)
         alone = self.scale.rule == "alone"
 
         def work(start: int, stop: int, scratch: Scratch) -> float:
@@ -263,11 +265,9 @@ def _mean_norm(scale: Scale, mean: Chunked, anchor: Chunked | None, among: Lanes
     return float(np.sqrt(total(among.over(mean.elements, work)))) / factor
 
 
-def _product(
-    scale: Scale, given: Contribution, tensor: Chunked, mean: Chunked, anchor: Chunked | None, among: Lanes
-) -> float:
+def _product(scale: Scale, own: float, tensor: Chunked, mean: Chunked, anchor: Chunked | None, among: Lanes) -> float:
     """Inner product of a contributor's change and the mean change of one key, over the product of their norms (0 for none)."""
-    own, common = scale.factor(given.weight), scale.factor(scale.total)
+    common = scale.factor(scale.total)
 
     def work(start: int, stop: int, scratch: Scratch) -> tuple[float, float, float]:
         first = tensor.wide(start, stop, scratch.wide, scratch)

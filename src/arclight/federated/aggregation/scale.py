@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes, squares, total
+from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError, RefusedError
 
 Form = Literal["delta", "weights"]
@@ -45,6 +46,11 @@ class Contribution:
     samples: float | None = None
     """Samples that its change comes from, for the noise scale; the weight where it is not said."""
 
+    norm: float | None = None
+    """L2 norm of its change, over ``model/`` keys, where it is known already."""
+    shrink: float = 1.0
+    """What its ``model/`` tensors are multiplied by, in (0, 1]; the weight stays. For norm bounds."""
+
     @property
     def keys(self) -> set[str]:
         return set(self.tensors if self.largest is None else self.largest)
@@ -59,7 +65,7 @@ class Measured:
     norms: dict[str, float]
     """L2 norm by key, of tensors of floating point."""
 
-    def norm(self, prefix: str = "model/") -> float:
+    def norm(self, prefix: str = PREFIX) -> float:
         """L2 norm of all tensors whose keys begin so."""
         return math.hypot(*(norm for key, norm in self.norms.items() if key.startswith(prefix)))
 
@@ -75,13 +81,22 @@ class Scale:
     total: float
     """Sum of the contributors' weights, rounded once."""
 
+    def factor_for(self, given: Contribution, key: str) -> float:
+        """What one contributor's values of a key are multiplied by."""
+        return self.factor(given.weight * given.shrink if key.startswith(PREFIX) else given.weight)
+
     def factor(self, weight: float) -> float:
         """What a contributor's values are multiplied by; its size is that of the weight, shifted."""
         return math.ldexp(weight, self.shift)
 
 
-def scale_of(weights: Iterable[float], largest: Iterable[float | None], form: Form = "delta") -> Scale:
-    """The scale of one tensor, from all of its contributors' weights and largest values, in any order."""
+def scale_of(
+    weights: Iterable[float], largest: Iterable[float | None], form: Form = "delta", shrunk: bool = False
+) -> Scale:
+    """The scale of one tensor, from all of its contributors' weights and largest values, in any order.
+
+    shrunk: whether some contributor's values are multiplied first, so that even a single one's do not come out as they are.
+    """
     weighed, sizes = list(weights), list(largest)
     together = total(weighed)
     if any(size is None for size in sizes):
@@ -91,7 +106,9 @@ def scale_of(weights: Iterable[float], largest: Iterable[float | None], form: Fo
     peak = max((size for size in sizes if size is not None), default=0.0)
     exponent = math.frexp(together)[1]
     shift = BITS - math.frexp(peak)[1] - exponent if peak else 0
-    return Scale(rule="mean" if len(sizes) > 1 else "alone", shift=min(shift, 1000 - exponent), total=together)
+    return Scale(
+        rule="mean" if len(sizes) > 1 or shrunk else "alone", shift=min(shift, 1000 - exponent), total=together
+    )
 
 
 def plan(
@@ -107,6 +124,7 @@ def plan(
     twice, RefusedError for a weight that is not positive or a value that is not finite.
     """
     told: dict[str, list[tuple[float, float | None]]] = {}
+    shrunk = set[str]()
     seen, whole = set[str](), set(values)
     for given in contributions:
         if given.client in seen:
@@ -116,16 +134,20 @@ def plan(
         seen.add(given.client)
         if not (given.weight > 0 and math.isfinite(given.weight)):
             raise RefusedError("weight", f"{given.client} weighs {given.weight}: a weight is a positive, finite number")
+        if not 0 < given.shrink <= 1:
+            raise FederatedError(f"{given.client} is to be shrunk by {given.shrink}: a factor in (0, 1]")
         largest = given.largest if given.largest is not None else measure(given.client, given.tensors, threads).largest
         for key, size in largest.items():
             if size is not None and not math.isfinite(size):
                 raise not_finite(given.client, key)
             told.setdefault(key, []).append((given.weight, size))
+            if given.shrink != 1 and key.startswith(PREFIX):
+                shrunk.add(key)
     scales = {}
     for key, of_key in sorted(told.items()):
         try:
             weights, sizes = zip(*of_key, strict=True)
-            scales[key] = scale_of(weights, sizes, "weights" if key in whole else form)
+            scales[key] = scale_of(weights, sizes, "weights" if key in whole else form, key in shrunk)
         except FederatedError as error:
             raise FederatedError(f"{key}: {error}") from error
     return scales

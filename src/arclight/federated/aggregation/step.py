@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from arclight.checkpoint.stored import StoredTensor
 from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes
 from arclight.federated.aggregation.fold import Fold, Tensors
-from arclight.federated.aggregation.scale import Contribution, Form, Scale, plan
+from arclight.federated.aggregation.scale import Contribution, Form, Scale
 from arclight.federated.aggregation.statistics import PREFIX, Statistics
 from arclight.federated.errors import FederatedError
 from arclight.federated.strategies import Strategy
@@ -41,6 +41,7 @@ class Step:
     moments that the server has not had yet, which clients send as they are, whatever the form.
     states: by key what `Stepped.state` was after the last step; counts: what `Stepped.count` was. Both may lack keys.
     order: keys in the order in which they are to come; all, by name, by default. scales, threads, cosines: as for `Fold`.
+    folding: what makes the fold, with its arguments: `Fold` itself, or one of `privacy`.
     Raises FederatedError for a key of a model that the anchor lacks and for a step to where floats end, and what `Fold` raises.
     """
 
@@ -57,6 +58,7 @@ class Step:
         scales: Mapping[str, Scale] | None = None,
         threads: int | None = None,
         cosines: bool = True,
+        folding: Callable[..., Fold] = Fold,
     ) -> None:
         given = list(contributions)
         sent = set().union(*(one.keys for one in given))
@@ -68,9 +70,8 @@ class Step:
         self.order = sorted(set(anchor) | new) if order is None else list(order)
         if lost := sorted((set(anchor) | new) - set(self.order)):
             raise FederatedError(f"{lost[0]} has no place in the order ({len(lost)} such keys)")
-        scales = plan(given, form, values=new, threads=threads) if scales is None else scales
         self._threads = threads
-        self._fold = Fold(
+        self._fold = folding(
             given,
             form,
             anchor=anchor if form == "weights" else None,

@@ -1,0 +1,112 @@
+"""Settings of robust means, secure sums and noise (no torch here)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Median:
+    """The median of the clients' changes, value by value (Yin et al. 2018, arXiv 1803.01498). Clients weigh the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trimmed:
+    """The mean of the clients' changes without the largest and smallest, value by value (Yin et al. 2018). Clients weigh the same."""
+
+    share: float = 0.1
+    """Of the clients, left out at each end (rounded down), in [0, 0.5)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 0.5:
+            raise ValueError(f"share must be in [0, 0.5), got {self.share}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Krum:
+    """The mean of those clients whose changes lie closest to others' (Blanchard et al. 2017, arXiv 1703.02757)."""
+
+    byzantine: int = 1
+    """How many clients may send anything; a round needs at least 2 byzantine + 3 updates."""
+    keep: int = 1
+    """How many are averaged; more than one is Multi-Krum."""
+
+    def __post_init__(self) -> None:
+        if self.byzantine < 0 or self.keep < 1:
+            raise ValueError(
+                f"byzantine must not be negative and keep at least 1, got {self.byzantine} and {self.keep}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormBound:
+    """Changes that are longer than a bound are shortened to it (Sun et al. 2019, arXiv 1911.07963)."""
+
+    largest: float | None = None
+    """L2 norm that a change may have; none takes ``times`` the median of the round's norms."""
+    times: float = 1.0
+    """Of the median norm, where ``largest`` is not given."""
+
+    def __post_init__(self) -> None:
+        if not (self.largest is None or 0 < self.largest < math.inf) or not 0 < self.times < math.inf:
+            raise ValueError(f"a norm's bound must be positive, got largest = {self.largest} and times = {self.times}")
+
+
+Robust = Median | Trimmed | Krum | NormBound
+"""Means that a few clients cannot take anywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Client-level differential privacy (DP-FedAvg, McMahan et al. 2018, arXiv 1710.06963): changes are clipped, their sum gets noise.
+
+    Every client weighs the same. What is protected is whether a client took part, from anyone who sees the weights of all rounds;
+    norms, metrics and who took part are not.
+    """
+
+    clip: float
+    """L2 norm to which a client's change is shortened, over all of its tensors."""
+    multiplier: float
+    """Standard deviation of the noise on the sum of changes, over ``clip``."""
+    delta: float = 1e-5
+    """Probability with which epsilon may not hold; below one over the number of clients."""
+    epsilon: float | None = None
+    """Budget: a round that would go beyond it is not begun. None: no bound, epsilon is only reported."""
+    by: str = "server"
+    """Who adds noise: "server" (it sees the changes), or "clients", each a part, so that their sum has all of it."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.clip < math.inf and 0 < self.multiplier < math.inf and 0 < self.delta < 1):
+            raise ValueError(
+                f"clip and multiplier must be positive and delta in (0, 1), got {self.clip}, {self.multiplier}, {self.delta}"
+            )
+        if self.epsilon is not None and not self.epsilon > 0:
+            raise ValueError(f"epsilon must be positive, got {self.epsilon}")
+        if self.by not in ("server", "clients"):
+            raise ValueError(f'noise is added by "server" or "clients", got {self.by!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureSum:
+    """The server learns the sum of changes and no single one (Bonawitz et al. 2017; Bell et al. 2020, eprint 2020/704)."""
+
+    threshold: float = 0.67
+    """Share of a client's partners that must stay to the end of a round, in (0.5, 1]: with fewer there is no sum."""
+    partners: int | None = None
+    """Clients that each client shares masks with; none: all of the round. An even number of about 2 log2 of the clients is
+    enough for thousands."""
+    largest: float = 8.0
+    """Size that values of a change may have; larger ones are cut off and counted."""
+    most_weight: int = 1 << 20
+    """Largest weight of a client (samples, tokens); larger ones count as this."""
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.threshold <= 1:
+            raise ValueError(f"threshold must be in (0.5, 1], got {self.threshold}")
+        if self.partners is not None and (self.partners < 2 or self.partners % 2):
+            raise ValueError(f"partners must be an even number of at least 2, got {self.partners}")
+        if not 0 < self.largest < math.inf or self.most_weight < 1:
+            raise ValueError(
+                f"largest must be positive and most_weight at least 1, got {self.largest} and {self.most_weight}"
+            )

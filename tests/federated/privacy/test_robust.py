@@ -1,0 +1,145 @@
+"""Robust means against brute force over whole updates, and against clients that lie."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arclight import recipe
+from arclight.federated.aggregation.scale import Contribution
+from arclight.federated.aggregation.step import Step
+from arclight.federated.errors import FederatedError, RefusedError
+from arclight.federated.privacy.robust import bounded, closest, folding
+from arclight.federated.privacy.settings import Krum, Median, NormBound, Robust, Trimmed
+from arclight.federated.settings import Federation
+from arclight.federated.strategies import FedAvg
+
+
+def crowd(count: int, liars: int = 0, elements: int = 70_000) -> list[Contribution]:
+    draw = torch.Generator().manual_seed(count)
+    centre = torch.randn(elements, generator=draw)
+    made = []
+    for k in range(count):
+        change = centre + 0.1 * torch.randn(elements, generator=draw)
+        if k < liars:
+            change = 1e6 * torch.randn(elements, generator=draw)
+        made.append(
+            Contribution(
+                client=f"c{k:02}", weight=1.0 + k, tensors={"model/a": change[:9].view(3, 3), "model/b": change[9:]}
+            )
+        )
+    return made
+
+
+def flat(tensors: Any) -> np.ndarray[Any, Any]:
+    return np.concatenate([tensors[key].double().reshape(-1).numpy() for key in sorted(tensors)])
+
+
+@pytest.mark.parametrize("count", [3, 6, 7, 40])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_median_and_trimmed_mean_are_those_of_brute_force(count: int, threads: int) -> None:
+    clients = crowd(count, liars=1)
+    rows = np.stack([flat(one.tensors) for one in clients])
+    middle = flat(dict(folding(Median())(clients, threads=threads)))
+    assert np.allclose(middle, np.median(rows, axis=0), rtol=1e-6)
+    cut = int(0.2 * count)
+    trimmed = flat(dict(folding(Trimmed(share=0.2))(clients, threads=threads)))
+    assert np.allclose(trimmed, np.sort(rows, axis=0)[cut : count - cut].mean(axis=0), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("robust", [Median(), Trimmed(share=0.3), Krum(byzantine=1, keep=2), NormBound()], ids=repr)
+def test_order_and_threads_leave_no_trace(robust: Robust) -> None:
+    clients, seen = crowd(5), set()
+    for number, order in enumerate(itertools.islice(itertools.permutations(clients), 0, 120, 11)):
+        fold = folding(robust)(order, threads=1 + number % 2)
+        seen.add((flat(dict(fold)).tobytes(), repr(fold.statistics)))
+    assert len(seen) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2), st.data())
+def test_krum_is_that_of_brute_force(byzantine: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(2 * byzantine + 3, 2 * byzantine + 6))
+    keep = data.draw(st.integers(1, count - byzantine))
+    values = st.integers(-8, 8).map(float)
+    rows = [data.draw(st.lists(values, min_size=3, max_size=3)) for _ in range(count)]
+    clients = [
+        Contribution(client=f"c{k}", weight=1, tensors={"model/x": torch.tensor(row)}) for k, row in enumerate(rows)
+    ]
+    scores = []
+    for k, row in enumerate(rows):
+        apart = sorted(
+            sum((a - b) ** 2 for a, b in zip(row, other, strict=True)) for j, other in enumerate(rows) if j != k
+        )
+        scores.append((sum(apart[: count - byzantine - 2]), f"c{k}"))
+    chosen = closest(clients, Krum(byzantine=byzantine, keep=keep))
+    assert [one.client for one in chosen] == [client for _, client in sorted(scores)[:keep]]
+
+
+@pytest.mark.parametrize("robust", [Median(), Trimmed(share=0.25), Krum(byzantine=2, keep=4), NormBound()], ids=repr)
+def test_liars_move_it_little(robust: Robust) -> None:
+    honest = flat({key: sum(one.tensors[key] for one in crowd(9, 2)[2:]) / 7 for key in ("model/a", "model/b")})
+    plain = flat(dict(folding(None)(crowd(9, 2))))
+    held = flat(dict(folding(robust)(crowd(9, 2))))
+    assert np.linalg.norm(plain - honest) > 1e4 * np.linalg.norm(honest), "without it the liars decide"
+    assert np.linalg.norm(held - honest) < 0.6 * np.linalg.norm(honest)
+
+
+def test_norm_bounds_shorten_and_keep_weights() -> None:
+    long = Contribution(client="long", weight=3, tensors={"model/x": torch.tensor([30.0, 40.0])})
+    short = Contribution(client="short", weight=1, tensors={"model/x": torch.tensor([0.0, 4.0])})
+    fold = folding(NormBound(largest=5))([long, short])
+    mean = dict(fold)["model/x"]
+    assert mean.tolist() == [(3 * 3 + 0) / 4, (3 * 4 + 4) / 4]
+    assert fold.statistics.norms == pytest.approx({"long": 50, "short": 4}), "norms are told as they came"
+    assert dict(folding(NormBound(largest=5))([long]))["model/x"].tolist() == [3.0, 4.0]
+    median = bounded(
+        [long, short, Contribution(client="mid", weight=1, tensors=short.tensors, norm=10.0)], NormBound(times=2)
+    )
+    assert [one.shrink for one in median] == [20 / 50, 1, 1]
+
+
+def test_a_step_can_stand_on_any_of_them() -> None:
+    anchor = {"model/a": torch.zeros(3, 3), "model/b": torch.zeros(70_000 - 9)}
+    after = {one.key: one.value for one in Step(FedAvg(), anchor, crowd(5, 1), folding=folding(Median()))}
+    assert torch.equal(after["model/b"], -dict(folding(Median())(crowd(5, 1)))["model/b"])
+    local = [
+        Contribution(client=one.client, weight=one.weight, tensors={key: -t for key, t in one.tensors.items()})
+        for one in crowd(5, 1)
+    ]
+    step = Step(FedAvg(), anchor, local, form="weights", folding=folding(Median()))
+    assert torch.equal({one.key: one.value for one in step}["model/b"], after["model/b"])
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(FederatedError, match="needs 5 updates, the round has 4"):
+        folding(Krum(byzantine=1))(crowd(4))
+    with pytest.raises(FederatedError, match="cannot keep 5 of 5"):
+        closest(crowd(5), Krum(byzantine=1, keep=5))
+    with pytest.raises(FederatedError, match="c4 did not send model/b"):
+        part = Contribution(client="c4", weight=1, tensors={"model/a": torch.zeros(3, 3)})
+        closest([*crowd(4), part], Krum())
+    broken = crowd(3)
+    broken[1].tensors["model/a"][0, 0] = torch.nan
+    with pytest.raises(RefusedError, match="c01 sent model/a"):
+        dict(folding(Median())(broken))
+    with pytest.raises(FederatedError, match='send = "delta"'):
+        folding(NormBound())(crowd(3), "weights")
+    for make in (lambda: Trimmed(share=0.5), lambda: Krum(keep=0), lambda: NormBound(largest=0)):
+        with pytest.raises(ValueError, match="must"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "robust", [Median(), Trimmed(share=0.2), Krum(byzantine=2, keep=3), NormBound(largest=2.0)], ids=repr
+)
+def test_a_recipe_names_it_in_lower_case(robust: Robust) -> None:
+    fields = {name: getattr(robust, name) for name in robust.__dataclass_fields__}
+    table = {"robust": {"kind": type(robust).__name__.lower(), **{k: v for k, v in fields.items() if v is not None}}}
+    assert recipe.read(Federation, table).robust == robust
