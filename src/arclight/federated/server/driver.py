@@ -129,6 +129,11 @@ class Driver:
                 raise self.error
             return self.ended is not None
 
+    def until(self, true: Callable[[], bool], seconds: float) -> bool:
+        """Wait for something that events bring about; whether it has come."""
+        with self._lock:
+            return self._lock.wait_for(true, seconds)
+
     def close(self) -> None:
         """Stop the threads; work under way is finished first. The journal stays with whoever opened it."""
         with self._lock:

@@ -102,6 +102,23 @@ class Run:
         finally:
             self._journal.close()
 
+    def wait(self) -> None:
+        """Until the run is over. Raises what went wrong, FederatedError where it could not go on."""
+        self.driver.wait()
+        if self.driver.ended is not None and self.driver.ended.failed:
+            raise FederatedError(f"run {self.name} could not go on: {self.driver.ended.why}")
+
+    def let_nodes_hear(self, seconds: float = 5.0) -> None:
+        """Give every node that is here the time to ask, and to be told that the run is over."""
+
+        def here() -> list[str]:
+            return sorted(node.name for node in self.coordinator.present.sessions.values() if node.lost is None)
+
+        if not self.driver.until(lambda: not here(), seconds):
+            log.warning(
+                "nodes that have not heard in %g s that run %s is over: %s", seconds, self.name, ", ".join(here())
+            )
+
     # -- beginning and going on ----------------------------------------------------------------------------------------
 
     def _first(self) -> events.Event:

@@ -25,6 +25,9 @@ from arclight.trainer.named import named_weights
 if TYPE_CHECKING:
     from torch import nn
 
+    from arclight.federated.transports.http_server import HttpServer
+    from arclight.federated.transports.settings import Listening
+
 log = logging.getLogger(__name__)
 
 Weights = Mapping[str, torch.Tensor]
@@ -110,6 +113,23 @@ class Server:
                 yield run
             finally:
                 self._history, self._run = run.service.history.rounds, None
+
+    def serve(
+        self, listening: Listening | None = None, *, ready: Callable[[HttpServer], None] = lambda http: None
+    ) -> list[Round]:
+        """Answer nodes over HTTP, or HTTPS off loopback, until the run is over; returns its history.
+
+        ready: called once nodes can come, with the server that says its address. Raises FederatedError where the run fails, OSError
+        where the address is taken.
+        """
+        from arclight.federated.transports.http_server import HttpServer
+
+        with self.opened() as run, HttpServer(run.service, listening, run.blobs) as http:
+            log.info("run %s is served at %s", self.name, http.address)
+            ready(http)
+            run.wait()
+            run.let_nodes_hear()
+        return self.history
 
     def _start(self) -> Start:
         given, clock = self._weights, 0

@@ -36,7 +36,7 @@ from arclight.federated.protocol import (
 )
 from arclight.federated.server.checking import Asked, Checked, Seen, check
 from arclight.federated.server.decoded import Decoded
-from arclight.federated.server.driver import Driver, PausedError
+from arclight.federated.server.driver import NO_ROOM, Driver, PausedError
 from arclight.federated.server.history import History
 from arclight.federated.settings import Federation
 
@@ -102,6 +102,14 @@ class Service:
 
     def answer(self, message: Message) -> Message:
         """The reply to a node. Raises ProtocolError for what no node says, PausedError while there is no room to write."""
+        try:
+            return self._answer(message)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise PausedError(f"the server waits for room on its disk: {error}") from error
+
+    def _answer(self, message: Message) -> Message:
         match message:
             case Join():
                 return self._join(message)

@@ -9,19 +9,18 @@ from typing import Any
 import torch
 
 from arclight.checkpoint.tensorfile import DTYPES
-from arclight.checkpoint.tree import whole_of
-from arclight.federated.aggregation.fold import Fold
-from arclight.federated.aggregation.scale import Contribution
+from arclight.federated.aggregation.scale import Contribution, Form
 from arclight.federated.aggregation.statistics import Statistics
+from arclight.federated.aggregation.step import Step
 from arclight.federated.blobs import BlobStore
-from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds.store import Rounds, layout_of
 from arclight.federated.rounds.writing import Described, Written, in_order, weights_manifest
 from arclight.federated.server.decoded import Decoded
-from arclight.federated.strategies import FedAvg, Strategy
+from arclight.federated.strategies import Strategy
 
-MODEL = "model/"
+ENTRY = "model"
+MODEL = f"{ENTRY}/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Stepper:
     rounds: Rounds
     store: BlobStore
     strategy: Strategy
-    form: str
+    form: Form
     """What clients send: "delta" or "weights"."""
 
     def step(
@@ -78,61 +77,37 @@ class Stepper:
             for one in given
         ]
         anchor = _Anchor(self.rounds, before)
-        has = {key for one in given for key in one.manifest.tensors}
-        keys = anchor.in_file_order(has)
-        new_moments = {key for key in has if not key.startswith(MODEL) and key not in anchor.moments}
-        fold = Fold(contributions, self.form, anchor=anchor.by_key(), values=new_moments, keys=keys)  # type: ignore[arg-type]
-        layout = anchor.layout_after(has, given, self.strategy.state_keys)
+        moments = anchor.moments_after(given)
+        step = Step(
+            self.strategy,
+            anchor.by_key(),
+            contributions,
+            form=self.form,
+            states=anchor.states(),
+            counts=anchor.counts,
+            order=[*(MODEL + name for name in anchor.layout[ENTRY]), *moments],
+        )
+        states = {
+            f"{kind}/{key.removeprefix(MODEL)}": described
+            for key, kinds in step.states_after().items()
+            for kind, described in kinds.items()
+        }
+        layout = {ENTRY: anchor.layout[ENTRY], "moments": moments, "server": states}
         counts = dict(anchor.counts)
         with self.rounds.write(number, layout) as writer:
-            means = dict_of_next(fold)
-            for name in layout["model"]:
-                key, old = MODEL + name, whole_of(anchor.model[name])
-                if key not in has:
-                    writer.add("model", name, old)
-                    self._keep_state(writer, layout, name, anchor)
-                    continue
-                new, state = self._moved(name, old, means(key), anchor.state_of(name, self.strategy.state_keys), counts)
-                writer.add("model", name, new)
-                for kind in self.strategy.state_keys if new.is_floating_point() else ():
-                    writer.add("server", f"{kind}/{name}", state[kind])
-            for name in layout.get("moments", {}):
-                old_moment = whole_of(anchor.moments[name]) if name in anchor.moments else None
-                if name not in has and old_moment is not None:
-                    writer.add("moments", name, old_moment)
+            for one in step:
+                name = one.key.removeprefix(MODEL)
+                if one.key.startswith(MODEL):
+                    writer.add(ENTRY, name, one.value)
+                    for kind, state in one.state.items():
+                        writer.add("server", f"{kind}/{name}", state)
                 else:
-                    mean = means(name)
-                    whole = self.form == "weights" or old_moment is None
-                    value = mean if whole else old_moment.to(mean.dtype) - mean  # type: ignore[union-attr]
-                    writer.add("moments", name, value.to(layout["moments"][name][0]))
-            statistics = fold.statistics
+                    writer.add("moments", one.key, one.value.to(moments[one.key][0]))
+                if one.count:
+                    counts[one.key] = one.count
+            statistics = step.statistics
             written = writer.publish(trees(statistics, counts))
         return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=statistics)
-
-    def _moved(
-        self, name: str, old: torch.Tensor, mean: torch.Tensor, state: dict[str, torch.Tensor], counts: dict[str, int]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if not old.is_floating_point():  # counters: the client that counted furthest, see Fold
-            return (mean if self.form == "weights" else old - mean).to(old.dtype), {}
-        count = counts.get(name, 0)
-        counts[name] = count + 1
-        if self.form == "weights" and isinstance(self.strategy, FedAvg) and self.strategy.lr == 1:
-            return mean.to(old.dtype), {}  # all of the way to the mean: a difference would round it
-        gradient = old.to(torch.float64) - mean.to(torch.float64) if self.form == "weights" else mean
-        if gradient.dtype == torch.float64 and old.dtype != torch.float64 and self.strategy.state_keys:
-            gradient = gradient.to(torch.float32)  # states are float32
-        new, after = self.strategy.step(old, gradient, state, count)
-        if not bool(torch.isfinite(new).all()):
-            raise FederatedError(
-                f"the server's step would make {name} infinite or NaN (mean change of largest size {float(mean.abs().max()):.4g}): "
-                "lower the strategy's lr, or bound updates with checks.norm_times"
-            )
-        return new, after
-
-    def _keep_state(self, writer: Any, layout: Mapping[str, Described], name: str, anchor: _Anchor) -> None:
-        for kind in self.strategy.state_keys:
-            if f"{kind}/{name}" in layout["server"]:
-                writer.add("server", f"{kind}/{name}", whole_of(anchor.server[f"{kind}/{name}"]))
 
 
 class _Anchor:
@@ -148,44 +123,22 @@ class _Anchor:
     def by_key(self) -> dict[str, torch.Tensor]:
         return {**{MODEL + name: tensor for name, tensor in self.model.items()}, **self.moments}
 
-    def in_file_order(self, has: set[str]) -> list[str]:
-        if strange := [key for key in has if key.startswith(MODEL) and key.removeprefix(MODEL) not in self.model]:
-            raise FederatedError(f"an accepted update has {strange[0]}, which the weights do not have")
-        model = [MODEL + name for name in self.layout["model"] if MODEL + name in has]
-        return [*model, *sorted(key for key in has if not key.startswith(MODEL))]
-
-    def layout_after(self, has: set[str], given: Sequence[Given], state_keys: Sequence[str]) -> dict[str, Described]:
-        """What the next round's files hold."""
-        model, server = self.layout["model"], dict[str, tuple[torch.dtype, tuple[int, ...]]]()
-        for name, (dtype, shape) in model.items():
-            for kind in state_keys if dtype.is_floating_point else ():
-                stepped = MODEL + name in has or f"{kind}/{name}" in self.server
-                if stepped:
-                    server[f"{kind}/{name}"] = (torch.float64 if dtype == torch.float64 else torch.float32, shape)
-        moments = dict(self.layout.get("moments", {}))
+    def moments_after(self, given: Sequence[Given]) -> Described:
+        """What the next round's file of moments holds: those there are, and those that clients send for the first time."""
+        found = dict(self.layout.get("moments", {}))
         for one in given:
             for key, entry in one.manifest.tensors.items():
                 if not key.startswith(MODEL):
-                    moments.setdefault(key, (DTYPES[entry.dtype], entry.shape))
-        return {"model": model, "moments": dict(sorted(moments.items())), "server": server}
+                    found.setdefault(key, (DTYPES[entry.dtype], entry.shape))
+        return dict(sorted(found.items()))
 
-    def state_of(self, name: str, kinds: Sequence[str]) -> dict[str, torch.Tensor]:
-        """The strategy's states of a weight; empty before its first step."""
-        found = {kind: self.server[f"{kind}/{name}"] for kind in kinds if f"{kind}/{name}" in self.server}
-        return {kind: whole_of(tensor) for kind, tensor in found.items()}
-
-
-def dict_of_next(fold: Fold) -> Callable[[str], torch.Tensor]:
-    """The fold's means, asked for by key in the order in which they come."""
-    coming = iter(fold)
-
-    def mean_of(key: str) -> torch.Tensor:
-        found, mean = next(coming)
-        if found != key:
-            raise FederatedError(f"the fold gave {found} where {key} was due")
-        return mean
-
-    return mean_of
+    def states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The strategy's tensors by key, in the order in which they lie in their file."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for stored, tensor in self.server.items():
+            kind, _, name = stored.partition("/")
+            found.setdefault(MODEL + name, {})[kind] = tensor
+        return found
 
 
 def begin(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.extras import require
 from arclight.federated.blobs.digests import checked
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.errors import BlobError, FederatedError, ProtocolError, SessionError
+from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, SessionError
 from arclight.federated.protocol import VERSION, Ask, Join, Wait, read
 from arclight.federated.transports.guard import Guard
 from arclight.federated.transports.receiving import Refusal, Uploads, whole_body
@@ -87,6 +87,8 @@ class App:
                 return _refused(401, str(error), {"connection": "close"})
             except BlobError as error:
                 return _refused(404, str(error), {"connection": "close"})
+            except LinkError as error:  # the server cannot answer now; it will
+                return _refused(503, str(error), {"connection": "close"})
             except FederatedError as error:
                 return _refused(400, str(error), {"connection": "close"})
             except require("starlette.requests", extra="federated").ClientDisconnect:
