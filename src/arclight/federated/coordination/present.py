@@ -67,6 +67,7 @@ class Present:
         former = self.nodes.get(event.node)
         if former is not None:
             self._part(former)
+            self._disown(former, departed=bool(event.clients))
         node = Node(event.node, event.session, event.process, event.clients, event.steps_per_second, now, now)
         self.nodes[node.name], self.sessions[node.session] = node, node
         self.challengers.pop(node.name, None)
@@ -108,12 +109,7 @@ class Present:
         self._part(node)
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
-        for client in node.clients:
-            owners = self._owners.get(client, {})
-            owners.pop(node.name, None)
-            if not owners:
-                self._owners.pop(client, None)
-                self._departed.add(client)
+        self._disown(node, departed=True)
         works = [*node.measures, *node.queue, *(task.work for task in node.tasks.values())]
         node.tasks, node.measures, node.queue = {}, {}, {}
         for work in works:
@@ -141,6 +137,16 @@ class Present:
             del node.stopping[client]
         self.heard(node, now, progress=moved)
         self._touch(node)
+
+    def _disown(self, node: Node, *, departed: bool) -> None:
+        """A node's clients are not its any more; ``departed``: their data went with it."""
+        for client in node.clients:
+            owners = self._owners.get(client, {})
+            owners.pop(node.name, None)
+            if not owners:
+                self._owners.pop(client, None)
+                if departed:
+                    self._departed.add(client)
 
     def _part(self, node: Node) -> None:
         """No message of this session counts any more."""

@@ -1,0 +1,109 @@
+"""A node that does what nodes are to do: it keeps what it has finished until that is committed, and survives its server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.federated.coordination.worlds import Plan, World
+
+from arclight.federated.coordination import events as ev
+from arclight.federated.coordination.events import EvaluatePlan, FitPlan
+from arclight.federated.protocol import Close, Held, Receipt
+
+
+class Killed(BaseException):
+    """The server's process has died."""
+
+
+@dataclass
+class Agent:
+    world: World
+    name: str
+    clients: tuple[str, ...] = ()
+    ticks: int = 2
+    """Steps that a fit takes."""
+    session: str = ""
+    joined: int = 0
+    work: FitPlan | EvaluatePlan | None = None
+    done: int = 0
+    kept: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """Finished rounds of clients, and whether the server has said that it has them."""
+    fits: list[tuple[str, int]] = field(default_factory=list)
+    """Begun ones, in their order."""
+    closed: bool = False
+
+    def step(self) -> None:
+        """One beat of the node's life."""
+        if not self.closed and (self.session or self._join()):
+            self._deliver()
+            self._say(ev.Beaten, steps={self.work.client: self.done} if self.work else {})
+            if self.work is None:
+                self._take()
+            else:
+                self._go_on()
+
+    def restarted(self) -> None:
+        """This node's process was killed; it goes on where it was."""
+        self.session, self.joined = "", self.joined + 1
+
+    def _join(self) -> bool:
+        held = [Held(client=client, round=round, finished=True) for client, round in self.kept]
+        if isinstance(self.work, FitPlan):
+            held.append(Held(client=self.work.client, round=self.work.round, finished=False))
+        session = next(self.world._sessions)
+        plan = self.world.said(
+            ev.Joined, node=self.name, session=session, process=f"{self.name} {self.joined}", clients=self.clients, held=tuple(held)
+        )  # fmt: skip
+        self.closed = isinstance(plan, Close)
+        if isinstance(plan, ev.Welcoming):
+            self.session = session
+            self.kept = dict.fromkeys(self.kept, False)
+        return bool(self.session)
+
+    def _say(self, make: type[ev.Said], **fields: object) -> Plan:
+        plan = self.world.said(make, session=self.session, **fields)
+        if isinstance(plan, Receipt):
+            if plan.reason == "session":
+                self.session = ""
+            self.kept = {key: told for key, told in self.kept.items() if key[1] > plan.committed}
+            if self.work is not None and self.work.client in plan.cancel:
+                self.work = None
+        return plan
+
+    def _take(self) -> None:
+        if not self.session:
+            return
+        plan = self._say(ev.Asked, wait=0.0)
+        self.closed = isinstance(plan, Close)
+        if isinstance(plan, FitPlan | EvaluatePlan):
+            if isinstance(plan, FitPlan) and (plan.client, plan.round) in self.kept:
+                self.kept[plan.client, plan.round] = False
+                return
+            self.work, self.done = plan, 0
+            if isinstance(plan, FitPlan):
+                self.fits.append((plan.client, plan.round))
+
+    def _go_on(self) -> None:
+        self.done += 1
+        if self.work is None or self.done < self.ticks:
+            return
+        if isinstance(self.work, FitPlan):
+            self.kept[self.work.client, self.work.round] = False
+            self.work = None
+            self._deliver()
+        elif self.session:
+            work, self.work = self.work, None
+            self._say(ev.EvaluatedBy, client=work.client, round=work.round, samples=1, metrics={"loss": 1.0})
+
+    def _deliver(self) -> None:
+        for (client, round), told in list(self.kept.items()):
+            if self.session and not told and (client, round) in self.kept:
+                plan = self._say(
+                    ev.UpdateChecked, client=client, round=round, digest=f"{client} {round}", samples=1, tokens=1, steps=1,
+                    seconds=1.0, bytes=1, norm=1.0,
+                )  # fmt: skip
+                assert isinstance(plan, Receipt)
+                if plan.accepted and (client, round) in self.kept:
+                    self.kept[client, round] = True
+                elif not plan.accepted and plan.reason != "session":
+                    self.kept.pop((client, round), None)

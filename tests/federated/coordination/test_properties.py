@@ -1,0 +1,305 @@
+"""What holds of a coordinator whatever nodes do, whenever anything dies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.federated.coordination.agents import Agent, Killed
+from tests.federated.coordination.worlds import NodeHere, World
+
+from arclight.federated.coordination import events as ev
+from arclight.federated.coordination.coordinator import Coordinator
+from arclight.federated.coordination.events import EvaluatePlan, FitPlan
+from arclight.federated.coordination.journal import _decode, _encode
+from arclight.federated.coordination.records import Record, RoundClosed, RoundCommitted, UpdateAccepted
+from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
+from arclight.federated.protocol import Close, Receipt
+from arclight.federated.settings import Federation
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "all": {"clients": 4},
+    "quorum": {"clients": 5, "waiting": Waiting(quorum=0.6, grace=2.0, lease=3.0, join=30.0, retries=2)},
+    "deadline": {"clients": 4, "waiting": Waiting(quorum=0.5, grace=50.0, deadline=9.0, join=30.0, retries=3)},
+    "sampled": {
+        "clients": 9, "evaluate_on": "clients", "waiting": Waiting(quorum=0.75, lease=2.0, join=20.0),
+        "sampling": Sampling(per_round=4, over_provision=0.5, dropout=0.2),
+    },
+    "buffered": {"clients": 6, "buffered": Buffered(size=2, most_stale=2), "waiting": Waiting(quorum=0.5, lease=3.0, join=30.0)},
+    "streaming": {"clients": 3, "local_steps": 9, "streaming": Streaming(fragments=3, overlap=2), "waiting": Waiting(lease=2.0)},
+}  # fmt: skip
+
+
+class Anything(RuleBasedStateMachine):
+    """Nodes that do whatever they like, sensible or not."""
+
+    @initialize(which=st.sampled_from(sorted(SETTINGS)), eager=st.booleans())
+    def start(self, which: str, eager: bool) -> None:
+        self.world = World(Federation(**{"rounds": 4, "local_steps": 5} | SETTINGS[which]), SETTINGS[which]["clients"])
+        self.world.eager = eager
+        self.nodes: list[NodeHere] = []
+        self.requests: dict[str, float] = {}
+        self.shadow, self.read = self.fresh(), 0
+        self.world.begin()
+
+    def fresh(self) -> Coordinator:
+        return Coordinator(self.world.settings, self.world.clients, self.world.seed, "run")
+
+    def client(self, number: int) -> str:
+        return str(number % self.world.settings.clients)
+
+    @rule(name=st.integers(0, 3), owned=st.integers(0, 2), again=st.booleans())
+    def join(self, name: int, owned: int, again: bool) -> None:
+        clients = [self.client(name * 2 + n) for n in range(owned)]
+        node = self.world.node(f"node {name}", sorted(set(clients)), process=f"{name} {again}")
+        if node.session:
+            self.nodes.append(node)
+
+    @precondition(lambda self: self.nodes)
+    @rule(which=st.integers(0, 9), wait=st.sampled_from([0.0, 0.0, 5.0]))
+    def ask(self, which: int, wait: float) -> None:
+        node = self.nodes[which % len(self.nodes)]
+        request = node.hold(wait)
+        self.requests[request] = self.world.now + wait
+        plan = self.world.answers.get(request)
+        if isinstance(plan, FitPlan | EvaluatePlan):
+            node.work[plan.client] = plan
+
+    @precondition(lambda self: any(node.work for node in self.nodes))
+    @rule(
+        data=st.data(), what=st.sampled_from(["deliver", "deliver", "deliver", "fail", "again", "unsound", "damaged"])
+    )
+    def work(self, data: st.DataObject, what: str) -> None:
+        node = data.draw(st.sampled_from([node for node in self.nodes if node.work]))
+        client = data.draw(st.sampled_from(sorted(node.work)))
+        plan = node.work.pop(client)
+        common = {"session": node.session, "client": client, "round": plan.round}
+        if isinstance(plan, EvaluatePlan) and what == "deliver":
+            self.world.said(ev.EvaluatedBy, **common, samples=2, metrics={"loss": 1.0})
+        elif what == "deliver":
+            node.deliver(client, plan.round)
+        elif what in ("fail", "again"):
+            self.world.said(ev.WorkFailed, **common, error="x", again=what == "again")
+        else:
+            self.world.said(
+                ev.UpdateUnsound, **common, reason="damaged" if what == "damaged" else "not_finite", message="x"
+            )
+
+    @precondition(lambda self: self.nodes)
+    @rule(
+        which=st.integers(0, 9),
+        client=st.integers(0, 9),
+        round=st.integers(-1, 6),
+        digest=st.sampled_from(["", "other"]),
+    )
+    def deliver_anything(self, which: int, client: int, round: int, digest: str) -> None:
+        self.nodes[which % len(self.nodes)].deliver(self.client(client), round, digest)
+
+    @precondition(lambda self: self.nodes)
+    @rule(which=st.integers(0, 9), steps=st.dictionaries(st.integers(0, 9), st.integers(0, 5), max_size=3))
+    def beat(self, which: int, steps: dict[int, int]) -> None:
+        self.nodes[which % len(self.nodes)].beat({self.client(n): done for n, done in steps.items()})
+
+    @precondition(lambda self: self.nodes)
+    @rule(which=st.integers(0, 9))
+    def leave(self, which: int) -> None:
+        node = self.nodes.pop(which % len(self.nodes))
+        assert isinstance(self.world.said(ev.Left, session=node.session), Receipt)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0, 40.0]))
+    def time(self, seconds: float) -> None:
+        self.world.pass_(seconds)
+        for request, until in list(self.requests.items()):
+            if until <= self.world.now:
+                assert request in self.world.answers, f"{request} was held too long"
+                del self.requests[request]
+
+    @precondition(lambda self: not self.world.eager)
+    @rule()
+    def fold(self) -> None:
+        if self.world.folds and self.world.folds[-1].round == self.world.coordinator.state.committed + 1:
+            self.world.tell(self.world.committed(self.world.folds[-1]))
+
+    @rule()
+    def restart(self) -> None:
+        if self.world.coordinator.state.ended is None or self.world.coordinator.state.failed:
+            self.requests.clear()
+            self.nodes.clear()
+            self.world.restart()
+
+    @invariant()
+    def the_journal_is_the_state(self) -> None:
+        while self.read < len(self.world.journal):
+            record = self.world.journal[self.read]
+            self.shadow.replay([written(self.read, record)])
+            self.read += 1
+        for event in (ev.Tick(), ev.Stopped(why="x")):  # deciding changes nothing
+            first = self.world.coordinator.decide(event, self.world.now)
+            assert self.world.coordinator.decide(event, self.world.now) == first
+        assert self.shadow.state == self.world.coordinator.state
+
+    @invariant()
+    def rounds_are_committed_once_and_only_of_accepted_updates(self) -> None:
+        check(self.world.settings, self.world.journal)
+
+    @invariant()
+    def nothing_grows(self) -> None:
+        state, clients = self.world.coordinator.state, self.world.settings.clients
+        assert len(state.open) <= 4
+        assert sum(map(len, state.outstanding.values())) <= clients * 4
+        assert len(state.folded) <= clients
+        assert len(self.world.coordinator.present.where) <= clients * 8
+
+    def teardown(self) -> None:
+        """From wherever it is, a run with well-behaved nodes comes to an end."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.eager = True
+        self.fold()
+        finish(world, [Agent(world, f"good {n}") for n in range(2)])
+        assert world.coordinator.state.ended is not None, world.coordinator.about(world.now)
+
+
+def written(number: int, record: Record) -> Record:
+    """A record as the journal gives it back."""
+    line = _encode(number, record)
+    return _decode(__file__, number, line[9:-1].partition(b" ")[2])  # type: ignore[arg-type]
+
+
+def check(settings: Federation, journal: Sequence[Record]) -> None:
+    accepted: dict[int, dict[str, int]] = {}
+    closed: dict[int, tuple[str, ...]] = {}
+    committed = []
+    for record in journal:
+        if isinstance(record, UpdateAccepted):
+            assert record.round not in closed, "an update was taken for a closed round"
+            assert record.client not in accepted.setdefault(record.round, {}), "a client was taken twice"
+            accepted[record.round][record.client] = record.round - record.staleness
+        elif isinstance(record, RoundClosed):
+            assert record.round not in closed
+            assert set(record.clients) == set(accepted[record.round])
+            assert list(record.clients) == sorted(record.clients, key=int)
+            closed[record.round] = record.clients
+        elif isinstance(record, RoundCommitted):
+            assert record.round == 0 or record.round in closed
+            committed.append(record.round)
+    assert committed == list(range(len(committed)))
+    folded = [(client, begun) for updates in accepted.values() for client, begun in updates.items()]
+    assert len(folded) == len(set(folded)), "an update was folded twice"
+    assert len(committed) <= settings.rounds + 1
+
+
+def finish(world: World, agents: Sequence[Agent], seconds: float = 2000.0) -> None:
+    until = world.now + seconds
+    while world.coordinator.state.ended is None and world.now < until:
+        world.pass_(0.4)
+        for agent in agents:
+            agent.step()
+
+
+Anything.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestAnything = Anything.TestCase
+
+
+@pytest.mark.parametrize("which", ["all", "sampled", "buffered", "streaming"])
+@pytest.mark.parametrize("written_first", [False, True])
+def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit_twice(
+    which: str, written_first: bool
+) -> None:
+    options = (
+        {"rounds": 3, "local_steps": 6, "evaluate_every": 2} | SETTINGS[which] | {"waiting": Waiting(beat_every=0.4)}
+    )
+    if which == "sampled":
+        options["sampling"] = Sampling(per_round=4, dropout=0.2)
+    expected, fits, writes = lived(Federation(**options), None, written_first)
+    assert len(expected) == 3
+    assert writes > 10
+    for at in range(1, writes):
+        found, again, _ = lived(Federation(**options), at, written_first)
+        assert len(again) == len(set(again)), f"killed at write {at}, a fit was done twice: {again}"
+        if which != "buffered":  # where who is in time decides
+            assert found == expected, f"killed at write {at}"
+            assert sorted(again) == sorted(fits)
+
+
+def lived(
+    federation: Federation, kill_at: int | None, written_first: bool
+) -> tuple[dict[int, tuple[str, ...]], list[tuple[str, int]], int]:
+    """A run whose server is killed at one write to its journal: contributors, fits begun, and writes."""
+    world = World(federation, federation.clients)
+    agents = [Agent(world, f"node {n}") for n in range(2)]
+    writes = 0
+
+    class Mortal(list[Record]):
+        def extend(self, records: Any) -> None:
+            nonlocal writes
+            if records:
+                writes += 1
+            dies = bool(records) and writes == kill_at
+            if not dies or written_first:
+                super().extend(records)
+            if dies:
+                raise Killed
+
+    world.journal = Mortal()
+    survived(world, world.begin)
+    while world.coordinator.state.ended is None:
+        assert world.now < 500, world.coordinator.about(world.now)
+        survived(world, lambda: world.pass_(0.2))
+        for agent in agents:
+            survived(world, agent.step)
+    assert world.coordinator.state.ended == "all 3 rounds are done"
+    check(federation, world.journal)
+    return world.closed(), [fit for agent in agents for fit in agent.fits], writes
+
+
+def survived(world: World, act: Any) -> None:
+    try:
+        act()
+    except Killed:
+        world.now += 0.3
+        if world.journal and len(world.journal) >= 2:
+            world.restart()
+        else:
+            world.journal.clear()
+            world.coordinator = Coordinator(world.settings, world.clients, world.seed, "run")
+            world.begin()
+
+
+def test_a_killed_node_goes_on_where_it_was_and_the_contributors_are_the_same() -> None:
+    federation = Federation(clients=4, rounds=2, local_steps=6, waiting=Waiting(beat_every=0.4, lease=10.0))
+    for at in range(30):
+        for away in (1, 8):
+            world = World(federation, 4).begin()
+            agents = [Agent(world, "first", ("0", "1"), ticks=3), Agent(world, "second", ("2", "3"), ticks=3)]
+            for beat in range(200):
+                if world.coordinator.state.ended is not None:
+                    break
+                world.pass_(0.3)
+                if beat == at:
+                    agents[0].restarted()
+                for agent in agents[1:] if at <= beat < at + away else agents:
+                    agent.step()
+            assert world.closed() == {1: ("0", "1", "2", "3"), 2: ("0", "1", "2", "3")}, (at, away)
+            assert all(len(agent.fits) == len(set(agent.fits)) for agent in agents)
+
+
+def test_closing_tells_everybody() -> None:
+    world = World(Federation(clients=1, rounds=1), 1).begin()
+    node = world.node("n")
+    held = node.hold()
+    assert isinstance(world.answers[held], FitPlan)
+    second = world.node("m")
+    waiting = second.hold()
+    world.tell(ev.Stopped(why="a person said so"))
+    plan = world.answers[waiting]
+    assert isinstance(plan, Close)
+    assert plan.why == "a person said so"
+    assert world.coordinator.next_deadline() is None
