@@ -523,14 +523,13 @@ def test_fragments_are_exchanged_while_the_next_round_is_fitted() -> None:
     assert [(p.round, p.fragment, p.base, p.steps, p.clock) for p in plans if isinstance(p, FitPlan)] == [
         (1, 1, "weights 0", 4, 0)
     ] * 2
-    assert isinstance(node.take(), Wait)  # a client does one round after another
-    node.deliver("0")
-    second = node.take()
+    second = node.take()  # the first client's next round, ahead
     assert isinstance(second, FitPlan)
+    node.deliver("0", 1)
     assert (second.client, second.round, second.fragment, second.base, second.clock) == ("0", 2, 2, "weights 0", 4)
     node.deliver("1")
     assert sorted(run.coordinator.state.open) == [1, 2]
-    node.deliver("0")
+    node.deliver("0", 2)
     node.take(), node.deliver("1", 2)
     assert [fold.round for fold in run.folds] == [1]  # one after another
     assert isinstance(node.take(), Wait)  # round 3 begins from the weights of round 1

@@ -52,7 +52,7 @@ class Coordinator:
         self.roster = Roster(clients)
         self.sampler = Sampler(settings.sampling, self.roster, seed)
         self._replay = Replay(settings, self.sampler, run, settings_digest(settings, self.roster, seed))
-        self._present = Present(settings.waiting, self._replay.state)
+        self._present = Present(settings.waiting, self._replay.state, self._replay.overlap)
 
     @property
     def state(self) -> Lasting:

@@ -207,8 +207,8 @@ def _failed(
     c: Coordinator, event: ev.WorkFailed, node: Node
 ) -> tuple[tuple[Record, ...], tuple[ev.Note, ...], tuple[Reason, str] | None]:
     fit, measure = Work("fit", event.round, event.client), Work("evaluate", event.round, event.client)
-    task = node.tasks.get(event.client)
-    work = task.work if task is not None and task.work in (fit, measure) else fit if fit in c.present.where else measure
+    mine = [work for work in (fit, measure) if work in node.tasks]
+    work = mine[0] if mine else fit if fit in c.present.where else measure
     if work not in c.present.where or c.present.where[work] not in (node, None):
         return (), (), ("stale", f"client {event.client} is not at work on round {event.round} here (any more)")
     if event.again and c.present.tries.get(work, 0) + 1 < c.settings.waiting.attempts:

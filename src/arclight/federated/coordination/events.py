@@ -76,7 +76,11 @@ class Joined(Said):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked(Said):
-    """A worker of a node is free. Answered, perhaps later, by FitPlan, EvaluatePlan, Wait or Close."""
+    """A worker of a node is free. Answered, perhaps later, by FitPlan, EvaluatePlan, Wait or Close.
+
+    A client is given one thing at a time, except where exchanges overlap with training: then an ask while it is at a round may
+    bring its next one (up to `Streaming.overlap` ahead), to be fetched meanwhile and begun after it.
+    """
 
     session: str
     wait: float

@@ -37,8 +37,9 @@ class Node:
     progress: float
     """When it last did something: a step, an update, a question."""
     lost: float | None = None
-    tasks: dict[str, Task] = field(default_factory=dict)
-    """By client: a client does one thing at a time."""
+    ahead: int = 0
+    """Rounds that a client may be given beyond the one it is at, so that fetching and sending overlap with training."""
+    tasks: dict[Work, Task] = field(default_factory=dict)
     queue: dict[Work, None] = field(default_factory=dict)
     measures: dict[Work, None] = field(default_factory=dict)
     asks: dict[str, None] = field(default_factory=dict)
@@ -49,9 +50,16 @@ class Node:
         """What a free worker would get."""
         for waiting in (self.measures, self.queue):
             for work in waiting:
-                if work.client not in self.tasks and work.client not in self.stopping:
+                if work.client not in self.stopping and not self.of(work.client):
                     return work
+        for work in self.queue if self.ahead else ():  # rounds of one client are begun in their order
+            if work.client not in self.stopping and len(self.of(work.client)) <= self.ahead:
+                return work
         return None
+
+    def of(self, client: str) -> list[Task]:
+        """What a client of this node is at, oldest first."""
+        return [task for work, task in self.tasks.items() if work.client == client]
 
 
 class Timer(NamedTuple):

@@ -19,8 +19,8 @@ _HOMES = 100_000  # clients whose last node is remembered
 class Present:
     """Nodes, their work, and alarms. Changed by `Coordinator.apply` only."""
 
-    def __init__(self, waiting: Waiting, lasting: Lasting) -> None:
-        self._waiting, self._lasting = waiting, lasting
+    def __init__(self, waiting: Waiting, lasting: Lasting, ahead: int = 0) -> None:
+        self._waiting, self._lasting, self._ahead = waiting, lasting, ahead
         self.nodes: dict[str, Node] = {}
         self.sessions: dict[str, Node] = {}
         """Of nodes that are here."""
@@ -69,6 +69,7 @@ class Present:
             self._part(former)
             self._disown(former, departed=bool(event.clients))
         node = Node(event.node, event.session, event.process, event.clients, event.steps_per_second, now, now)
+        node.ahead = self._ahead
         self.nodes[node.name], self.sessions[node.session] = node, node
         self.challengers.pop(node.name, None)
         self.alone_since = None
@@ -86,9 +87,9 @@ class Present:
             if holder is None or holder is former or holder.lost is not None or work in holder.queue:
                 self._take(work)
                 self.where[work] = node
-                node.tasks[held.client] = Task(work, now if held.finished else -math.inf)
+                node.tasks[work] = Task(work, now if held.finished else -math.inf)
         mine = [work for work in self.homeless if work.client in node.clients] if node.clients else []
-        left = [] if former is None else [*former.measures, *former.queue, *(t.work for t in former.tasks.values())]
+        left = [] if former is None else [*former.measures, *former.queue, *former.tasks]
         self.place([work for work in left if self.where.get(work) is former], now)
         self.place(mine, now)
         if not node.clients:
@@ -110,7 +111,7 @@ class Present:
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
         self._disown(node, departed=True)
-        works = [*node.measures, *node.queue, *(task.work for task in node.tasks.values())]
+        works = [*node.measures, *node.queue, *node.tasks]
         node.tasks, node.measures, node.queue = {}, {}, {}
         for work in works:
             if self.where.get(work) is node:
@@ -129,10 +130,11 @@ class Present:
     def beat(self, node: Node, steps: dict[str, int], now: float) -> None:
         moved = False
         for client, done in steps.items():
-            task = node.tasks.get(client)
-            if task is not None:
-                moved |= done != task.steps
-                task.seen, task.steps = now, done
+            for number, task in enumerate(node.of(client)):
+                task.seen = now
+                if number == 0:
+                    moved |= done != task.steps
+                    task.steps = done
         for client in [client for client in node.stopping if client not in steps]:
             del node.stopping[client]
         self.heard(node, now, progress=moved)
@@ -240,7 +242,7 @@ class Present:
         self.answered(to)
         self._take(work)
         self.where[work] = node
-        node.tasks[work.client] = Task(work, now)
+        node.tasks[work] = Task(work, now)
         if not node.clients:
             self._homes.pop(work.client, None)
             self._homes[work.client] = node.name
@@ -311,9 +313,7 @@ class Present:
             return None
         node.queue.pop(work, None)
         node.measures.pop(work, None)
-        task = node.tasks.get(work.client)
-        if task is not None and task.work == work:
-            del node.tasks[work.client]
+        if node.tasks.pop(work, None) is not None:
             return node
         self._touch(node)
         return None

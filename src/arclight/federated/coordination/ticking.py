@@ -193,7 +193,7 @@ def _open(c: Coordinator, event: Event, round: int, now: float) -> Decision:
 
 
 def _begun(work: Work, node: Node | None) -> bool:
-    return node is not None and work.client in node.tasks
+    return node is not None and work in node.tasks
 
 
 # -- nodes that ask ----------------------------------------------------------------------------------------------------
@@ -328,8 +328,8 @@ def _whereabouts(c: Coordinator, work: Work) -> str:
     node = c.present.where.get(work)
     if node is None:
         return "no node that could do it is here"
-    task = node.tasks.get(work.client)
-    if task is None or task.work != work:
+    task = node.tasks.get(work)
+    if task is None:
         return f"queued at node {node.name}"
     done = f"step {task.steps}" if task.steps >= 0 else "given"
     return f"node {node.name} is lost, its work is kept" if node.lost is not None else f"node {node.name}, {done}"
