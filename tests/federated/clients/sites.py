@@ -17,10 +17,10 @@ MANIFEST = Manifest(kind="weights", tensors={}, blobs={})
 
 
 class Net(Module):
-    def __init__(self, norm: bool = False) -> None:
+    def __init__(self, norm: bool = False, width: int = 16) -> None:
         super().__init__()
-        middle = nn.BatchNorm1d(16) if norm else nn.Identity()
-        self.net = nn.Sequential(nn.Linear(8, 16), middle, nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 2))
+        middle = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(8, width), middle, nn.ReLU(), nn.Dropout(0.25), nn.Linear(width, 2))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])

@@ -1,0 +1,339 @@
+"""A node: the process on a site that asks a server for work, has its clients trained, and sees to it that nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.clients.crew import Crew, InThisProcess
+from arclight.federated.clients.session import ClosedError, Session, described
+from arclight.federated.clients.state import Begun, ClientFolder, folder_name, read_json, write_text
+from arclight.federated.clients.work import addressed
+from arclight.federated.codecs.downlink import Held as HeldWeights
+from arclight.federated.errors import BlobError, CancelledError, LinkError, ProtocolError
+from arclight.federated.protocol import (
+    Ask,
+    Beat,
+    Close,
+    Evaluate,
+    Failed,
+    Fit,
+    Held,
+    Message,
+    Receipt,
+    Update,
+    Wait,
+)
+
+if TYPE_CHECKING:
+    from arclight.federated.clients.client import Client
+    from arclight.federated.transports.link import Link
+
+log = logging.getLogger(__name__)
+
+_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_ATTEMPTS = 3
+"""Times that an update which arrives damaged is sent."""
+_END = 30.0
+
+
+@dataclass
+class _Job:
+    """What is being done for a client."""
+
+    round: int
+    steps: int = 0
+    loss: float | None = None
+    until: float | None = None
+    cancelled: str = ""
+
+    def progress(self, steps: int, loss: float | None) -> None:
+        self.steps, self.loss = steps, self.loss if loss is None else loss
+        if self.until is not None and time.monotonic() > self.until:
+            raise CancelledError(f"round {self.round} has run out of time after {steps} steps")
+        if self.cancelled:
+            raise CancelledError(self.cancelled)
+
+
+class Node:
+    """Works for a server until it says that the run is over.
+
+    clients: what is trained here, or a `Crew` that trains it. folder: where clients' states, weights and unsent updates lie; a
+    node that is started again with it goes on where it was. name: the same after a restart. patience: seconds for which a server
+    that is away is tried again. ask: seconds for which the server may hold an ask.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        clients: Sequence[Client] | Crew,
+        folder: str | Path,
+        name: str,
+        *,
+        patience: float = 3600.0,
+        ask: float = 20.0,
+    ) -> None:
+        self._crew: Crew = InThisProcess(clients) if isinstance(clients, Sequence) else clients
+        self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
+        self._stopping, self._lock, self._down = threading.Event(), threading.Lock(), threading.Lock()
+        self._session = Session(link, name, self._crew.clients, self._held, patience, self._stopping)
+        self._jobs: dict[str, _Job] = {}
+        self._folders: dict[str, ClientFolder] = {}
+        self._committed = -1
+        self._error: BaseException | None = None
+        self.closed = ""
+        """Why the server ended the run for this node."""
+
+    def run(self) -> None:
+        """Join, and work until the run is over or `stop` is called. Raises what ended the node otherwise."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._begin()
+            threads = [threading.Thread(target=self._beat, name="arclight-beat", daemon=True)]
+            threads += [
+                threading.Thread(target=self._work, args=(slot,), name=f"arclight-slot-{slot}", daemon=True)
+                for slot in range(1, self._crew.slots)
+            ]
+            for thread in threads:
+                thread.start()
+            self._work(0)
+            for thread in threads:
+                thread.join(_END + self._ask_for)
+                if thread.is_alive():
+                    log.warning("%s of node %s has not ended after %g s", thread.name, self.name, _END + self._ask_for)
+        except ClosedError as closed:
+            self.closed = str(closed)
+        finally:
+            self._stopping.set()
+            self._crew.close()
+            self._session.leave()
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End soon, in order: what is being trained is broken off, and goes on when the node is started again. From any thread."""
+        self._stopping.set()
+        with self._lock:
+            for job in self._jobs.values():
+                job.cancelled = job.cancelled or "the node was told to stop"
+
+    # -- beginning ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._open(str(read_json(self._folder / "node.json").get("run", "")))
+        run = self._session.join().run
+        self._open(run)
+        write_text(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
+        for client, folder in self._folders.items():
+            for one in folder.account.finished:
+                if not one.taken:
+                    log.info("node %s sends what client %s had finished of round %d", self.name, client, one.round)
+                    self._send(folder, folder.update_of(one))
+
+    def _open(self, run: str) -> None:
+        """The folders of a run; those of the last one are looked at before anybody says which it is."""
+        if not run:
+            return
+        self._place = self._folder / folder_name(run)
+        self._folders = {name: ClientFolder(self._client(name), name, run) for name in self._crew.clients}
+        self._here = FolderStore(self._place / "weights")
+        self._weights = HeldWeights(self._here, self._link.blobs)
+        self._crew.open(self._place / "clients", run)
+
+    def _client(self, name: str) -> Path:
+        return self._place / "clients" / folder_name(name)
+
+    def _held(self) -> list[Held]:
+        return [held for folder in self._folders.values() for held in folder.held()]
+
+    # -- working -----------------------------------------------------------------------------------------------------
+
+    def _work(self, slot: int) -> None:
+        """Ask and do, until the run is over."""
+        try:
+            store = FolderStore(self._place / "slots" / str(slot))
+            while not self._stopping.is_set():
+                answer = self._session.say(lambda session: Ask(node=self.name, session=session, wait=self._ask_for))
+                match answer:
+                    case Fit():
+                        self._fit(answer, store)
+                    case Evaluate():
+                        self._evaluate(answer, store)
+                    case Wait():
+                        log.debug("node %s waits: %s", self.name, answer.about)
+                        self._stopping.wait(answer.seconds)
+                    case Close():
+                        raise ClosedError(answer.why)
+                    case _:
+                        raise ProtocolError(f"the server answered {answer.kind!r} to an ask")
+        except ClosedError as closed:
+            self.closed = self.closed or str(closed)
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self.stop()
+
+    def _fit(self, order: Fit, store: FolderStore) -> None:
+        folder = self._folder_of(order)
+        folder.committed(self._committed)
+        update = folder.finished(order)
+        if update is None:
+            with self._doing(order) as job:
+                if job is None:
+                    return
+                folder.begin(order)
+                self._session.patiently(partial(self._hand_out, order, store))
+                try:
+                    update = self._crew.fit(order, store, job.progress)
+                finally:  # it has been written to where the client is trained
+                    folder = self._folders[order.client] = ClientFolder(
+                        self._client(order.client), order.client, order.run
+                    )
+        if update is not None:
+            self._send(folder, update)
+
+    def _evaluate(self, order: Evaluate, store: FolderStore) -> None:
+        self._folder_of(order)
+        with self._doing(order) as job:
+            if job is None:
+                return
+            self._session.patiently(partial(self._hand_out, order, store))
+            evaluated = self._crew.evaluate(order, store)
+            self._receipt(lambda session: addressed(evaluated, self.name, session), f"measurement of {order.client}")
+
+    def _folder_of(self, order: Fit | Evaluate) -> ClientFolder:
+        if order.run != self._session.welcome.run:
+            raise ProtocolError(f"an order of run {order.run!r} in run {self._session.welcome.run!r}")
+        if order.client not in self._folders:
+            raise ProtocolError(f"an order for client {order.client!r}; this node has {', '.join(self._crew.clients)}")
+        return self._folders[order.client]
+
+    @contextmanager
+    def _doing(self, order: Fit | Evaluate) -> Iterator[_Job | None]:
+        """Let beats tell of a job; what goes wrong in it is told to the server and ends the job, not the node."""
+        job = _Job(order.round, until=None if order.deadline is None else time.monotonic() + order.deadline)
+        with self._lock:
+            taken = order.client in self._jobs
+            if not taken:
+                self._jobs[order.client] = job
+        if taken:
+            log.warning("node %s was asked for client %s, which it is training already", self.name, order.client)
+            yield None
+            return
+        failed: BaseException | None = None
+        try:
+            yield job
+        except (ClosedError, LinkError):
+            raise
+        except CancelledError as error:
+            log.info("node %s, client %s, round %d: %s", self.name, order.client, order.round, error)
+            failed = None if job.cancelled else error
+        except Exception as error:  # whatever a client's own code raises is its own matter
+            log.exception("node %s: client %s has failed in round %d", self.name, order.client, order.round)
+            failed = error
+        finally:
+            with self._lock:
+                self._jobs.pop(order.client, None)
+        if failed is not None:
+            self._tell_of(order, failed)
+
+    def _tell_of(self, order: Fit | Evaluate, error: BaseException) -> None:
+        again = isinstance(error, BlobError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
+
+        def failure(session: str) -> Message:
+            return Failed(
+                node=self.name,
+                session=session,
+                client=order.client,
+                round=order.round,
+                error=described(error),
+                again=again,
+            )
+
+        self._receipt(failure, f"failure of {order.client}")
+
+    def _hand_out(self, order: Fit | Evaluate, store: FolderStore) -> None:
+        """The order's weights as files in ``store``, where nobody else's orders move them."""
+        for other in list(store):
+            if other not in order.weights.blobs:
+                store.remove(other)
+        with self._down:
+            self._weights.take(order.weights, order.changes)
+            for digest in order.weights.blobs:
+                store.adopt(digest, self._here.file(digest))
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def _send(self, folder: ClientFolder, update: Update) -> None:
+        """Put an update's blobs and say so until there is a receipt; then what becomes of it here."""
+        one, about = (
+            Begun(update.round, str(update.manifest.base), update.fragment),
+            f"{update.client}, round {update.round}",
+        )
+        for attempt in range(1, _ATTEMPTS + 1):
+            blobs = folder.blobs_of(one)
+            for digest in update.manifest.blobs:
+                self._session.patiently(partial(self._link.blobs.put, digest, blobs.file(digest)))
+            receipt = self._receipt(lambda session: addressed(update, self.name, session), f"update of {about}")
+            if receipt.accepted or receipt.reason == "duplicate":
+                folder.taken(one)
+                folder.committed(max(receipt.committed, self._committed))
+                return
+            if receipt.reason != "damaged":
+                break
+            log.warning(
+                "the update of %s arrived damaged (attempt %d of %d): %s", about, attempt, _ATTEMPTS, receipt.message
+            )
+        folder.drop(one)
+        if receipt.reason == "stale":
+            log.warning("the update of %s came too late: %s", about, receipt.message)
+        else:
+            log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)
+
+    def _receipt(self, make: Callable[[str], Message], about: str) -> Receipt:
+        answer = self._session.say(make)
+        if isinstance(answer, Close):
+            raise ClosedError(answer.why)
+        if not isinstance(answer, Receipt):
+            raise ProtocolError(f"the server answered {answer.kind!r} to the {about}")
+        return answer
+
+    def _pulse(self, jobs: dict[str, _Job], session: str) -> Beat:
+        losses = {c: job.loss for c, job in jobs.items() if job.loss is not None and math.isfinite(job.loss)}
+        return Beat(node=self.name, session=session, steps={c: job.steps for c, job in jobs.items()}, losses=losses)
+
+    def _beat(self) -> None:
+        """Say that the node lives and how far it is, and hear what is no longer wanted."""
+        try:
+            while not self._stopping.wait(self._session.welcome.beat_every):
+                with self._lock:
+                    jobs = dict(self._jobs)
+                session = self._session.welcome.session
+                answer = self._session.try_to_say(partial(self._pulse, jobs))
+                if not isinstance(answer, Receipt):
+                    continue
+                if answer.reason == "session":
+                    self._session.join(lost=session)
+                self._committed = max(self._committed, answer.committed)
+                for client in answer.cancel:
+                    if client in jobs:
+                        jobs[
+                            client
+                        ].cancelled = f"the server no longer waits for round {jobs[client].round} of {client}"
+        except ClosedError as closed:
+            self.closed = self.closed or str(closed)
+            self.stop()
+        except BaseException as error:
+            self._error = self._error or error
+            self.stop()

@@ -1,0 +1,155 @@
+"""A node's conversation with its server: joined, joined again when the server forgot it, and patient when it is away."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from arclight.federated.errors import FederatedError, LinkError, ProtocolError, SessionError
+from arclight.federated.protocol import Close, Held, Join, Leave, Message, Receipt, Wait, Welcome
+
+if TYPE_CHECKING:
+    from arclight.federated.transports.link import Link
+
+log = logging.getLogger(__name__)
+
+_PAUSE = 1.0
+"""Seconds between attempts to reach a server that is away, beyond those that the link itself makes."""
+
+
+class ClosedError(FederatedError):
+    """The server has said that the run is over for this node."""
+
+
+class Session:
+    """Sends messages with the session's name in them.
+
+    held: what the node has begun and finished, asked for whenever it joins. patience: seconds for which a server that cannot be
+    reached, or does not let the node in, is tried again before LinkError is raised.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        node: str,
+        clients: tuple[str, ...],
+        held: Callable[[], list[Held]],
+        patience: float,
+        stopping: threading.Event,
+    ) -> None:
+        self._link, self.node, self._clients, self._held, self._patience = link, node, clients, held, patience
+        self._process = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._welcome: Welcome | None = None
+        self._stopping = stopping
+
+    @property
+    def welcome(self) -> Welcome:
+        if self._welcome is None:
+            raise FederatedError("the node has not joined yet")
+        return self._welcome
+
+    def join(self, lost: str | None = None) -> Welcome:
+        """Join; again where the session ``lost`` is still the newest one. Raises ClosedError where there is nothing to join."""
+        with self._lock:
+            if self._welcome is not None and self._welcome.session != lost:
+                return self._welcome
+            until = time.monotonic() + self._patience
+            while True:
+                answer = self._reached(self._join, until)
+                match answer:
+                    case Welcome():
+                        self._welcome = answer
+                        log.info(
+                            "node %s has joined run %s for %s",
+                            self.node,
+                            answer.run,
+                            ", ".join(self._clients) or "any client",
+                        )
+                        return answer
+                    case Close():
+                        raise ClosedError(answer.why)
+                    case Wait():
+                        log.info("node %s waits to join: %s", self.node, answer.about)
+                        self._pause(
+                            answer.seconds, until, f"the server does not let node {self.node} in: {answer.about}"
+                        )
+                    case Receipt():
+                        raise ProtocolError(f"the server does not take node {self.node}: {answer.message}")
+                    case _:
+                        raise ProtocolError(f"the server answered {answer.kind!r} to a join")
+
+    def say(self, make: Callable[[str], Message]) -> Message:
+        """The answer to ``make(session)``; where the session is no longer known, the node joins again and says it again."""
+        until = time.monotonic() + self._patience
+        while True:
+            session = self.welcome.session
+            try:
+                answer = self._reached(partial(make, session), until)
+            except SessionError as error:
+                answer = Receipt(accepted=False, reason="session", message=str(error))
+            if not (isinstance(answer, Receipt) and answer.reason == "session"):
+                return answer
+            log.warning("node %s: %s", self.node, answer.message)
+            self._pause(0.0, until, f"the server keeps losing node {self.node}: {answer.message}")
+            self.join(lost=session)
+
+    def patiently(self, action: Callable[[], None]) -> None:
+        """Transfers: again where the server is away or has lost the session."""
+        until = time.monotonic() + self._patience
+        while True:
+            session = self.welcome.session
+            try:
+                action()
+                return
+            except SessionError as error:
+                self._pause(0.0, until, f"the server keeps losing node {self.node}: {error}")
+                self.join(lost=session)
+            except LinkError as error:
+                log.warning("node %s cannot reach its server and tries again: %s", self.node, error)
+                self._pause(_PAUSE, until, str(error))
+
+    def try_to_say(self, make: Callable[[str], Message]) -> Message | None:
+        """One attempt, for what can be said later too; None where it did not work out."""
+        if self._welcome is None:
+            return None
+        try:
+            return self._link.send(make(self._welcome.session))
+        except (LinkError, SessionError) as error:
+            log.debug("node %s: %s", self.node, error)
+            return None
+
+    def leave(self) -> None:
+        if self._welcome is not None:
+            self.try_to_say(lambda session: Leave(node=self.node, session=session))
+
+    def _join(self) -> Join:
+        return Join(node=self.node, clients=self._clients, held=tuple(self._held()), process=self._process)
+
+    def _reached(self, make: Callable[[], Message], until: float) -> Message:
+        while True:
+            try:
+                return self._link.send(make())
+            except LinkError as error:
+                log.warning("node %s cannot reach its server and tries again: %s", self.node, error)
+                self._pause(_PAUSE, until, str(error))
+
+    def _pause(self, seconds: float, until: float, about: str) -> None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise LinkError(
+                f"{about}; tried for {self._patience:g} s. What the node has finished is kept: start it again later"
+            )
+        if self._stopping.wait(min(seconds, left)):
+            raise ClosedError("the node was told to stop")
+
+
+def described(error: BaseException) -> str:
+    """An error in a line, with its notes, for the server's people."""
+    notes: list[Any] = list(getattr(error, "__notes__", []))
+    return "; ".join([f"{type(error).__name__}: {error}", *map(str, notes)])

@@ -1,0 +1,139 @@
+"""From an order to an update on the disk: what happens to one client in the process that trains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from arclight.federated.blobs import BlobStore
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.opening import open_manifest
+from arclight.federated.blobs.packing import write_blobs
+from arclight.federated.clients.residuals import Residuals
+from arclight.federated.clients.state import ClientFolder, write_text
+from arclight.federated.codecs.encoding import decode, encode_all
+from arclight.federated.codecs.settings import from_table
+from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.protocol import Evaluate, Evaluated, Failed, Fit, Manifest, Update
+
+if TYPE_CHECKING:
+    from arclight.federated.clients.learner import Learner, Progress
+
+log = logging.getLogger(__name__)
+
+
+class Decoded(Mapping[str, torch.Tensor]):
+    """A manifest's tensors as values: each mapped, or decoded, when it is asked for, and not kept."""
+
+    def __init__(self, manifest: Manifest, store: BlobStore) -> None:
+        self._opened = open_manifest(manifest, store)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return decode(key, self._opened[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened)
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+
+class Work:
+    """One client's work. ``leads``: whether this process speaks for the client, where several train it together."""
+
+    def __init__(self, learner: Learner, folder: Path, client: str, run: str, leads: bool = True) -> None:
+        self.learner, self._client, self._folder, self._run, self._leads = learner, client, folder, run, leads
+
+    def fit(self, order: Fit, store: BlobStore, progress: Progress) -> Update | None:
+        """Train a round and leave its update in the client's folder; that update, without node and session, on the one that leads.
+
+        ``order.weights`` lie in ``store``. What was finished before is not trained again.
+        """
+        if order.privacy:
+            raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(order.privacy)}")
+        folder = ClientFolder(self._folder, self._client, self._run) if self._leads else None
+        if folder is not None:
+            if (done := folder.finished(order)) is not None:
+                return done
+            folder.begin(order)
+        weights, began = Decoded(order.weights, store), time.monotonic()
+        outcome = self.learner.fit(order, weights, progress)
+        seconds = time.monotonic() - began
+        changes = _changes(order, outcome.tensors, weights)
+        if folder is None:
+            for _ in changes:  # each is made by all processes together
+                pass
+            return None
+        left: dict[str, torch.Tensor] = {}
+        with folder.finishing(order) as staging:
+            encoded = encode_all(changes, from_table(order.codec), folder.residuals.load(), left)
+            blobs = FolderStore(staging / "blobs")
+            manifest = write_blobs(encoded, blobs, kind="update", base=order.base)
+            if not manifest.tensors:
+                raise FederatedError(
+                    f"client {self._client} has nothing to send: no weight of its module is trained and sent"
+                )
+            Residuals.save(staging / "residuals", left)
+            update = Update(
+                node="",
+                session="",
+                client=order.client,
+                round=order.round,
+                manifest=manifest,
+                samples=outcome.samples,
+                tokens=outcome.tokens,
+                steps=outcome.steps,
+                seconds=seconds,
+                metrics=outcome.metrics,
+                fragment=order.fragment,
+            )
+            write_text(staging / "update.json", update.to_json())
+        return update
+
+    def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:
+        """Measure weights, as `fit` trains."""
+        outcome = self.learner.evaluate(order, Decoded(order.weights, store))
+        if not self._leads:
+            return None
+        return Evaluated(
+            node="",
+            session="",
+            client=order.client,
+            round=order.round,
+            samples=outcome.samples,
+            metrics=outcome.metrics,
+        )
+
+    def close(self) -> None:
+        self.learner.close()
+
+
+M = TypeVar("M", Update, Evaluated, Failed)
+
+
+def addressed(message: M, node: str, session: str) -> M:
+    """A message that was made without knowing who sends it."""
+    return dataclasses.replace(message, node=node, session=session)
+
+
+def _changes(
+    order: Fit, after: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What goes into the update, tensor by tensor: values, or what was before minus what is now.
+
+    Differences are taken in float32 at least: those of 16-bit weights would lose what is small beside the weight. A local state
+    that the server has not seen yet is sent as it is.
+    """
+    for key in after:
+        value = after[key]
+        if order.form == "weights" or key not in before:
+            yield key, value
+            continue
+        wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
+        yield key, before[key].to(wide) - value.to(wide)

@@ -1,0 +1,311 @@
+"""Nodes against a server in the same process: rounds, evaluation, errors, cancelling, restarts, sessions that are lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.clients.scripted import Scripted
+from tests.federated.clients.sites import Net, Rows, centralised, weights_of
+
+from arclight import Callback
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.crew import InThisProcess
+from arclight.federated.clients.node import Node
+from arclight.federated.errors import FederatedError, LinkError
+from arclight.federated.protocol import Failed, Join, Leave, Message, Receipt, Update
+from arclight.federated.transports.in_process import InProcess
+
+CPU = {"accelerator": "cpu"}
+
+
+def client_of(name: str, callbacks: Callback | None = None, seed: int = 5, width: int = 16) -> Client:
+    torch.manual_seed(11)
+    return Client(name, Net(width=width), Rows(seed=len(name)), trainer={**CPU, "callbacks": callbacks}, seed=seed)
+
+
+def beginning(width: int = 16) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return weights_of(Net(width=width))
+
+
+def run(node: Node, seconds: float = 60) -> None:
+    """`Node.run`, but not for ever."""
+    failed: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            node.run()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), f"node {node.name} has not ended within {seconds} s"
+    if failed:
+        raise failed[0]
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=4, steps=7)
+    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    torch.manual_seed(1)
+    whole = Net()
+    centralised(tmp_path, whole, Rows(seed=1), 28, seed=5)
+    assert_equal(server.weights, weights_of(whole))
+    assert isinstance(server.said[0], Join)
+    assert isinstance(server.said[-1], Leave)
+    assert not list((tmp_path / "node" / "run" / "clients" / "a" / "finished").glob("00000[012]")), (
+        "committed updates go"
+    )
+
+
+def test_deltas_are_within_two_ulp_a_round(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=7, form="delta")
+    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    torch.manual_seed(1)
+    whole = Net()
+    centralised(tmp_path, whole, Rows(seed=1), 7, seed=5)
+    begin, central = beginning(), weights_of(whole)
+    for key, value in server.weights.items():
+        # an ulp of the larger of the weights that the difference is taken between
+        size = torch.maximum(begin[key].abs(), central[key].abs())
+        ulp = torch.nextafter(size, torch.full_like(size, torch.inf)) - size
+        assert ((value - central[key]).abs() <= 2 * ulp).all(), key
+
+
+def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """On one node or on three, it is the same run."""
+    names = ("a", "bb", "ccc")
+    together = Scripted(tmp_path / "s1", beginning(), names, rounds=3, steps=4, form="delta", evaluate=True)
+    run(Node(InProcess(together), [client_of(name) for name in names], tmp_path / "node", "n"))
+    apart = Scripted(tmp_path / "s2", beginning(), names, rounds=3, steps=4, form="delta")
+    nodes = [Node(InProcess(apart), [client_of(name)], tmp_path / f"node-{name}", name) for name in names]
+    threads = [threading.Thread(target=run, args=(node,), daemon=True) for node in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert apart.round == together.round == 3
+    assert_equal(apart.weights, together.weights)
+    assert {number: sorted(by) for number, by in together.measured.items()} == {r: list(names) for r in range(4)}
+    losses = [sum(each.metrics["val/loss"] for each in together.measured[r].values()) for r in range(4)]
+    assert losses[3] < losses[0]
+    assert all(update.samples == 16 and update.metrics["train/loss"] > 0 for update in together.of(Update))
+
+
+class Fails(Callback):
+    """Raises at a step, once."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.at, self.error, self.done = at, error, False
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.at and not self.done:
+            self.done = True
+            raise self.error
+
+
+def test_a_client_that_fails_is_told_of_and_the_others_go_on(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=3, steps=4)
+    clients = [
+        client_of("a", Fails(6, torch.OutOfMemoryError("HIP out of memory. Tried to allocate 3 GiB"))),
+        client_of("bb"),
+    ]
+    run(Node(InProcess(server), clients, tmp_path / "node", "n"))
+    (failed,) = server.of(Failed)
+    assert (failed.client, failed.round, failed.again) == ("a", 1, False)
+    assert "OutOfMemoryError: HIP out of memory. Tried to allocate 3 GiB" in failed.error
+    assert server.round == 3
+    assert [update.client for update in server.of(Update)] == ["a", "bb", "bb", "bb"]
+
+
+def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=2, steps=4)
+    run(
+        Node(
+            InProcess(server),
+            [client_of("a", Fails(6, OSError(28, "No space left on device")))],
+            tmp_path / "node",
+            "n",
+        )
+    )
+    assert [failed.again for failed in server.of(Failed)] == [True]
+    clean = Scripted(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
+    run(Node(InProcess(clean), [client_of("a")], tmp_path / "other", "n"))
+    assert_equal(server.weights, clean.weights)
+
+
+def test_a_refused_update_is_told_of_and_not_sent_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
+    server.on_update = lambda update: (
+        Receipt(accepted=False, reason="not_finite", message="net.0.weight is NaN") if update.client == "a" else None
+    )
+    run(Node(InProcess(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
+    assert [update.client for update in server.of(Update)] == ["a", "bb", "bb"]
+    assert "refuses the update of a, round 0 (not_finite): net.0.weight is NaN" in caplog.text
+
+
+def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
+    answers = [Receipt(accepted=False, reason="damaged", message="half of it"), None]
+    server.on_update = lambda update: answers.pop(0)
+    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    assert server.round == 1
+    assert len(server.of(Update)) == 2
+
+
+def test_a_lost_session_costs_no_work(tmp_path: Path) -> None:
+    """The server forgets the node while it trains: the node joins again, says what it has, and its update counts."""
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=2, steps=6)
+
+    class Forget(Callback):
+        steps = 0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.steps += 1
+            if self.steps == 3:
+                server.sessions.clear()
+                wait_until(lambda: len(server.sessions) == 1)
+
+    counting = Forget()
+    run(Node(InProcess(server), [client_of("a", counting)], tmp_path / "node", "n"))
+    assert counting.steps == 12
+    first, second = server.of(Join)
+    assert first.held == ()
+    assert [(held.client, held.round, held.finished) for held in second.held] == [("a", 0, False)]
+    assert server.round == 2
+
+
+def wait_until(condition: Any, seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
+
+    class Slow(Callback):
+        steps = 0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.steps += 1
+            if self.steps == 2:
+                server.cancel = ("a",)
+                server.clients = ("bb",)
+            time.sleep(0.1 if self.steps < 50 else 0)
+
+    slow = Slow()
+    server.order = {"journal_every": 0}
+    server.steps = 100
+    run(Node(InProcess(server), [client_of("a", slow), client_of("bb")], tmp_path / "node", "n"))
+    assert slow.steps < 50
+    assert [update.client for update in server.of(Update)] == ["bb"]
+    assert not server.of(Failed)
+
+
+def test_a_deadline_ends_a_round(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000, deadline=0.3)
+    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    (failed,) = server.of(Failed)
+    assert "round 0 has run out of time after" in failed.error
+
+
+@pytest.mark.parametrize("codec", [{"kind": "raw"}, {"kind": "int8", "block": 32}])
+def test_a_stopped_node_goes_on_where_it_was(tmp_path: Path, codec: dict[str, Any]) -> None:
+    """Broken off in a round's middle, and again between an update and its receipt: the end has the bits of an undisturbed run."""
+    torch.manual_seed(1)
+    order: dict[str, Any] = {"form": "delta", "codec": codec, "journal_every": 3}
+    begin = beginning(width=256)
+    clean = Scripted(tmp_path / "clean", begin, ("a",), rounds=3, steps=8, **order)
+    run(Node(InProcess(clean), [client_of("a", width=256)], tmp_path / "undisturbed", "n"))
+
+    server = Scripted(tmp_path / "server", begin, ("a",), rounds=3, steps=8, **order)
+    nodes: list[Node] = []
+
+    class Stop(Callback):
+        def __init__(self, at: int) -> None:
+            self.at, self.steps = at, 0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.steps += 1
+            if trainer.global_step == self.at:
+                nodes[-1].stop()
+
+    counts = [Stop(13), Stop(10_000), Stop(10_000)]
+    nodes.append(Node(InProcess(server), [client_of("a", counts[0], width=256)], tmp_path / "node", "n"))
+    run(nodes[0])
+    assert server.round == 1
+    server.on_update = lambda update: nodes[-1].stop() or Receipt(accepted=False, reason="session", message="gone")
+    nodes.append(Node(InProcess(server), [client_of("a", counts[1], width=256)], tmp_path / "node", "n"))
+    run(nodes[1])
+    assert server.round == 1
+    assert counts[1].steps == 16 - 8 - 3, "the journal had three of the round's steps"
+    server.on_update = lambda update: None
+    nodes.append(Node(InProcess(server), [client_of("a", counts[2], width=256)], tmp_path / "node", "n"))
+    run(nodes[2])
+    assert counts[2].steps == 8, "what was finished is sent, not trained again"
+    assert server.round == 3
+    assert_equal(server.weights, clean.weights)
+    assert (tmp_path / "node" / "run" / "clients" / "a" / "residuals").exists() == (codec["kind"] == "int8")
+
+
+class Away:
+    """A link whose server comes back after some attempts, or never."""
+
+    def __init__(self, link: InProcess, attempts: int) -> None:
+        self.link, self.blobs, self.left = link, link.blobs, attempts
+
+    def send(self, message: Message) -> Message:
+        if isinstance(message, Update) and self.left > 0:
+            self.left -= 1
+            raise LinkError("nobody answers at 10.0.0.1:8080")
+        return self.link.send(message)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
+    run(Node(Away(InProcess(server), 1), [client_of("a")], tmp_path / "node", "n"))
+    assert server.round == 1
+    again = Scripted(tmp_path / "again", beginning(), ("a",), rounds=1, steps=4)
+    node = Node(Away(InProcess(again), 10**6), [client_of("a")], tmp_path / "other", "n", patience=0.5)
+    with pytest.raises(
+        LinkError, match=r"nobody answers at 10\.0\.0\.1:8080; tried for 0\.5 s. What the node has finished is kept"
+    ):
+        run(node)
+    run(Node(InProcess(again), [client_of("a")], tmp_path / "other", "n"))
+    assert again.round == 1
+
+
+def test_a_damaged_account_is_told_of(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
+    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    file = tmp_path / "node" / "run" / "clients" / "a" / "client.json"
+    assert json.loads(file.read_text())["client"] == "a"
+    file.write_text(file.read_text()[:40])
+    with pytest.raises(FederatedError, match=r"client\.json is damaged"):
+        run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+
+
+def test_a_client_is_one_thing() -> None:
+    with pytest.raises(FederatedError, match="needs one of module"):
+        Client("a")
+    with pytest.raises(FederatedError, match="two clients have one name"):
+        InThisProcess([client_of("a"), client_of("a")])
