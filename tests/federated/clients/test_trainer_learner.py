@@ -245,22 +245,22 @@ def test_personal_frozen_and_randomised_weights(tmp_path: Path) -> None:
         outcome = learner.fit(fit_order(number, 2, 2 * number, keep=keep, seed=9), begin, quiet)
         return {key: outcome.tensors[key] for key in outcome.tensors}, weights_of(module)
 
-    sent, after = train(0, personal=["net.4."])
+    sent, after = train(0, masks={"personal": ["net.4."]})
     assert list(sent) == ["model/net.0.weight", "model/net.0.bias"]
     own = after["model/net.4.weight"]
     assert not torch.equal(own, begin["model/net.4.weight"]), "personal weights are trained"
     assert (own - begin["model/net.4.weight"]).abs().max() < 0.1, "the server's are the first"
-    sent, after = train(1, personal=["net.4."])
+    sent, after = train(1, masks={"personal": ["net.4."]})
     assert 0 < (after["model/net.4.weight"] - own).abs().max() < 0.1, "they go on from where they were"
-    sent, after = train(2, frozen=["net.0.weight"])
+    sent, after = train(2, masks={"frozen": ["net.0.weight"]})
     assert list(sent) == ["model/net.0.bias", "model/net.4.weight", "model/net.4.bias"]
     assert torch.equal(after["model/net.0.weight"], begin["model/net.0.weight"])
     assert module.net[0].weight.requires_grad
-    ends = [train(number, randomised=["net.0.*"], reset_optimizer=True) for number in (3, 4)]
+    ends = [train(number, masks={"randomised": ["net.0.*"]}, reset_optimizer=True) for number in (3, 4)]
     assert all(list(sent) == ["model/net.4.weight", "model/net.4.bias"] for sent, _ in ends)
     assert ends[0][1]["model/net.0.weight"].abs().max() < 0.5, "drawn anew: the server's are beyond 1"
-    with pytest.raises(ProtocolError, match="cannot keep 'frozn'"):
-        train(5, frozn=["net.0.*"])
+    with pytest.raises(ProtocolError, match="no masks 'frozn'"):
+        train(5, masks={"frozn": ["net.0.*"]})
 
 
 def test_moments_travel_when_asked_for(tmp_path: Path) -> None:
@@ -280,8 +280,8 @@ def test_moments_travel_when_asked_for(tmp_path: Path) -> None:
             seen.setdefault("state", copy.deepcopy(optimizer_state(trainer)))
 
     other.trainer.callbacks.insert(0, Look())
-    back = other.fit(fit_order(1, 2, 5), sent, quiet)
-    assert set(back.tensors) == set(send), "what came with moments goes back with moments"
+    back = other.fit(fit_order(1, 2, 5, keep={"moments": ["exp_avg", "exp_avg_sq"]}), sent, quiet)
+    assert set(back.tensors) == set(send), "what is averaged is sent"
     for name, entries in zip(names, seen["state"], strict=True):
         assert torch.equal(sent[f"exp_avg_sq/{name}"], entries["exp_avg_sq"])
         assert entries["step"] == 5

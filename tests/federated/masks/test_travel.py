@@ -56,8 +56,23 @@ def test_periods_of_states_and_layers() -> None:
         assert ("exp_avg/blocks.0.attn.weight" in sent) == (number % 3 == 0)
         assert ("exp_avg_sq/embed.weight" in sent) == (number % 6 == 0)
         assert ("model/head.weight" in sent) == (number % 2 == 0)
-        assert ("exp_avg/head.weight" in sent) == (number % 3 == 0)  # the first pattern that matches
+        assert ("exp_avg/head.weight" in sent) == (number % 3 == 0)  # states count before names
     assert des_loc.cycle == 6
+
+
+def test_the_order_of_periods_does_not_count() -> None:
+    """Messages sort their keys."""
+    said = {"head.": 2, "exp_avg/embed.*": 1, "exp_avg": 3, "*": 5, "head.weight": 4}
+    for periods in (said, dict(sorted(said.items())), dict(reversed(said.items()))):
+        some = travel(MOMENTS, periods=periods)
+        keys = (
+            "model/head.weight",
+            "exp_avg/embed.weight",
+            "exp_avg/head.weight",
+            "model/embed.weight",
+            "exp_avg_sq/head.weight",
+        )
+        assert [some.period(key) for key in keys] == [4, 1, 3, 5, 4]
 
 
 periods = st.dictionaries(

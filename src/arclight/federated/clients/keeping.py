@@ -4,59 +4,83 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from arclight.fabric.seeding import isolate_rng
+from arclight.fabric.spread import own_part
 from arclight.federated.errors import ProtocolError
+from arclight.federated.masks.experts import to_local
+from arclight.federated.masks.matching import matches
+from arclight.federated.masks.settings import Masks
+from arclight.federated.masks.travel import MODEL, Travel
+from arclight.trainer.named import bind_weights, named_weights
 
 if TYPE_CHECKING:
     from torch import nn
 
-MODEL = "model/"
+    from arclight.federated.protocol import Fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """What ``Fit.keep`` says. Patterns are names with ``*`` for any part; one that ends with a dot means all below it."""
+    """What ``Fit.keep`` says."""
 
+    travel: Travel = field(default_factory=Travel)
+    """Which tensors come and go; see `arclight.federated.masks`."""
     reset_optimizer: bool = False
     """Forget the optimizers' states before the round."""
-    personal: tuple[str, ...] = ()
-    """Weights that the client has of its own: the server's are its first, and none are sent."""
-    frozen: tuple[str, ...] = ()
-    """Weights that are taken from the server and neither trained nor sent."""
-    randomised: tuple[str, ...] = ()
-    """Weights that begin each round with first values drawn anew, and are not sent (DEPT, Iacob et al. 2025)."""
-    every: int = 1
-    """Rounds from one drawing anew to the next."""
 
     @classmethod
-    def of(cls, table: Mapping[str, Any]) -> Keep:
+    def of(cls, order: Fit) -> Keep:
         """From a message. Raises ProtocolError for what this version does not know."""
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(table) - known):
-            raise ProtocolError(f"this client cannot keep {unknown[0]!r}; it knows {', '.join(sorted(known))}")
-        said: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in table.items()}
-        return cls(**said)
+        table = dict(order.keep)
+        reset = table.pop("reset_optimizer", False)
+        if not isinstance(reset, bool):
+            raise ProtocolError(f"reset_optimizer is true or false, got {reset!r}")
+        names = (key.removeprefix(MODEL) for key in order.weights.tensors if key.startswith(MODEL))
+        return cls(travel=Travel.from_table(table, names), reset_optimizer=reset)
 
     @property
-    def own(self) -> tuple[str, ...]:
-        return (*self.personal, *self.randomised)
+    def masks(self) -> Masks:
+        return self.travel.masks
 
 
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, f"{pattern}*" if pattern.endswith(".") else pattern) for pattern in patterns)
+def to_take(weights: Mapping[str, torch.Tensor], keep: Keep, round: int, last: int | None) -> list[str]:
+    """Keys of a round's weights that the client takes up; ``last``: the round that it has trained last, None before the first.
+
+    One that has been further already, as before a run was set back, takes all but what is its own.
+    """
+    if last is not None and last >= round:
+        own = (*keep.masks.personal, *keep.masks.randomised)
+        return [key for key in weights if not matches(key.partition("/")[2], own)]
+    return keep.travel.down(weights, round, last)
 
 
-def to_bind(weights: Mapping[str, torch.Tensor], keep: Keep, begun: bool) -> dict[str, torch.Tensor]:
-    """Those of a round's weights that go into the client's module; ``begun``: it has trained before."""
-    named = {key.removeprefix(MODEL): key for key in weights if key.startswith(MODEL)}
-    taken = {name: key for name, key in named.items() if not (begun and matches(name, keep.own))}
-    return {name: weights[key] for name, key in taken.items()}
+@torch.no_grad()
+def bind(
+    module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Sequence[str], travel: Travel, mix: float
+) -> None:
+    """Copy those of ``weights`` into the module, or the way to them of which it keeps the share ``mix`` of its own.
+
+    A module that has a client's own experts only gets these out of the stacks of all.
+    """
+    own = named_weights(module)
+    given = {}
+    for key in keys:
+        name, value = key.removeprefix(MODEL), weights[key]
+        if travel.experts is not None and travel.is_stack(key) and name in own:
+            held = own[name].shape[0] if own[name].dim() else 0
+            value = to_local(value, travel.experts) if held == len(travel.experts) < len(value) else value
+        given[name] = value
+    mixed = [name for name in given if mix and name in own and own[name].is_floating_point()]
+    before = {name: own_part(own[name]).detach().clone() for name in mixed}
+    bind_weights(module, given)
+    for name in mixed:
+        here = own_part(own[name])
+        here.copy_(mix * before.pop(name).to(torch.float32) + (1 - mix) * here.to(torch.float32))
 
 
 def moments_in(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -69,10 +93,10 @@ def moments_in(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch
     return found
 
 
-def to_send(module: nn.Module, named: Sequence[str], keep: Keep) -> list[str]:
-    """Names of what training changes and the server may have: trained parameters, and the buffers that are saved."""
+def trained(module: nn.Module) -> list[str]:
+    """Names of what training changes: trained parameters, and the buffers that are saved."""
     still = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    return [name for name in named if name not in still and not matches(name, (*keep.own, *keep.frozen))]
+    return [name for name in named_weights(module) if name not in still]
 
 
 def drawn_anew(module: nn.Module, keep: Keep, seed: int) -> dict[str, torch.Tensor]:
@@ -83,7 +107,7 @@ def drawn_anew(module: nn.Module, keep: Keep, seed: int) -> dict[str, torch.Tens
     found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules():
         own = {f"{prefix}.{name}" if prefix else name: p for name, p in part.named_parameters(recurse=False)}
-        wanted = {name: p for name, p in own.items() if matches(name, keep.randomised)}
+        wanted = {name: p for name, p in own.items() if matches(name, keep.masks.randomised)}
         if not wanted:
             continue
         reset = getattr(part, "reset_parameters", None)

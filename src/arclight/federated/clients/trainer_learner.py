@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import MAX_SEED, isolate_rng, seed_generators
-from arclight.federated.clients.keeping import MODEL, Keep, to_bind
+from arclight.federated.clients.keeping import MODEL, Keep, bind
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.clients.states import States
 from arclight.federated.clients.turn import ENTRY, Measuring, Position, Taken, Turn
 from arclight.federated.errors import FederatedError
-from arclight.trainer.named import bind_weights
 from arclight.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class TrainerLearner:
             if state is None:
                 self._seed_all(order)
                 self._bind_first(order, weights)
-            turn.begin(order, weights, inside, at is not None, progress, self._save)
+            turn.begin(order, weights, inside, at, progress, self._save)
             try:
                 self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=state)
                 if turn.cancelled is not None:
@@ -141,7 +140,7 @@ class TrainerLearner:
     def _bind_first(self, order: Fit, weights: Tensors) -> None:
         """Callbacks that copy the module when a fit begins, as averages do, see the run's weights and not some first ones."""
         if not any(parameter.is_meta for parameter in self.module.parameters()):
-            bind_weights(self.module, to_bind(weights, Keep.of(order.keep), begun=False))
+            bind(self.module, weights, [key for key in weights if key.startswith(MODEL)], Keep.of(order).travel, 0.0)
 
     def _outcome(self, order: Fit) -> Outcome:
         trainer, done = self.trainer, self._turn.position().steps
@@ -156,7 +155,7 @@ class TrainerLearner:
         if trainer.last_loss is not None:
             metrics.setdefault("train/loss", float(trainer.last_loss.detach()))
         try:
-            tensors = Taken(trainer, self._turn.keys(trainer, order))
+            tensors = Taken(trainer, self._turn.keys(trainer, order), Keep.of(order).travel.experts)
         except KeyError as error:
             raise FederatedError(str(error.args[0])) from error
         return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)

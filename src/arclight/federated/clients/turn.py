@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ import torch
 
 from arclight.fabric.batches import counts_of
 from arclight.fabric.spread import own_part
-from arclight.federated.clients.keeping import MODEL, Keep, drawn_anew, matches, moments_in, to_bind, to_send
+from arclight.federated.clients.keeping import MODEL, Keep, bind, drawn_anew, matches, moments_in, to_take, trained
 from arclight.federated.errors import CancelledError
+from arclight.federated.masks.experts import Parts
 from arclight.trainer.callback import Callback
 from arclight.trainer.clock import Clock
 from arclight.trainer.named import (
@@ -77,16 +78,16 @@ class Turn(Pause):
         order: Fit,
         weights: Tensors,
         at: Position | None,
-        begun: bool,
+        last: Position | None,
         progress: Progress,
         save: Callable[[Trainer, Position], None],
     ) -> None:
         """``at``: where in the round the state lies that the next fit goes on from; None if it is older, or there is none.
 
-        ``begun``: the client has trained before. ``save`` writes the client's state.
+        ``last``: where its newest state was made, None before the client's first round. ``save`` writes the client's state.
         """
-        self._order, self._weights, self._begun, self._progress, self._save = order, weights, begun, progress, save
-        self._at, self._keep = at, Keep.of(order.keep)
+        self._order, self._weights, self._last, self._progress, self._save = order, weights, last, progress, save
+        self._at, self._keep = at, Keep.of(order)
         self._done, self._frozen = (at.steps if at is not None else 0), list[torch.nn.Parameter]()
         self.cancelled = None
         self.steps = max(order.steps - self._done, 1)
@@ -121,19 +122,25 @@ class Turn(Pause):
         self._at = Position(
             **{**asdict(Position.of(order)), "counts": {"samples": progress.samples, "tokens": progress.tokens}}
         )
-        bind_weights(module, to_bind(self._weights, self._keep, self._begun))
-        if self._keep.randomised and order.round % self._keep.every == 0:
+        last, travel = self._last, self._keep.travel
+        before = None if last is None else last.round if last.run == order.run else order.round
+        taken = to_take(self._weights, self._keep, order.round, before)
+        mix = travel.streaming.mix if travel.streaming is not None and before is not None else 0.0
+        bind(module, self._weights, [key for key in taken if key.startswith(MODEL)], travel, mix)
+        if travel.masks.randomised and order.round % travel.masks.randomise_every == 0:
             bind_weights(module, drawn_anew(module, self._keep, order.seed))
         if self._keep.reset_optimizer:
             for optimizer in trainer.optimizers:
                 optimizer.state.clear()
-        for state, moments in moments_in(self._weights).items():
+        for state, moments in moments_in(
+            {key: self._weights[key] for key in taken if not key.startswith(MODEL)}
+        ).items():
             bind_moments(trainer, state, moments, order.clock)
         self._clock.set(order.clock)
 
     def _freeze(self, module: Module) -> None:
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad and matches(name, self._keep.frozen):
+            if parameter.requires_grad and matches(name, self._keep.masks.frozen):
                 parameter.requires_grad = False
                 self._frozen.append(parameter)
 
@@ -179,10 +186,9 @@ class Turn(Pause):
         """What is to be sent, in an order that all processes have alike."""
         if order.send is not None:
             return list(order.send)
-        module = trainer.lightning_module
-        names = to_send(module, list(named_weights(module)), self._keep)
-        moments = [f"{s}/{n}" for s, given in moments_in(self._weights).items() for n in given if n in set(names)]
-        return [*(MODEL + name for name in names), *moments]
+        names, travel = trained(trainer.lightning_module), self._keep.travel
+        moments = [f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(trainer, s) if n in set(names)]
+        return travel.up([*(MODEL + name for name in names), *moments], order.round)
 
     def counts(self, trainer: Trainer) -> dict[str, int]:
         """Samples and tokens of the round, of all processes. A collective."""
@@ -197,13 +203,28 @@ class Turn(Pause):
 class Taken(Mapping[str, torch.Tensor]):
     """Weights and moments by key as they are in a trainer, each copied out when it is asked for; all processes ask alike."""
 
-    def __init__(self, trainer: Trainer, keys: list[str]) -> None:
-        self._trainer, self._keys = trainer, keys
-        weights = named_weights(trainer.lightning_module)
+    def __init__(self, trainer: Trainer, keys: list[str], experts: Sequence[int] | None = None) -> None:
+        """``experts``: those that a client has, of which a smaller model may hold only these."""
+        self._keys, self._parts = keys, Parts(_Whole(trainer), experts)
         for key in keys:
-            state, _, name = key.partition("/")
-            if name not in weights or not (state == "model" or name in optimizer_state_names(trainer, state)):
+            if key not in self._parts:
                 raise KeyError(f"{key} was asked for, and this client's model and optimizer have no such tensor")
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._parts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class _Whole(Mapping[str, torch.Tensor]):
+    """All weights and moments of a trainer, by key."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._weights = trainer, named_weights(trainer.lightning_module)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         state, _, name = key.partition("/")
@@ -212,11 +233,15 @@ class Taken(Mapping[str, torch.Tensor]):
         )
         return next(found)[1]
 
+    def __contains__(self, key: object) -> bool:
+        state, _, name = str(key).partition("/")
+        return name in self._weights and (state == "model" or name in optimizer_state_names(self._trainer, state))
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+        return (MODEL + name for name in self._weights)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._weights)
 
 
 class Measuring(Callback):

@@ -63,8 +63,8 @@ def advance(chain: Chain | None, weights: Manifest, codec: Codec, longest: int, 
     """What nodes are told of the server's new ``weights`` (whole, in ``store``): the chain one change further.
 
     At most ``longest`` changes are kept; 0 keeps none, so that all see the weights themselves. Nothing is added where `Raw`
-    would say all of them again, where nothing has changed, or where names, shapes or types are others than before. Tensor by
-    tensor; the same again after a crash in between.
+    would say most of them again (the weights' own blobs do, and no second copy is written), where nothing has changed, or
+    where names, shapes or types are others than before. Tensor by tensor; the same again after a crash in between.
     """
     if chain is None or longest < 1 or not _alike(chain.weights, weights):
         return Chain(weights=weights)
@@ -72,7 +72,7 @@ def advance(chain: Chain | None, weights: Manifest, codec: Codec, longest: int, 
     changed = [key for key in sorted(own) if not _same(own[key].parts[""], seen[key].parts[""])]
     if not changed:
         return chain
-    if isinstance(codec, Raw) and len(changed) == len(own):
+    if isinstance(codec, Raw) and 2 * sum(own[key].bytes for key in changed) > sum(own[key].bytes for key in own):
         return Chain(weights=weights)
     told = ((key, change(key, own[key].parts[""], seen[key].parts[""], codec)) for key in changed)
     delta = write_blobs(told, store, kind="delta", base=chain.weights.digest)

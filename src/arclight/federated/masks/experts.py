@@ -61,6 +61,38 @@ def split(
             yield expert_key(key, number), tensor[number]
 
 
+class Parts(Mapping[str, "torch.Tensor"]):
+    """Tensors by key that also know each expert of theirs as a key, ``model/w1[3]``; they are iterated over whole."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], numbers: Sequence[int] | None = None) -> None:
+        """``numbers``: which experts the stacks hold, where they are those of a smaller model."""
+        self._tensors, self._numbers = tensors, numbers
+        self._newest: tuple[str, torch.Tensor] | None = None
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        found = expert_of(key)
+        if found is None or key in self._tensors:
+            return self._tensors[key]
+        if self._newest is None or self._newest[0] != found[0]:
+            self._newest = (found[0], self._tensors[found[0]])
+        stack, number = self._newest[1], found[1]
+        if self._numbers is not None and len(stack) == len(self._numbers):
+            number = self._numbers.index(number) if number in self._numbers else len(stack)
+        if number >= len(stack):
+            raise KeyError(key)
+        return stack[number]
+
+    def __contains__(self, key: object) -> bool:
+        found = expert_of(key) if isinstance(key, str) else None
+        return key in self._tensors or (found is not None and found[0] in self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def merge(
     parts: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:

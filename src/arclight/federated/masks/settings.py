@@ -53,8 +53,9 @@ class Masks:
     """Rounds from one drawing to the next."""
     periods: dict[str, int] = field(default_factory=dict)
     """Pattern to the rounds from one exchange to the next: in rounds between, a client goes on with its own values. A pattern
-    is a name, a local state (``exp_avg``), or a whole key (``exp_avg/blocks.*``); the first that matches counts. Lower periods
-    for what changes slowly are DES-LOC (Iacob et al. 2026): exp_avg every 3, exp_avg_sq every 6; see `half_life`."""
+    is a whole key (``exp_avg/blocks.*``), a local state (``exp_avg``) or a name; where several match, they count in this order,
+    and among several of a sort the longest. Longer periods for what changes slowly are DES-LOC (Iacob et al. 2026): exp_avg
+    every 3, exp_avg_sq every 6; see `half_life`."""
     experts: Experts | None = None
     """Which experts a client trains and sends; none: all of them."""
 

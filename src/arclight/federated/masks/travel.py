@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +61,12 @@ class Travel:
         """Inverse of `to_table`. Raises ProtocolError for what cannot be, or is not known here."""
         from pydantic import TypeAdapter, ValidationError
 
-        if unknown := sorted(set(table) - {one.name for one in fields(cls)}):
-            raise ProtocolError(f"there are no masks {unknown[0]!r} here; install the same arclight on both sides")
         try:
             made = TypeAdapter(cls).validate_json(json.dumps(dict(table)), strict=True)
         except (ValidationError, ValueError, TypeError) as error:
             raise ProtocolError(f"masks that cannot be: {error}") from error
+        if (unknown := _unknown(table, made)) is not None:
+            raise ProtocolError(f"there are no masks {unknown!r} here; install the same arclight on both sides")
         return replace(made, names=tuple(names))
 
     # -- up ----------------------------------------------------------------------------------------------------------
@@ -94,12 +94,17 @@ class Travel:
         return turns is None or round % len(self._dealt) == turns
 
     def period(self, key: str) -> int:
-        """Rounds from one exchange of a tensor to the next, fragments aside."""
+        """Rounds from one exchange of a tensor to the next, fragments aside; see `Masks.periods`."""
         state, _, name = key.partition("/")
+        found = [(1, 1)]
         for pattern, every in self.masks.periods.items():
-            if matches(key if "/" in pattern else name, (pattern,)) or pattern == state:
-                return every
-        return 1
+            if "/" in pattern and matches(key, (pattern,)):
+                found.append((4 << 16 | len(pattern), every))
+            elif pattern == state:
+                found.append((3 << 16, every))
+            elif "/" not in pattern and matches(name, (pattern,)):
+                found.append((2 << 16 | len(pattern), every))
+        return max(found)[1]
 
     @cached_property
     def _dealt(self) -> list[list[str]]:
@@ -180,3 +185,14 @@ class Travel:
 def _by_number(name: str) -> list[tuple[int, str]]:
     """Orders ``blocks.9`` before ``blocks.10``: the same order wherever the names come from."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _unknown(table: Mapping[str, Any], made: Any) -> str | None:
+    """A name in the table that is no field of what was made from it."""
+    known = {one.name for one in fields(made)}
+    for name, value in table.items():
+        inner = getattr(made, name) if name in known else None
+        deeper = _unknown(value, inner) if isinstance(value, Mapping) and is_dataclass(inner) else None
+        if name not in known or deeper is not None:
+            return deeper or name
+    return None
