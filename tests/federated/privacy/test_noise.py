@@ -1,0 +1,170 @@
+"""Noise of the right size where it belongs, and its price against closed forms and the library asked directly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from dp_accounting import rdp
+from scipy import special, stats
+
+from arclight.federated.aggregation.fold import Fold
+from arclight.federated.aggregation.scale import Contribution
+from arclight.federated.errors import FederatedError
+from arclight.federated.privacy.noise import Budget, BudgetError, clipped, folding
+from arclight.federated.privacy.settings import Noise
+from arclight.federated.privacy.stream import add_words, normals, words
+
+SECRET = bytes(range(32))
+
+
+def clients(count: int, elements: int = 40_000, size: float = 1.0) -> list[Contribution]:
+    draw = torch.Generator().manual_seed(count)
+    return [
+        Contribution(
+            client=f"c{k}",
+            weight=1,
+            tensors={"model/a": size * torch.randn(elements, generator=draw), "model/n": torch.tensor(-3 - k)},
+        )
+        for k in range(count)
+    ]
+
+
+def test_the_key_stream_is_that_of_the_standard() -> None:
+    """RFC 8439, appendix A.1, test vector 1: key and nonce zero."""
+    from unittest.mock import patch
+
+    with patch("arclight.federated.privacy.stream.hashlib.sha256") as hashed:
+        hashed.return_value.digest.return_value = bytes(32)
+        first = next(words(bytes(32), "")).tobytes()[:16]
+    assert first.hex() == "76b8e0ada0f13d90405d6ae55386bd28"
+
+
+def test_streams_differ_by_secret_and_label_and_adding_is_undone() -> None:
+    drawn = {next(words(key, label))[:4].tobytes() for key in (SECRET, bytes(32)) for label in ("a", "b")}
+    assert len(drawn) == 4
+    sums = torch.arange(100_000)
+    add_words(SECRET, "x", sums)
+    assert not torch.equal(sums, torch.arange(100_000))
+    add_words(SECRET, "x", sums, -1)
+    assert torch.equal(sums, torch.arange(100_000))
+
+
+def test_normals_are_normal() -> None:
+    source = normals(SECRET, "x")
+    drawn = np.concatenate([next(source).numpy() for _ in range(8)])
+    assert stats.kstest(drawn, "norm").pvalue > 1e-3
+    assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.01
+    assert 4 < np.abs(drawn).max() < 7
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_mean_gets_noise_of_the_size_asked_for(count: int) -> None:
+    settings, given = Noise(clip=2.0, multiplier=0.5), clients(count)
+    mean = dict(folding(settings, SECRET)(given))
+    short = [
+        Contribution(
+            client=one.client,
+            weight=1,
+            tensors={"model/a": one.tensors["model/a"] * 2.0 / one.tensors["model/a"].norm()},
+        )
+        for one in given
+    ]
+    left = (mean["model/a"] - dict(Fold(short))["model/a"]).double().numpy() * count / (2.0 * 0.5)
+    assert stats.kstest(left, "norm").pvalue > 1e-3
+    assert mean["model/n"].item() == -2 - count, "counters get no noise"
+    again = dict(folding(settings, SECRET)(given))
+    assert torch.equal(again["model/a"], mean["model/a"])
+    fresh = dict(folding(settings)(given))
+    assert not torch.equal(fresh["model/a"], mean["model/a"])
+
+
+def test_a_client_moves_the_mean_by_no_more_than_its_part_of_the_clip() -> None:
+    settings, given = Noise(clip=1.0, multiplier=1e-9), clients(4)
+    loud = Contribution(
+        client="c3", weight=1, tensors={"model/a": torch.full((40_000,), 1e9), "model/n": torch.tensor(0)}
+    )
+    one = dict(folding(settings, SECRET)(given))["model/a"]
+    other = dict(folding(settings, SECRET)([*given[:3], loud]))["model/a"]
+    assert (one - other).double().norm().item() <= 2 * 1.0 / 4 * (1 + 1e-6)
+
+
+def test_clients_parts_make_the_noise_of_the_settings() -> None:
+    settings = Noise(clip=3.0, multiplier=0.7, by="clients")
+    given = clients(6)
+    sent = [
+        Contribution(
+            client=one.client, weight=1, tensors=clipped(one.client, dict(one.tensors), settings, 6, bytes([k]) * 32)
+        )
+        for k, one in enumerate(given)
+    ]
+    mean = dict(folding(settings)(sent))["model/a"].double()
+    exact = sum(one.tensors["model/a"].double() * 3.0 / one.tensors["model/a"].double().norm() for one in given) / 6
+    assert stats.kstest(((mean - exact) * 6 / (0.7 * 3.0)).numpy(), "norm").pvalue > 1e-3
+    quiet = clipped("c", {"model/a": torch.full((4,), 0.5)}, Noise(clip=3.0, multiplier=1.0), 6)
+    assert quiet["model/a"].tolist() == [0.5] * 4, "short changes stay as they are"
+
+
+def exact_epsilon(sigma: float, delta: float) -> float:
+    """Of the Gaussian mechanism (Balle and Wang 2018, theorem 8), by bisection."""
+    low, high = 0.0, 1000.0
+    for _ in range(200):
+        e = (low + high) / 2
+        with np.errstate(over="ignore"):
+            log_second = e + special.log_ndtr(-1 / (2 * sigma) - e * sigma)
+        lost = special.ndtr(1 / (2 * sigma) - e * sigma) - math.exp(log_second)
+        low, high = (e, high) if lost > delta else (low, e)
+    return high
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 4.0])
+@pytest.mark.parametrize("rounds", [1, 10, 100])
+def test_epsilon_bounds_the_exact_one_closely(multiplier: float, rounds: int) -> None:
+    told = Budget(noise=Noise(clip=1, multiplier=multiplier), clients=10, per_round=10).epsilon(rounds)
+    exact = exact_epsilon(multiplier / math.sqrt(rounds), 1e-5)
+    assert exact <= told <= 1.25 * exact + 0.1
+
+
+def test_drawing_clients_by_chance_is_counted_only_where_it_is_by_chance() -> None:
+    noise = Noise(clip=1, multiplier=4.0)
+    drawn = Budget(noise=noise, clients=10_000, per_round=50).epsilon(100)
+    library = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
+    event = dp_accounting.SampledWithoutReplacementDpEvent(10_000, 50, dp_accounting.GaussianDpEvent(2.0))
+    library.compose(event, 100)
+    assert drawn == pytest.approx(library.get_epsilon(1e-5))
+    always = Budget(noise=noise, clients=10_000, per_round=50, by_chance=False).epsilon(100)
+    assert always == Budget(noise=noise, clients=50, per_round=50).epsilon(100)
+    assert drawn < 0.2 * always
+
+
+def test_a_budget_is_not_overdrawn() -> None:
+    noise = Noise(clip=1, multiplier=2.0, epsilon=8.0)
+    budget = Budget(noise=noise, clients=10, per_round=10)
+    paid = budget.rounds(500)
+    assert budget.epsilon(paid) <= 8.0 < budget.epsilon(paid + 1)
+    budget.check(paid)
+    with pytest.raises(BudgetError, match=rf"{paid + 1} rounds would spend .* it pays for {paid} rounds"):
+        budget.check(paid + 1)
+    assert Budget(noise=Noise(clip=1, multiplier=1.0), clients=2, per_round=2).rounds(7) == 7
+    assert budget.epsilon(0) == 0
+
+
+def test_what_cannot_be_protected_is_refused() -> None:
+    make, given = folding(Noise(clip=1, multiplier=1)), clients(2)
+    uneven = [*given, Contribution(client="z", weight=2, tensors=given[0].tensors)]
+    moments = [Contribution(client="z", weight=1, tensors={"exp_avg/a": torch.zeros(3)})]
+    cases: list[tuple[Any, str, str]] = [
+        (given, "weights", "send"),
+        (uneven, "delta", "weigh_by"),
+        (moments, "delta", "exp_avg/a"),
+    ]
+    for what, form, said in cases:
+        with pytest.raises(FederatedError, match=said):
+            make(what, form)
+    for bad in ({"clip": 0}, {"multiplier": 0}, {"delta": 1.0}, {"epsilon": -1.0}, {"by": "nobody"}):
+        with pytest.raises(ValueError, match=r"must be|is added by"):
+            Noise(**{"clip": 1.0, "multiplier": 1.0, **bad})
