@@ -35,13 +35,14 @@ class Incoming:
             raise BusyError(f"blob {digest[:12]} is just being received from someone else: ask again in a moment")
         try:
             self._hash = hashlib.sha256()
+            self._moved = False
             self.offset = 0
             """Bytes that are there; the next piece goes here."""
             while piece := os.pread(self._file, PIECE, self.offset):
                 self._hash.update(piece)
                 self.offset += len(piece)
         except BaseException:
-            self.close()
+            os.close(self._file)
             raise
 
     def __enter__(self) -> Incoming:
@@ -77,19 +78,23 @@ class Incoming:
             self.restart()
             raise not_it(self._digest, found, size)
         os.fsync(self._file)
-        os.replace(self._partial, self._target)
+        self._partial.replace(self._target)
+        self._moved = True
         replacing.sync_folder(self._target.parent)
 
     def give_up(self) -> None:
         """Forget all that came, and let others go on: the blob is there already, or is not wanted."""
-        self._partial.unlink()
+        self.restart()
         self.close()
 
     def close(self) -> None:
         """Let others go on; what came is kept for the next attempt."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file < 0:
+            return
+        if self.offset == 0 and not self._moved:
+            self._partial.unlink()
+        os.close(self._file)
+        self._file = -1
 
     @staticmethod
     def drop(partial: Path) -> None:

@@ -2,7 +2,8 @@
 
     GET  /v1/challenge         a text for a node to sign before it joins
     POST /v1/message           a message in JSON, the answer in JSON; an Ask may be held
-    HEAD /v1/blobs/<digest>    200 with Content-Length, or 404 with X-Arclight-Received: bytes of it that came already
+    HEAD /v1/blobs/<digest>    200 with Content-Length, or 404 with X-Arclight-Received: bytes of it that came already,
+                               and X-Arclight-Busy while more are coming
     GET  /v1/blobs/<digest>    the blob, or the Range of it that is asked for
     PUT  /v1/blobs/<digest>    the blob, or with Content-Range the rest of it
 
@@ -28,7 +29,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, SessionError
 from arclight.federated.protocol import VERSION, Ask, Join, Wait, read
 from arclight.federated.transports.guard import Guard
-from arclight.federated.transports.receiving import Refusal, Uploads, whole_body
+from arclight.federated.transports.receiving import PART, Refusal, Uploads, whole_body
 from arclight.federated.transports.settings import Limits
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class App:
         return made
 
     def close(self) -> None:
+        self._uploads.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._files.shutdown(wait=False, cancel_futures=True)
 
@@ -82,20 +84,20 @@ class App:
             try:
                 return await handler(request)
             except Refusal as error:
-                return _refused(error.status, str(error), error.headers)
+                return _refused(request, error.status, str(error), error.headers)
             except SessionError as error:
-                return _refused(401, str(error), {"connection": "close"})
+                return _refused(request, 401, str(error))
             except BlobError as error:
-                return _refused(404, str(error), {"connection": "close"})
+                return _refused(request, 404, str(error))
             except LinkError as error:  # the server cannot answer now; it will
-                return _refused(503, str(error), {"connection": "close"})
+                return _refused(request, 503, str(error))
             except FederatedError as error:
-                return _refused(400, str(error), {"connection": "close"})
+                return _refused(request, 400, str(error))
             except require("starlette.requests", extra="federated").ClientDisconnect:
-                return _refused(400, "the connection broke off", {"connection": "close"})
+                return _refused(request, 400, "the connection broke off")
             except Exception as error:
                 log.exception("%s %s failed", request.method, request.url.path)
-                return _refused(500, f"the server failed at this: {type(error).__name__}; its log says more", {})
+                return _refused(request, 500, f"the server failed at this: {type(error).__name__}; its log says more")
 
         return handle
 
@@ -148,8 +150,8 @@ class App:
         loop = asyncio.get_running_loop()
         size = await loop.run_in_executor(self._files, self._server.blobs.size, digest)
         if size is None:
-            received = await loop.run_in_executor(self._files, self._uploads.received, digest)
-            raise Refusal(404, f"there is no blob {digest[:12]} here", {"x-arclight-received": str(received)})
+            progress = await loop.run_in_executor(self._files, self._uploads.progress, digest)
+            raise Refusal(404, f"there is no blob {digest[:12]} here", progress)
         start, stop = _part(request.headers.get("range"), size)
         headers = {"accept-ranges": "bytes", "content-length": str(stop - start)}
         if "range" in request.headers:
@@ -197,8 +199,15 @@ def _part(asked: str | None, size: int) -> tuple[int, int]:
     return start, stop
 
 
-def _refused(status: int, why: str, headers: dict[str, str]) -> Response:
-    return _response(json.dumps({"error": why}), "application/json", status=status, headers=headers)
+def _refused(request: Request, status: int, why: str, headers: dict[str, str] | None = None) -> Response:
+    """An answer to a request that may not have been read to its end.
+
+    The rest of a short one is passed over, so that whoever sends it comes to read the answer; after others the connection ends.
+    """
+    said = request.headers.get("content-length", "0" if request.method in ("GET", "HEAD") else "")
+    short = status != 408 and said.isdigit() and int(said) <= PART
+    ending = {} if short else {"connection": "close"}
+    return _response(json.dumps({"error": why}), "application/json", status=status, headers=(headers or {}) | ending)
 
 
 def _response(

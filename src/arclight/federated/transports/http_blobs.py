@@ -12,6 +12,7 @@ from arclight.federated.blobs.digests import PIECE, checked, missing, pieces_of
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.incoming import BusyError, Incoming
 from arclight.federated.errors import BlobError
+from arclight.federated.transports.receiving import PART
 from arclight.federated.transports.responses import error_of, words_of
 from arclight.federated.transports.retrying import Patience, UnavailableError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 3
 """Transfers of a blob that may arrive damaged before it is given up."""
+_SOON = 0.2
 
 
 class HttpBlobs:
@@ -53,14 +55,21 @@ class HttpBlobs:
 
         def attempt() -> bool:
             nonlocal seen
-            found, received = self._head(digest)
+            found, received, busy = self._head(digest)
             if found is not None:
                 return True
             before, seen = seen, received
+            if busy:
+                raise UnavailableError(
+                    "it is receiving the blob from someone else", progress=received > before, after=_SOON
+                )
+            start = received if received <= size else 0
             try:
-                return self._send(digest, source, received if received <= size else 0, size)
+                while (whole := self._send(digest, source, start, size)) is None:
+                    start = seen = start + PART
+                return whole
             except UnavailableError as error:
-                raise UnavailableError(str(error), progress=received > before, after=error.after) from error
+                raise UnavailableError(str(error), progress=seen > before, after=error.after) from error
 
         while not self._patience.call(f"take blob {digest[:12]}", attempt):
             damaged += 1
@@ -85,32 +94,34 @@ class HttpBlobs:
     def remove(self, digest: str) -> None:
         self._cache.remove(digest)
 
-    def _head(self, digest: str) -> tuple[int | None, int]:
-        """The blob's bytes, if it is there, and else those that have come of it."""
+    def _head(self, digest: str) -> tuple[int | None, int, bool]:
+        """The blob's bytes, if it is there; else those that have come of it, and whether more are coming."""
 
-        def then(response: httpx.Response) -> tuple[int | None, int]:
+        def then(response: httpx.Response) -> tuple[int | None, int, bool]:
             if response.status_code == 404:
-                return None, int(response.headers.get("x-arclight-received", "0"))
+                headers = response.headers
+                return None, int(headers.get("x-arclight-received", "0")), "x-arclight-busy" in headers
             if response.status_code != 200:
                 response.read()
                 raise error_of(response)
-            return int(response.headers["content-length"]), 0
+            return int(response.headers["content-length"]), 0, False
 
-        found: tuple[int | None, int] = self._request("HEAD", f"/v1/blobs/{digest}", then=then)
+        found: tuple[int | None, int, bool] = self._request("HEAD", f"/v1/blobs/{digest}", then=then)
         return found
 
-    def _send(self, digest: str, source: Path | bytes, start: int, size: int) -> bool:
-        """Send the rest; False where the server found that it is not the blob."""
-        headers = {"content-length": str(size - start)}
-        if start:
-            headers["content-range"] = f"bytes {start}-{size - 1}/{size}" if start < size else f"bytes */{size}"
+    def _send(self, digest: str, source: Path | bytes, start: int, size: int) -> bool | None:
+        """Send the next part; None where more are to come, False where the server found that it is not the blob."""
+        stop = min(size, start + PART)
+        headers = {"content-length": str(stop - start)}
+        if stop - start < size:
+            headers["content-range"] = f"bytes {start}-{stop - 1}/{size}" if start < size else f"bytes */{size}"
 
-        def then(response: httpx.Response) -> bool:
+        def then(response: httpx.Response) -> bool | None:
             status = response.status_code
             if status == 409:
                 raise UnavailableError("it has received another part of the blob meanwhile")
-            if status in (200, 201):
-                return True
+            if status in (200, 201, 202):
+                return None if status == 202 else True
             if status == 422:
                 return False
             response.read()
@@ -120,8 +131,10 @@ class HttpBlobs:
                 raise BlobError(f"{self._address}: {words_of(response)}")
             raise error_of(response)
 
-        content = (source[start:],) if isinstance(source, bytes) else pieces_of(source, start, size - start)
-        sent: bool = self._request("PUT", f"/v1/blobs/{digest}", then=then, content=iter(content), headers=headers)
+        content = (source[start:stop],) if isinstance(source, bytes) else pieces_of(source, start, stop - start)
+        sent: bool | None = self._request(
+            "PUT", f"/v1/blobs/{digest}", then=then, content=iter(content), headers=headers
+        )
         return sent
 
     def _fetch(self, digest: str) -> None:

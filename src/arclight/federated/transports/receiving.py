@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 _NOTHING = re.compile(r"bytes \*/(\d{1,15})")
 """All has come before and only waits to be verified."""
-RECEIVED = "x-arclight-received"
+PART = 32 << 20
+"""Bytes of a blob that nodes send at once: a refusal is read after at most as many, and a slow line holds nothing up."""
+RECEIVED, BUSY = "x-arclight-received", "x-arclight-busy"
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not a fault
@@ -31,8 +33,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not a fault
 
     def __init__(self, status: int, why: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(why)
-        self.status = status
-        self.headers = {"connection": "close", **(headers or {})}  # what was not read of it must not count as a request
+        self.status, self.headers = status, headers or {}
 
 
 def length_of(request: Request, largest: int, what: str) -> int:
@@ -78,10 +79,21 @@ class Uploads:
 
     def __init__(self, store: BlobStore, spool: FolderStore, limits: Limits, threads: Executor) -> None:
         self._store, self._spool, self._limits, self._threads = store, spool, limits, threads
-        self._open = 0
+        self._open: list[str] = []
+        self._resting: dict[str, tuple[Incoming, asyncio.TimerHandle]] = {}
+        """Blobs of which a part has come and the next is not yet here: what was hashed need not be hashed again."""
 
-    def received(self, digest: str) -> int:
-        return self._spool.received(digest)
+    def close(self) -> None:
+        """Let go of what rests; nobody may be sending any more."""
+        for incoming, timer in self._resting.values():
+            timer.cancel()
+            incoming.close()
+        self._resting.clear()
+
+    def progress(self, digest: str) -> dict[str, str]:
+        """What has come of a blob that is not there yet, as headers; they also say whether someone is just sending it."""
+        said = {RECEIVED: str(self._spool.received(digest))}
+        return said | ({BUSY: "1"} if digest in self._open else {})
 
     async def receive(self, request: Request, digest: str) -> int:
         """Take a blob in, or the rest of one; the status to answer with. Raises Refusal, and keeps what is good of it."""
@@ -91,20 +103,21 @@ class Uploads:
             raise Refusal(
                 413, f"a blob of {total} bytes is larger than the {self._limits.blob_bytes} that this server takes"
             )
-        if self._open >= self._limits.uploads:
-            raise Refusal(503, f"{self._open} blobs are being received already: come back", {"retry-after": "1"})
-        self._open += 1
+        if len(self._open) >= self._limits.uploads:
+            raise Refusal(503, f"{len(self._open)} blobs are being received already: come back", {"retry-after": "1"})
+        self._open.append(digest)
         try:
             return await self._receive(request, digest, start, total)
         finally:
-            self._open -= 1
+            self._open.remove(digest)
 
     async def _receive(self, request: Request, digest: str, start: int, total: int) -> int:
         loop = asyncio.get_running_loop()
         try:
-            incoming = await loop.run_in_executor(self._threads, self._begin, digest)
+            incoming = await loop.run_in_executor(self._threads, self._begin, digest, self._wake(digest))
             if incoming is None:
                 return 200
+            good = True
             try:
                 if start == 0:
                     incoming.restart()
@@ -114,10 +127,14 @@ class Uploads:
                 await self._take(request, incoming)
                 if incoming.offset < total:
                     return 202
+                good = False  # what is wrong with it, or has become a blob, is not to be gone on with
                 await loop.run_in_executor(self._threads, self._finish, digest, incoming)
                 return 201
+            except OSError:
+                good = False
+                raise
             finally:
-                incoming.close()
+                self._rest(digest, incoming) if good and incoming.offset else incoming.close()
         except BusyError as error:
             raise Refusal(423, str(error), {"retry-after": "1"}) from error
         except BlobError as error:
@@ -126,6 +143,23 @@ class Uploads:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise Refusal(507, str(error)) from error
             raise
+
+    def _rest(self, digest: str, incoming: Incoming) -> None:
+        if len(self._resting) >= self._limits.uploads:
+            incoming.close()
+            return
+        timer = asyncio.get_running_loop().call_later(self._limits.silence, self._let_go, digest)
+        self._resting[digest] = incoming, timer
+
+    def _wake(self, digest: str) -> Incoming | None:
+        incoming, timer = self._resting.pop(digest, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return incoming
+
+    def _let_go(self, digest: str) -> None:
+        if (incoming := self._wake(digest)) is not None:
+            incoming.close()
 
     async def _take(self, request: Request, incoming: Incoming) -> None:
         """Write what comes; the next piece comes in while one is written."""
@@ -145,15 +179,19 @@ class Uploads:
             if held:
                 await loop.run_in_executor(self._threads, incoming.write, held)
 
-    def _begin(self, digest: str) -> Incoming | None:
+    def _begin(self, digest: str, rested: Incoming | None) -> Incoming | None:
         """None where the blob is there already."""
-        if self._store.size(digest) is not None:
+        if rested is None and self._store.size(digest) is not None:
             return None
-        incoming = self._spool.receive(digest)
-        if self._store.size(digest) is not None:  # someone else has just finished it
-            incoming.give_up()
-            return None
-        return incoming
+        incoming = rested or self._spool.receive(digest)
+        try:
+            if self._store.size(digest) is None:
+                return incoming
+        except BaseException:
+            incoming.close()
+            raise
+        incoming.give_up()  # someone else has just finished it
+        return None
 
     def _finish(self, digest: str, incoming: Incoming) -> None:
         incoming.finish()
