@@ -11,7 +11,9 @@ from arclight.federated.protocol import Message, read
 class Answers(Protocol):
     """A server, as transports see it."""
 
-    blobs: BlobStore
+    @property
+    def blobs(self) -> BlobStore:
+        """The server's blobs."""
 
     def answer(self, message: Message) -> Message:
         """The reply to a node's message; may take as long as an `Ask` allows. Called from any thread."""
