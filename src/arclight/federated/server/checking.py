@@ -13,6 +13,9 @@ from arclight.checkpoint.tensorfile import DTYPES
 from arclight.federated.aggregation.scale import measure
 from arclight.federated.blobs import BlobStore
 from arclight.federated.errors import FederatedError, RefusedError
+from arclight.federated.masks.experts import Parts
+from arclight.federated.masks.serving import sendable
+from arclight.federated.masks.travel import Travel
 from arclight.federated.protocol import Entry, Manifest, Update
 from arclight.federated.server.decoded import Decoded
 from arclight.federated.server.settings import Checks
@@ -29,21 +32,17 @@ class Asked:
     """The weights that the client began with."""
     weights: Mapping[str, torch.Tensor]
     """These, by key; read only where their values are needed."""
-    moments: tuple[str, ...] = ()
-    """Local states that are sent too, as exp_avg."""
-    send: tuple[str, ...] | None = None
-    """Keys that it is to send; None: those of the weights that it has trained."""
+    travel: Travel
+    """What the client may send of them; see `arclight.federated.masks`."""
     form: str = "delta"
     """"delta" or "weights"."""
+    round: int
     steps: int
     weigh_by: str
 
     def entry(self, key: str) -> Entry | None:
         """What a tensor that may be sent is like; None for one that may not."""
-        if self.send is not None and key not in self.send:
-            return None
-        kind, _, name = key.partition("/")
-        return self.base.tensors.get(key) or (self.base.tensors.get(f"model/{name}") if kind in self.moments else None)
+        return sendable(key, self.travel, self.round, self.base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +114,8 @@ def _check_layout(who: str, update: Update, asked: Asked, limits: Checks) -> Non
         raise RefusedError(
             "wrong_names", f"{who} has {strange[0]}, which was not asked for ({len(strange)} such tensors)"
         )
-    due = asked.send if asked.send is not None else [] if given else ["any tensor"]
-    if lost := sorted(set(due) - set(given)):
-        raise RefusedError("wrong_names", f"{who} lacks {lost[0]} ({len(lost)} such tensors)")
+    if not given:
+        raise RefusedError("wrong_names", f"{who} has no tensor")
     whole = 0
     for key, entry in given.items():
         base = asked.entry(key)
@@ -142,10 +140,11 @@ def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
 
 def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Asked) -> float:
     """Of weights that were sent whole; one tensor at a time."""
-    squares = []
+    squares, weights = [], Parts(asked.weights)
     for key in tensors:
-        if key.startswith("model/") and DTYPES[asked.base.tensors[key].dtype].is_floating_point:
-            change = tensors[key].to(torch.float64) - asked.weights[key]
+        entry = asked.entry(key)
+        if key.startswith("model/") and entry is not None and DTYPES[entry.dtype].is_floating_point:
+            change = tensors[key].to(torch.float64) - weights[key]
             squares.append(float(change.square_().sum()))
     return math.sqrt(math.fsum(squares))
 

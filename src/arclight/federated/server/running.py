@@ -75,7 +75,7 @@ class Run:
         self._start, self._evaluate, self._told, self._inject = start, evaluate, told, inject
         self.rounds = Rounds(folder)
         self.blobs = FolderStore(folder / "blobs")
-        self.service = Service(federation, name, self.blobs, recipe)
+        self.service = Service(federation, name, self.blobs, recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)
         self._stepper = Stepper(
             rounds=self.rounds, store=self.blobs, strategy=federation.strategy, form=federation.send

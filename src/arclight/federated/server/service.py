@@ -16,6 +16,7 @@ from arclight.federated.codecs.settings import to_table
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.errors import BlobError, ProtocolError, RefusedError
+from arclight.federated.masks.serving import Travels
 from arclight.federated.protocol import (
     Ask,
     Beat,
@@ -60,12 +61,19 @@ class Service:
     """Answers nodes for one run. Made by `Server`, which also gives it the weights of each round with `offer`."""
 
     def __init__(
-        self, federation: Federation, run: str, blobs: FolderStore, recipe: dict[str, Any] | None = None
+        self,
+        federation: Federation,
+        run: str,
+        blobs: FolderStore,
+        recipe: dict[str, Any] | None = None,
+        *,
+        seed: int = 0,
     ) -> None:
         self.federation, self.run, self.blobs = federation, run, blobs
         self.recipe = recipe or {}
         self.history = History()
         self.driver: Driver
+        self.travels = Travels(federation, seed, self._place)
         self._weights: dict[str, Weights] = {}
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
         self._samples: deque[float] = deque(maxlen=_REMEMBERED)
@@ -88,7 +96,8 @@ class Service:
                 self._tokens.append(record.tokens / max(record.steps, 1))
 
     def offer(self, weights: Weights) -> None:
-        """Weights that clients may be sent from now on."""
+        """Weights that clients may be sent from now on. Raises FederatedError where the federation's masks do not fit them."""
+        self.travels.whole(weights.manifest)
         self._weights[weights.manifest.digest] = weights
 
     def offered(self) -> list[Weights]:
@@ -185,6 +194,7 @@ class Service:
     def _fit(self, plan: events.FitPlan, session: str) -> Fit:
         asked, weights = self.federation, self._known(plan.base)
         self._count_down(plan.client, plan.round, plan.base, session)
+        travel = self.travels.of(plan.client, plan.round, weights.manifest)
         return Fit(
             run=self.run,
             client=plan.client,
@@ -194,20 +204,18 @@ class Service:
             base=plan.base,
             weights=weights.manifest,
             changes=weights.changes,
-            send=self._send(plan),
             form=asked.send,
             codec=to_table(asked.up),
             weigh_by=asked.weigh_by,
             seed=plan.seed,
             deadline=plan.deadline,
             journal_every=asked.journal_every,
-            keep={"reset_optimizer": asked.reset_optimizer},
+            keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
             fragment=plan.fragment,
         )
 
-    def _send(self, plan: events.FitPlan) -> tuple[str, ...] | None:
-        """Keys that a client is to send; None leaves it to what it trains."""
-        return None
+    def _place(self, client: str) -> int | None:
+        return self.driver.coordinator.roster.index(client)
 
     def _update(self, message: Update) -> Message:
         """Checked first, which takes a while and needs no lock; then it happens."""
@@ -259,7 +267,8 @@ class Service:
         asked = Asked(
             base=base,
             weights=Decoded(base, self.blobs),
-            moments=self.federation.moments,
+            travel=self.travels.of(message.client, message.round, base),
+            round=message.round,
             form=self.federation.send,
             steps=opened.steps,
             weigh_by=self.federation.weigh_by,
