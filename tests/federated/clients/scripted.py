@@ -34,7 +34,7 @@ from arclight.federated.protocol import (
 
 
 class Scripted:
-    """Rounds of ``steps`` steps for all clients; lives in one process, without a disk journal."""
+    """Rounds, from 1 on, of ``steps`` steps for all clients; lives in one process, without a disk journal."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Scripted:
         self.order = order
         self.lock = threading.RLock()
         self.weights = dict(weights)
-        self.round, self.sessions, self.joined = 0, dict[str, Join](), 0
+        self.round, self.sessions, self.joined = 1, dict[str, Join](), 0
         self.updates: dict[str, Update] = {}
         self.given: dict[str, float] = {}
         self.measured: dict[int, dict[str, Evaluated]] = {}
@@ -114,7 +114,7 @@ class Scripted:
                 if client not in self.measured.setdefault(self.round, {}) and f"e{client}" not in self.given:
                     self.given[f"e{client}"] = time.monotonic()
                     return Evaluate(run="run", client=client, round=self.round, base=manifest.digest, weights=manifest)
-        if self.round >= self.rounds or not self.clients:
+        if self.round > self.rounds or not self.clients:
             return Close(why="all rounds are done")
         for client in clients:
             if client in self.clients and client not in {*self.given, *self.updates}:
@@ -125,7 +125,7 @@ class Scripted:
                         "client": client,
                         "round": self.round,
                         "steps": self.steps,
-                        "clock": self.round * self.steps,
+                        "clock": (self.round - 1) * self.steps,
                         "base": manifest.digest,
                         "weights": manifest,
                         "form": self.form,

@@ -67,7 +67,7 @@ def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -
     assert_equal(server.weights, weights_of(whole))
     assert isinstance(server.said[0], Join)
     assert isinstance(server.said[-1], Leave)
-    assert not list((tmp_path / "node" / "run" / "clients" / "a" / "finished").glob("00000[012]")), (
+    assert not list((tmp_path / "node" / "run" / "clients" / "a" / "finished").glob("00000[123]")), (
         "committed updates go"
     )
 
@@ -98,10 +98,10 @@ def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert apart.round == together.round == 3
+    assert apart.round == together.round == 4
     assert_equal(apart.weights, together.weights)
-    assert {number: sorted(by) for number, by in together.measured.items()} == {r: list(names) for r in range(4)}
-    losses = [sum(each.metrics["val/loss"] for each in together.measured[r].values()) for r in range(4)]
+    assert {number: sorted(by) for number, by in together.measured.items()} == {r: list(names) for r in range(1, 5)}
+    losses = [sum(each.metrics["val/loss"] for each in together.measured[r].values()) for r in range(1, 5)]
     assert losses[3] < losses[0]
     assert all(update.samples == 16 and update.metrics["train/loss"] > 0 for update in together.of(Update))
 
@@ -126,9 +126,9 @@ def test_a_client_that_fails_is_told_of_and_the_others_go_on(tmp_path: Path) -> 
     ]
     run(Node(InProcess(server), clients, tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
-    assert (failed.client, failed.round, failed.again) == ("a", 1, False)
+    assert (failed.client, failed.round, failed.again) == ("a", 2, False)
     assert "OutOfMemoryError: HIP out of memory. Tried to allocate 3 GiB" in failed.error
-    assert server.round == 3
+    assert server.round == 4
     assert [update.client for update in server.of(Update)] == ["a", "bb", "bb", "bb"]
 
 
@@ -155,7 +155,7 @@ def test_a_refused_update_is_told_of_and_not_sent_for_ever(tmp_path: Path, caplo
     )
     run(Node(InProcess(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
     assert [update.client for update in server.of(Update)] == ["a", "bb", "bb"]
-    assert "refuses the update of a, round 0 (not_finite): net.0.weight is NaN" in caplog.text
+    assert "refuses the update of a, round 1 (not_finite): net.0.weight is NaN" in caplog.text
 
 
 def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
     answers = [Receipt(accepted=False, reason="damaged", message="half of it"), None]
     server.on_update = lambda update: answers.pop(0)
     run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
-    assert server.round == 1
+    assert server.round == 2
     assert len(server.of(Update)) == 2
 
 
@@ -185,8 +185,8 @@ def test_a_lost_session_costs_no_work(tmp_path: Path) -> None:
     assert counting.steps == 12
     first, second = server.of(Join)
     assert first.held == ()
-    assert [(held.client, held.round, held.finished) for held in second.held] == [("a", 0, False)]
-    assert server.round == 2
+    assert [(held.client, held.round, held.finished) for held in second.held] == [("a", 1, False)]
+    assert server.round == 3
 
 
 def wait_until(condition: Any, seconds: float = 20) -> None:
@@ -222,7 +222,7 @@ def test_a_deadline_ends_a_round(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000, deadline=0.3)
     run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
-    assert "round 0 has run out of time after" in failed.error
+    assert "round 1 has run out of time after" in failed.error
 
 
 @pytest.mark.parametrize("codec", [{"kind": "raw"}, {"kind": "int8", "block": 32}])
@@ -249,17 +249,17 @@ def test_a_stopped_node_goes_on_where_it_was(tmp_path: Path, codec: dict[str, An
     counts = [Stop(13), Stop(10_000), Stop(10_000)]
     nodes.append(Node(InProcess(server), [client_of("a", counts[0], width=256)], tmp_path / "node", "n"))
     run(nodes[0])
-    assert server.round == 1
+    assert server.round == 2
     server.on_update = lambda update: nodes[-1].stop() or Receipt(accepted=False, reason="session", message="gone")
     nodes.append(Node(InProcess(server), [client_of("a", counts[1], width=256)], tmp_path / "node", "n"))
     run(nodes[1])
-    assert server.round == 1
+    assert server.round == 2
     assert counts[1].steps == 16 - 8 - 3, "the journal had three of the round's steps"
     server.on_update = lambda update: None
     nodes.append(Node(InProcess(server), [client_of("a", counts[2], width=256)], tmp_path / "node", "n"))
     run(nodes[2])
     assert counts[2].steps == 8, "what was finished is sent, not trained again"
-    assert server.round == 3
+    assert server.round == 4
     assert_equal(server.weights, clean.weights)
     assert (tmp_path / "node" / "run" / "clients" / "a" / "residuals").exists() == (codec["kind"] == "int8")
 
@@ -283,7 +283,7 @@ class Away:
 def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
     run(Node(Away(InProcess(server), 1), [client_of("a")], tmp_path / "node", "n"))
-    assert server.round == 1
+    assert server.round == 2
     again = Scripted(tmp_path / "again", beginning(), ("a",), rounds=1, steps=4)
     node = Node(Away(InProcess(again), 10**6), [client_of("a")], tmp_path / "other", "n", patience=0.5)
     with pytest.raises(
@@ -291,7 +291,7 @@ def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
     ):
         run(node)
     run(Node(InProcess(again), [client_of("a")], tmp_path / "other", "n"))
-    assert again.round == 1
+    assert again.round == 2
 
 
 def test_a_damaged_account_is_told_of(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def moments_in(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch
 
 
 def trained(module: nn.Module) -> list[str]:
-    """Names of what training changes: trained parameters, and the buffers that are saved."""
+    """Names of what training changes and can be averaged: trained parameters, and saved buffers of numbers."""
     still = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    return [name for name in named_weights(module) if name not in still]
+    return [name for name, value in named_weights(module).items() if name not in still and value.dtype != torch.bool]
 
 
 def drawn_anew(module: nn.Module, keep: Keep, seed: int) -> dict[str, torch.Tensor]:

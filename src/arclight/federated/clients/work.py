@@ -20,6 +20,7 @@ from arclight.federated.clients.state import ClientFolder, write_text
 from arclight.federated.codecs.encoding import decode, encode_all
 from arclight.federated.codecs.settings import from_table
 from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.masks.experts import expert_of
 from arclight.federated.protocol import Evaluate, Evaluated, Failed, Fit, Manifest, Update
 
 if TYPE_CHECKING:
@@ -132,8 +133,10 @@ def _changes(
     """
     for key in after:
         value = after[key]
-        if order.form == "weights" or key not in before:
+        whole, expert = expert_of(key) or (key, None)
+        if order.form == "weights" or whole not in before:
             yield key, value
             continue
         wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
-        yield key, before[key].to(wide) - value.to(wide)
+        began = before[whole] if expert is None else before[whole][expert]
+        yield key, began.to(wide) - value.to(wide)
