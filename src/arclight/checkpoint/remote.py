@@ -19,6 +19,8 @@ from typing import Any, cast
 from arclight.checkpoint.errors import CheckpointError
 
 PREFIX = "data-"
+COMING = ".coming-"
+"""Begins the names of files that are being uploaded to where they would be seen half there."""
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss", "r2"})
 """These have no folders to make: asked for one, they would make a bucket of a name that was mistyped."""
@@ -114,6 +116,16 @@ class RemotePath:
     def write_bytes(self, content: bytes) -> None:
         self._make_parent()
         self._ask("pipe_file", self._key, content)
+
+    def upload(self, source: Path) -> None:
+        """Copy a local file here; it is seen under this name when all of it is there."""
+        self._make_parent()
+        if self.address.partition("://")[0] in _OBJECT_STORES:
+            self._ask("put_file", str(source), self._key)
+            return
+        coming = self.parent / f"{COMING}{uuid.uuid4().hex[:12]}"
+        self._ask("put_file", str(source), coming._key)
+        self._ask("mv", coming._key, self._key)
 
     def unlink(self) -> None:
         self._ask("rm_file", self._key)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
+from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import BlobError
 
 BYTES = bytes(range(256)) * 9000 + b"the end"  # more than two pieces, and no whole number of them
@@ -22,6 +24,7 @@ def named(content: bytes) -> str:
 STORES: dict[str, Callable[[Path], BlobStore]] = {
     "folder": lambda folder: FolderStore(folder / "blobs"),
     "memory": lambda folder: MemoryStore(),
+    "object store": lambda folder: ObjectStore(f"memory://{uuid.uuid4().hex}/blobs", folder / "cache"),
 }
 
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from tests.federated.transports.standin import StandIn
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
+from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import BlobError, ProtocolError, SessionError
 from arclight.federated.protocol import Ask, Beat, Close, Entry, Join, Manifest, Receipt, Update, Wait, Welcome
 from arclight.federated.transports.http_link import HttpLink
@@ -73,7 +75,24 @@ def https(folder: Path) -> Iterator[Pair]:
         link.close()
 
 
-LINKS = {"in process": in_process, "http": http, "http into memory": http_into_memory, "https": https}
+@contextmanager
+def http_and_object_store(folder: Path) -> Iterator[Pair]:
+    """Messages go to the server, blobs to a third place."""
+    address = f"memory://{uuid.uuid4().hex}/blobs"
+    server = StandIn(ObjectStore(address, folder / "server"))
+    with HttpServer(server) as served:
+        link = HttpLink(served.address, folder / "other", blobs=ObjectStore(address, folder / "cache"), patience=5)
+        yield Pair(link, server)
+        link.close()
+
+
+LINKS = {
+    "in process": in_process,
+    "http": http,
+    "http into memory": http_into_memory,
+    "https": https,
+    "object store": http_and_object_store,
+}
 
 
 @pytest.fixture(params=LINKS)

@@ -1,0 +1,130 @@
+"""Blobs at an address such as ``s3://bucket/run/blobs``, through fsspec, with a folder here for those that are at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+from arclight.checkpoint.remote import RemotePath, is_remote, place
+from arclight.federated.blobs.digests import PIECE, checked, missing
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.incoming import BusyError
+from arclight.federated.errors import BlobError, FederatedError, LinkError
+
+_AT_ONCE = 16 * PIECE
+"""Bytes that one request reads."""
+_STUCK = 60.0
+"""Seconds for which someone else's fetching of the same blob may stand still."""
+
+
+class ObjectStore:
+    """As `BlobStore`. What is put and what is fetched is also kept in ``cache``, verified; an upload that breaks off begins anew.
+
+    Whoever has the store's credentials can read and write all of it. Large blobs go up in parts, several at a time.
+    Raises FederatedError for an address that is a local folder: that is a `FolderStore`.
+    """
+
+    def __init__(self, address: str, cache: FolderStore | Path) -> None:
+        root = place(address)
+        if not is_remote(root):
+            raise FederatedError(f"{address} is a folder here: FolderStore is for those")
+        self._root = cast(RemotePath, root)
+        self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache)
+
+    def __iter__(self) -> Iterator[str]:
+        """Digests of all blobs that are there."""
+        try:
+            names = [entry.name for entry in self._root.iterdir()]
+        except FileNotFoundError:
+            return iter(())
+        return (name for name in names if not name.startswith("."))
+
+    def size(self, digest: str) -> int | None:
+        try:
+            return int(self._path(digest).stat().st_size)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._unreachable("tell the size of", digest, error) from error
+
+    def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
+        """As `BlobStore.read`. What comes is not verified, as it is only part of what has the digest."""
+        size = self.size(digest)
+        if size is None:
+            raise missing(digest, str(self._root))
+        stop = size if length is None else offset + length
+        if stop > size:
+            raise BlobError(f"blob {digest[:12]} has {size} bytes: it ends before byte {stop}")
+        return self._pieces(digest, offset, stop)
+
+    def put(self, digest: str, source: Path | bytes) -> None:
+        self._cache.put(digest, source)  # verified there
+        if self.size(digest) is not None:
+            return
+        local = self._cache.file(digest)
+        try:
+            self._path(digest).upload(local)
+        except OSError as error:
+            raise self._unreachable("take", digest, error) from error
+        if (found := self.size(digest)) != local.stat().st_size:
+            raise BlobError(
+                f"blob {digest[:12]} has {found} bytes at {self._root}, {local.stat().st_size} were put there"
+            )
+
+    def file(self, digest: str) -> Path:
+        came, since = -1, time.monotonic()
+        while self._cache.size(digest) is None:
+            try:
+                self._fetch(digest)
+            except BusyError:  # another thread or process of this machine is at it: as long as it gets on
+                if (now := self._cache.received(digest)) != came:
+                    came, since = now, time.monotonic()
+                elif time.monotonic() - since > _STUCK:
+                    raise
+                time.sleep(0.05)
+        return self._cache.file(digest)
+
+    def remove(self, digest: str) -> None:
+        """Forget a blob, there and in the cache."""
+        self._cache.remove(digest)
+        try:
+            with suppress(FileNotFoundError):
+                self._path(digest).unlink()
+        except OSError as error:
+            raise self._unreachable("remove", digest, error) from error
+
+    def _fetch(self, digest: str) -> None:
+        """Fetch the rest into the cache."""
+        size = self.size(digest)
+        if size is None:
+            raise missing(digest, str(self._root))
+        with self._cache.receive(digest) as incoming:
+            if self._cache.size(digest) is not None:
+                incoming.give_up()
+                return
+            for piece in self._pieces(digest, min(incoming.offset, size), size):
+                incoming.write(piece)
+            incoming.finish()
+
+    def _pieces(self, digest: str, start: int, stop: int) -> Iterator[bytes]:
+        while start < stop:
+            end = min(stop, start + _AT_ONCE)
+            try:
+                piece = self._path(digest).read_range(start, end)
+            except FileNotFoundError:
+                raise missing(digest, str(self._root)) from None
+            except OSError as error:
+                raise self._unreachable("give", digest, error) from error
+            if len(piece) != end - start:
+                raise BlobError(f"blob {digest[:12]} at {self._root} gave {len(piece)} bytes of {end - start}")
+            yield piece
+            start = end
+
+    def _path(self, digest: str) -> RemotePath:
+        return self._root / checked(digest)
+
+    def _unreachable(self, what: str, digest: str, error: OSError) -> LinkError:
+        return LinkError(f"{self._root} did not {what} blob {digest[:12]}; what was to be sent is kept: {error}")
