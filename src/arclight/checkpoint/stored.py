@@ -101,6 +101,17 @@ class StoredTensor(torch.Tensor):
         row = (self.numel(),)
         return StoredTensor(row, self.dtype, [Piece(piece.source, piece.begin, (0,), row)])
 
+    def row(self, number: int) -> torch.Tensor:
+        """Entry ``number`` of the first dimension; it stays stored where it lies together in one file."""
+        rest = tuple(self.shape[1:])
+        if not 0 <= number < self.shape[0]:
+            raise IndexError(f"there is no entry {number} among {self.shape[0]}")
+        if len(self._pieces) != 1 or self._pieces[0].shape != tuple(self.shape):
+            return self.read((number, *(0 for _ in rest)), (1, *rest))[0]
+        piece = self._pieces[0]
+        begin = piece.begin + number * math.prod(rest) * self.dtype.itemsize
+        return StoredTensor(rest, self.dtype, [Piece(piece.source, begin, (0,) * len(rest), rest)])
+
     def read(
         self,
         offset: Sequence[int] | None = None,

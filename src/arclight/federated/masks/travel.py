@@ -88,10 +88,10 @@ class Travel:
         return matches(name, masks.send) and not matches(name, kept)
 
     def _due(self, key: str, round: int) -> bool:
-        if round % self.period(key):
-            return False
-        turns = self._fragments.get(key.partition("/")[2])
-        return turns is None or round % len(self._dealt) == turns
+        return self._meet(self.period(key), self._fragments.get(key.partition("/")[2]), round)
+
+    def _meet(self, period: int, fragment: int | None, round: int) -> bool:
+        return round % period == 0 and (fragment is None or round % len(self._dealt) == fragment)
 
     def period(self, key: str) -> int:
         """Rounds from one exchange of a tensor to the next, fragments aside; see `Masks.periods`."""
@@ -174,11 +174,17 @@ class Travel:
             raise FederatedError(
                 "nothing would ever be sent: leave_out, frozen, personal and randomised cover all of masks.send"
             )
-        for key in sent:
-            if not any(self._due(key, number) for number in range(1, self.cycle + 1)):
+        turns = {(self.period(key), self._fragments.get(key.partition("/")[2])): key for key in sent}
+        for (period, fragment), key in turns.items():
+            if not any(self._meet(period, fragment, number) for number in range(1, self.cycle + 1)):
                 raise FederatedError(
-                    f"{key} would never travel: the rounds of its period ({self.period(key)}) are never those of its fragment; "
+                    f"{key} would never travel: the rounds of its period ({period}) are never those of its fragment; "
                     "choose a period that has no divisor in common with streaming.fragments"
+                )
+        for number in range(1, self.cycle + 1):
+            if not any(self._meet(*turn, number) for turn in turns):
+                raise FederatedError(
+                    f"nothing would travel in round {number}: some part of masks.periods must be due in each"
                 )
 
 

@@ -23,6 +23,7 @@ from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
 from arclight.federated.errors import BlobError, FederatedError
+from arclight.federated.masks.travel import Travel
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
@@ -78,7 +79,11 @@ class Run:
         self.service = Service(federation, name, self.blobs, recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)
         self._stepper = Stepper(
-            rounds=self.rounds, store=self.blobs, strategy=federation.strategy, form=federation.send
+            rounds=self.rounds,
+            store=self.blobs,
+            strategy=federation.strategy,
+            form=federation.send,
+            is_stack=Travel(masks=federation.masks).is_stack,
         )
         self._since: dict[tuple[str, int], float] = {}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from arclight.checkpoint.tensorfile import DTYPES
+from arclight.federated.aggregation import step as aggregation
 from arclight.federated.aggregation.scale import Contribution, Form
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.aggregation.step import Step
@@ -17,6 +18,7 @@ from arclight.federated.protocol import Manifest
 from arclight.federated.rounds.store import Rounds, layout_of
 from arclight.federated.rounds.writing import Described, Written, in_order, weights_manifest
 from arclight.federated.server.decoded import Decoded
+from arclight.federated.server.stacks import Stacks
 from arclight.federated.strategies import Strategy
 
 ENTRY = "model"
@@ -53,6 +55,8 @@ class Stepper:
     strategy: Strategy
     form: Form
     """What clients send: "delta" or "weights"."""
+    is_stack: Callable[[str], bool] = lambda key: False
+    """Whether a tensor holds experts, which are folded one by one."""
 
     def step(
         self,
@@ -77,37 +81,50 @@ class Stepper:
             for one in given
         ]
         anchor = _Anchor(self.rounds, before)
-        moments = anchor.moments_after(given)
+        stacks = Stacks.among(anchor.described(self._states_sent(given)), self.is_stack)
+        moments = anchor.moments_after(given, stacks)
+        parts, sent = stacks.apart(anchor.by_key()), {key for one in given for key in one.manifest.tensors}
+        order = (part for key in [*anchor.keys(), *moments] for part in stacks.parts(key))
         step = Step(
             self.strategy,
-            anchor.by_key(),
+            parts,
             contributions,
             form=self.form,
-            states=anchor.states(),
+            states=stacks.states_apart(anchor.states(), anchor.counts),
             counts=anchor.counts,
-            order=[*(MODEL + name for name in anchor.layout[ENTRY]), *moments],
+            order=[part for part in order if part in parts or part in sent],
         )
         states = {
             f"{kind}/{key.removeprefix(MODEL)}": described
-            for key, kinds in step.states_after().items()
+            for key, kinds in stacks.described(step.states_after()).items()
             for kind, described in kinds.items()
         }
         layout = {ENTRY: anchor.layout[ENTRY], "moments": moments, "server": states}
         counts = dict(anchor.counts)
         with self.rounds.write(number, layout) as writer:
-            for one in step:
-                name = one.key.removeprefix(MODEL)
-                if one.key.startswith(MODEL):
-                    writer.add(ENTRY, name, one.value)
-                    for kind, state in one.state.items():
-                        writer.add("server", f"{kind}/{name}", state)
+            for key, value, state in stacks.together(_counted(step, counts)):
+                name = key.removeprefix(MODEL)
+                if key.startswith(MODEL):
+                    writer.add(ENTRY, name, value)
+                    for kind, tensor in state.items():
+                        writer.add("server", f"{kind}/{name}", tensor)
                 else:
-                    writer.add("moments", one.key, one.value.to(moments[one.key][0]))
-                if one.count:
-                    counts[one.key] = one.count
+                    writer.add("moments", key, value.to(moments[key][0]))
             statistics = step.statistics
             written = writer.publish(trees(statistics, counts))
         return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=statistics)
+
+    def _states_sent(self, given: Sequence[Given]) -> set[str]:
+        """Local states that clients have sent."""
+        return {key.partition("/")[0] for one in given for key in one.manifest.tensors if not key.startswith(MODEL)}
+
+
+def _counted(step: Step, counts: dict[str, int]) -> Iterator[aggregation.Stepped]:
+    """What comes of a step; ``counts`` follows."""
+    for one in step:
+        if one.count:
+            counts[one.key] = one.count
+        yield one
 
 
 class _Anchor:
@@ -123,13 +140,24 @@ class _Anchor:
     def by_key(self) -> dict[str, torch.Tensor]:
         return {**{MODEL + name: tensor for name, tensor in self.model.items()}, **self.moments}
 
-    def moments_after(self, given: Sequence[Given]) -> Described:
+    def keys(self) -> list[str]:
+        return [MODEL + name for name in self.layout[ENTRY]]
+
+    def described(self, states: Collection[str]) -> Described:
+        """Weights, and what moments of theirs are like, by key."""
+        model = self.layout[ENTRY]
+        kinds = {key.partition("/")[0] for key in self.layout.get("moments", {})} | set(states)
+        return {f"{kind}/{name}": model[name] for kind in ("model", *sorted(kinds)) for name in model}
+
+    def moments_after(self, given: Sequence[Given], stacks: Stacks) -> Described:
         """What the next round's file of moments holds: those there are, and those that clients send for the first time."""
         found = dict(self.layout.get("moments", {}))
         for one in given:
-            for key, entry in one.manifest.tensors.items():
+            for part, entry in one.manifest.tensors.items():
+                key = stacks.whole(part)
+                count = (stacks.counts[key],) if key != part else ()
                 if not key.startswith(MODEL):
-                    found.setdefault(key, (DTYPES[entry.dtype], entry.shape))
+                    found.setdefault(key, (DTYPES[entry.dtype], (*count, *entry.shape)))
         return dict(sorted(found.items()))
 
     def states(self) -> dict[str, dict[str, torch.Tensor]]:
