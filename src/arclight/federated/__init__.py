@@ -1,5 +1,41 @@
 """Many sites, one model: each trains on its own data, and only changes of weights travel.
 
 A server samples clients, sends weights, folds what comes back in fixed point and steps (`Server`); a client trains with
-its own `Trainer` and keeps its data (`Client`). One protocol runs inside one process, over HTTPS, and under Flower.
+its own `Trainer` and keeps its data (`Client`). One protocol runs inside one process, over HTTPS, and under Flower. `simulate`
+says beforehand how long rounds will take.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from arclight._lazy import lazy
+
+if TYPE_CHECKING:
+    from arclight.federated.clients.client import Client
+    from arclight.federated.server.server import Server
+    from arclight.federated.settings import Federation
+    from arclight.federated.simulation.simulate import simulate
+    from arclight.federated.strategies import (
+        DiLoCo,
+        FedAdam,
+        FedAvg,
+        FedMomentum,
+        FedNesterov,
+        FedYogi,
+        SparseLoCo,
+    )
+
+__getattr__, __dir__, __all__ = lazy(
+    __name__,
+    dict.fromkeys(
+        ("DiLoCo", "FedAdam", "FedAvg", "FedMomentum", "FedNesterov", "FedYogi", "SparseLoCo"),
+        "arclight.federated.strategies",
+    )
+    | {
+        "Client": "arclight.federated.clients.client",
+        "Federation": "arclight.federated.settings",
+        "Server": "arclight.federated.server.server",
+        "simulate": "arclight.federated.simulation.simulate",
+    },
+)

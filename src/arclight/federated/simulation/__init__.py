@@ -1,1 +1,6 @@
-"""A federation of any size on a virtual clock."""
+"""A federation of any size on a virtual clock: the coordinator of real runs, with simulated clients and lines.
+
+`arclight.federated.simulate` is its door; `settings` says what a fleet is like.
+"""
+
+from arclight.federated.simulation.settings import Costs, Fleet, Links, Speeds

@@ -1,0 +1,32 @@
+"""The simulation as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from arclight.federated.settings import Federation
+from arclight.federated.simulation.result import Simulated
+from arclight.federated.simulation.settings import Fleet
+
+
+def simulate(
+    federation: Federation,
+    model: Mapping[str, Sequence[int]] | int,
+    fleet: Fleet | None = None,
+    *,
+    dtype: str = "F32",
+    seed: int = 0,
+) -> Simulated:
+    """How long a federation's rounds would take, and what would travel, with a fleet of given lines, speeds and failures.
+
+    The coordinator is the one of real runs, on a virtual clock; messages weigh what they would weigh. A million clients of which
+    a thousand are drawn take seconds. ``waiting.beat_every`` may be raised to 30 s where clients train for minutes, which saves
+    time here.
+
+    model: parameter name to shape, or the model's bytes. dtype: of its weights, as safetensors names it.
+    Raises FederatedError for a run that comes to a halt; one that fails by its own rules is told of in the result.
+    """
+    from arclight.federated.simulation.simulator import Simulator
+    from arclight.federated.simulation.sizes import Sizes
+
+    return Simulator(federation, Sizes(federation, model, dtype), Fleet() if fleet is None else fleet, seed).run()

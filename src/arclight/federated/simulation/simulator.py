@@ -1,0 +1,326 @@
+"""Discrete events around the coordinator that real runs have: clients and lines are simulated, decisions are not."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from arclight.federated.coordination import events as ev
+from arclight.federated.coordination.coordinator import Coordinator
+from arclight.federated.coordination.driving import drive
+from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
+from arclight.federated.coordination.nodes import Timer
+from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
+from arclight.federated.errors import FederatedError
+from arclight.federated.protocol import Close, Receipt, Wait
+from arclight.federated.settings import Federation
+from arclight.federated.simulation.devices import Device, Job, Nature
+from arclight.federated.simulation.pipes import Cores, Pipe
+from arclight.federated.simulation.result import Simulated
+from arclight.federated.simulation.settings import Fleet
+from arclight.federated.simulation.sizes import Sizes
+from arclight.federated.simulation.telling import Telling
+
+_HELD = math.inf  # asks are held until there is an answer: a simulated line never breaks
+
+
+class Simulator:
+    """One run. Time begins at 0 with a server that has its first weights, and no nodes."""
+
+    def __init__(self, federation: Federation, sizes: Sizes, fleet: Fleet, seed: int) -> None:
+        self.federation, self.sizes, self.fleet = federation, sizes, fleet
+        self.coordinator = Coordinator(federation, federation.clients, seed, "simulation")
+        self.now, self.events = 0.0, 0
+        self._nature = Nature(fleet, seed)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._devices: dict[str, Device] = {}
+        self._sessions: dict[str, Device] = {}
+        self._asks: dict[str, Device] = {}
+        self._remembered: dict[str, int] = {}
+        """The weights that clients which have left still have."""
+        costs = fleet.costs
+        self._down, self._up = Pipe(costs.rate), Pipe(costs.rate)
+        self._checks, self._folds = Cores(costs.threads), Cores(1)
+        self._stay = federation.clients <= fleet.connected
+        self._ahead = federation.streaming is not None and federation.streaming.overlap > 0
+        self._ended: ev.End | None = None
+        self._answer: Any = None
+        self._beaten = -math.inf
+        self._telling = Telling()
+
+    def run(self) -> Simulated:
+        """Until the run has ended. Raises FederatedError for one that does not."""
+        first = range(self.federation.clients) if self._stay else self.coordinator.sampler.draw(1)
+        for client in first:
+            self._at(self.fleet.links.latency, lambda name=str(client): self._connect(name))  # type: ignore[misc]
+        self._tell(ev.Begun(base="0", checkpoint="0"))
+        while self._ended is None:
+            due = self.coordinator.next_deadline()
+            due = math.inf if due is None else due
+            coming = self._agenda[0][0] if self._agenda else math.inf
+            if min(coming, due) == math.inf:
+                raise FederatedError(f"the simulation has come to a halt: {self.coordinator.about(self.now)}")
+            if self._beat_in_time(min(coming, due)):
+                continue
+            if due <= coming:
+                self.now = max(self.now, due)
+                self._tell(ev.Tick())
+            else:
+                self.now, _, act = heapq.heappop(self._agenda)
+                act()
+        return self._telling.result(
+            seconds=self.now, check_seconds=self._checks.busy, fold_seconds=self._folds.busy, events=self.events,
+            ended=self._ended.why, failed=self._ended.failed, model_bytes=self.sizes.model, update_bytes=self.sizes.up(None),
+            weights_bytes=self.sizes.whole, clients=self.federation.clients,
+        )  # fmt: skip
+
+    # -- the server --------------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: Event) -> None:
+        self.events += 1
+        waiting = [event]
+        while waiting:
+            for records, commands in drive(self.coordinator, _forget, waiting.pop(0), self.now):
+                for record in records:
+                    self._note(record)
+                for command in commands:
+                    if isinstance(command, ev.Measure):
+                        waiting.append(ev.Measured(round=command.round))
+                    else:
+                        self._carry_out(command)
+
+    def _note(self, record: Record) -> None:
+        self._telling.note(record, self.now)
+        if isinstance(record, RoundOpened):
+            for client in record.clients:
+                if client not in self._devices or self._devices[client].gone:
+                    self._at(self.now + self.fleet.links.latency, lambda name=client: self._connect(name))  # type: ignore[misc]
+        elif isinstance(record, RoundClosed) and not self.federation.buffered:
+            taken = set(record.clients)
+            for name in self._telling.asked(record.round):
+                device = self._devices.get(name)
+                if name not in taken and device is not None and record.round in device.jobs:
+                    beat = self.now + self.federation.waiting.beat_every / 2
+                    self._at(beat, lambda device=device: self._beat(device))  # type: ignore[misc]
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case ev.Answer(to=to, plan=plan) if to in self._asks:
+                device = self._asks.pop(to)
+                device.asking = False
+                if not device.gone:
+                    self._at(self.now + self.fleet.links.latency, lambda: self._answered(device, plan))
+            case ev.Answer(to=to, plan=plan):
+                self._answer = plan
+            case ev.Fold():
+                costs = self.fleet.costs
+                took = (
+                    costs.round
+                    + costs.step * self.sizes.model
+                    + costs.fold * self.sizes.part(command.fragment) * len(command.updates)
+                )
+                done = ev.Committed(
+                    round=command.round, base=str(command.round), checkpoint=str(command.round), norm=1.0
+                )  # fmt: skip
+                self._at(self._folds.work(self.now, took), lambda: self._tell(done))
+            case ev.End():
+                self._ended = command
+            case ev.Lost() | ev.Say():
+                self._telling.heard(command)
+
+    def _at(self, time: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (time, next(self._numbers), act))
+
+    # -- clients -----------------------------------------------------------------------------------------------------------
+
+    def _said(self, make: Callable[..., ev.Said], **fields: Any) -> Any:
+        """The answer to a message that is answered at once."""
+        self._answer = None
+        self._tell(make(to=f"message {next(self._numbers)}", **fields))
+        return self._answer
+
+    def _connect(self, name: str) -> None:
+        device = self._devices.get(name)
+        if device is None or device.gone:
+            device = self._nature.device(self._index(name), name)
+            device.has = self._remembered.pop(name, -1)
+            self._devices[name] = device
+        elif device.session:
+            return
+        device.session = f"session {next(self._numbers)}"
+        plan = self._said(
+            ev.Joined, node=name, session=device.session, process=device.session, clients=(name,), steps_per_second=1 / device.step
+        )  # fmt: skip
+        if isinstance(plan, ev.Welcoming):
+            self._sessions[device.session] = device
+            self._ask(device)
+        else:
+            device.session = ""
+            if isinstance(plan, Wait):
+                self._at(self.now + plan.seconds, lambda: self._connect(name))
+
+    def _index(self, name: str) -> int:
+        return int(name)
+
+    def _ask(self, device: Device) -> None:
+        if not device.asking and not device.gone:
+            to = f"ask {next(self._numbers)}"
+            self._asks[to] = device
+            device.asking = True
+            self._tell(ev.Asked(to=to, session=device.session, wait=_HELD))
+
+    def _answered(self, device: Device, plan: Any) -> None:
+        match plan:
+            case FitPlan():
+                self._fetch(device, plan)
+            case EvaluatePlan():
+                self._evaluate(device, plan)
+            case Receipt(reason="session"):
+                self._sessions.pop(device.session, None)
+                device.session = ""
+                self._connect(device.name)
+            case Wait():
+                self._at(self.now + plan.seconds, lambda: self._ask(device))
+            case Close():
+                device.gone = True
+
+    def _fetch(self, device: Device, plan: FitPlan) -> None:
+        if device.gone or plan.round in device.jobs:
+            return
+        base = int(plan.base)
+        bytes = self.sizes.down(device.has, base)
+        device.has = base
+        job = device.jobs[plan.round] = Job(plan, bytes)
+        self._telling.down(plan.round, bytes)
+        there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency
+        dies, fails = self._nature.fate(self._index(device.name), plan.round)
+        seconds = self._nature.fit_seconds(device, self._index(device.name), plan)
+        job.begun = max(there, device.worker)
+        job.ended = device.worker = job.begun + seconds
+        if dies is not None:
+            self._at(self.now + dies * (job.ended - self.now), lambda: self._vanish(device))
+        self._at(job.ended, lambda: self._fitted(device, job, fails))
+        if self._ahead:
+            self._ask(device)
+
+    def _evaluate(self, device: Device, plan: EvaluatePlan) -> None:
+        bytes = self.sizes.down(device.has, int(plan.base))
+        device.has = int(plan.base)
+        self._telling.down(plan.round, bytes)
+        there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency
+        device.worker = max(there, device.worker) + self.fleet.speeds.evaluate
+
+        def done() -> None:
+            if not device.gone:
+                self._said(
+                    ev.EvaluatedBy, session=device.session, client=device.name, round=plan.round, samples=1, metrics={"loss": 0.0}
+                )  # fmt: skip
+                self._ask(device)
+
+        self._at(device.worker + self.fleet.links.latency, done)
+
+    def _vanish(self, device: Device) -> None:
+        device.gone = True
+        self._sessions.pop(device.session, None)
+
+    def _fitted(self, device: Device, job: Job, fails: bool) -> None:
+        if device.gone or job.cancelled:
+            return
+        latency = self.fleet.links.latency
+        if fails:
+            self._at(self.now + latency, lambda: self._failed(device, job))
+            return
+        bytes = self.sizes.up(job.plan.fragment)
+        begin = max(self.now, device.line)
+        device.line = begin + 8 * bytes / device.up
+        there = max(self._up.send(begin, bytes, device.up), device.line) + latency
+        self._telling.up(job.plan.round, bytes)
+
+        def arrived() -> None:
+            if not device.gone:
+                seconds = self.fleet.costs.check * bytes
+                self._at(self._checks.work(self.now, seconds), lambda: self._delivered(device, job, bytes))
+
+        self._at(there, arrived)
+
+    def _failed(self, device: Device, job: Job) -> None:
+        if not device.gone:
+            device.jobs.pop(job.plan.round, None)
+            self._said(
+                ev.WorkFailed, session=device.session, client=device.name, round=job.plan.round, error="it could not"
+            )
+            self._free(device)
+
+    def _delivered(self, device: Device, job: Job, bytes: int) -> None:
+        if device.gone or job.cancelled:
+            return
+        device.jobs.pop(job.plan.round, None)
+        seconds = job.ended - job.begun
+        receipt = self._said(
+            ev.UpdateChecked, session=device.session, client=device.name, round=job.plan.round, digest=str(job.plan.round),
+            samples=1, tokens=0, steps=job.plan.steps, seconds=seconds, bytes=bytes, norm=1.0,
+        )  # fmt: skip
+        if isinstance(receipt, Receipt) and not receipt.accepted:
+            self._telling.late(job.plan.round, device.name)
+        self._at(self.now + self.fleet.links.latency, lambda: self._free(device))
+
+    def _free(self, device: Device) -> None:
+        """A worker has nothing to do: it asks, or, in a large fleet, the node goes until it is drawn again."""
+        if device.gone or device.jobs:
+            return
+        if self._stay:
+            self._ask(device)
+            return
+        self._said(ev.Left, session=device.session)
+        self._sessions.pop(device.session, None)
+        self._remembered[device.name] = device.has
+        del self._devices[device.name]
+
+    def _beat(self, device: Device) -> None:
+        """What a node says every `Waiting.beat_every` seconds is simulated only where it matters."""
+        if device.gone or device.session not in self._sessions:
+            return
+        device.beats += 1
+        receipt = self._said(
+            ev.Beaten, session=device.session, steps=dict.fromkeys([device.name] * bool(device.jobs), device.beats)
+        )
+        if isinstance(receipt, Receipt) and receipt.cancel:
+            for round, job in device.jobs.items():
+                job.cancelled = True
+                self._telling.late(round, device.name)
+            device.jobs.clear()
+            device.worker = self.now
+            self._beat(device)
+            self._free(device)
+
+    def _beat_in_time(self, following: float) -> bool:
+        """Let living nodes be heard that would soon count as silent; ``following``: when the next thing happens."""
+        every = self.federation.waiting.beat_every
+        if following <= self._beaten + every:
+            return False
+        self.now = max(self.now, following - every)
+        self._beaten = self.now
+        for timer in _due(self.coordinator.present.timers, following + 2 * every):
+            device = self._sessions.get(str(timer.key)) if timer.kind in ("silence", "stall") else None
+            if device is not None:
+                self._beat(device)
+        return True
+
+
+def _due(timers: Sequence[Timer], now: float) -> list[Timer]:
+    """Those of a heap that are due, without looking at the others."""
+    found, look = [], [0]
+    while look:
+        at = look.pop()
+        if at < len(timers) and timers[at].at <= now:
+            found.append(timers[at])
+            look += [2 * at + 1, 2 * at + 2]
+    return found
+
+
+def _forget(_: Sequence[Record]) -> None:
+    """A simulated run leaves no journal."""

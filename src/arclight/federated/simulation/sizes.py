@@ -1,0 +1,145 @@
+"""Bytes of a message, from the shapes of what it holds: the same that writing it would give, without the tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
+from arclight.federated.protocol.manifest import Entry, Manifest
+from arclight.federated.settings import Federation
+
+Shapes = Mapping[str, Sequence[int]]
+_SMALL, _VECTOR = 1024, 1 << 16  # as codecs.encoding has them; a test compares
+_WIDTH = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1}
+_LARGEST = 256 << 20
+
+
+def message_bytes(shapes: Shapes, codec: Codec, *, dtype: str = "F32") -> int:
+    """Bytes of the blobs and of the manifest of a message with these tensors.
+
+    shapes: parameter name to shape. dtype: of the parameters, as safetensors names it. Raises ValueError for one without a size.
+    """
+    if dtype not in _WIDTH:
+        raise ValueError(f"the size of {dtype!r} is not known; these are: {', '.join(_WIDTH)}")
+    blobs: list[dict[str, tuple[str, tuple[int, ...]]]] = []
+    entries: dict[str, Entry] = {}
+    size = 0
+    for name, shape in shapes.items():
+        key = f"model/{name}"
+        raw = _goes_raw(tuple(shape), codec, dtype)
+        parts = {"": (dtype, tuple(shape))} if raw else dict(_parts(codec, math.prod(shape)))
+        if not raw and isinstance(codec, BF16):
+            parts = {"": ("BF16", tuple(shape))}
+        bytes = sum(_WIDTH[kind] * math.prod(part) for kind, part in parts.values())
+        if not blobs or (blobs[-1] and size + bytes > _LARGEST):
+            blobs.append({})
+            size = 0
+        blobs[-1] |= {f"{key}#{part}" if part else key: what for part, what in parts.items()}
+        size += bytes
+        entries[key] = Entry(
+            blob="0" * 64, dtype=dtype, shape=tuple(shape), codec="raw" if raw else type(codec).__name__.lower(),
+            parts=tuple(parts), settings={} if raw else _settings(codec),
+        )  # fmt: skip
+    files = [_file_bytes(blob) for blob in blobs]
+    manifest = Manifest(
+        kind="update", tensors=entries, blobs={f"{n:064d}": bytes for n, bytes in enumerate(files)}, base="0" * 64
+    )
+    return sum(files) + len(manifest.to_json())
+
+
+def model_bytes(shapes: Shapes, *, dtype: str = "F32") -> int:
+    """Bytes of the values themselves."""
+    return _WIDTH[dtype] * sum(math.prod(shape) for shape in shapes.values())
+
+
+def _goes_raw(shape: tuple[int, ...], codec: Codec, dtype: str) -> bool:
+    numel = math.prod(shape)
+    small = numel < _SMALL or (len(shape) < 2 and numel <= _VECTOR)
+    return isinstance(codec, Raw) or small or (isinstance(codec, BF16) and _WIDTH[dtype] == 2)
+
+
+def _parts(codec: Codec, numel: int) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    match codec:
+        case BF16():
+            yield "", ("BF16", (numel,))
+        case Int8():
+            yield "", ("I8", (numel,))
+            yield "scale", ("F32", (-(-numel // codec.block),))
+        case Int4():
+            yield "", ("U8", ((numel + 1) // 2,))
+            yield "scale", ("F32", (-(-numel // codec.block),))
+        case TopK():
+            rows, rest = divmod(numel, codec.block)
+            kept = rows * codec.keep + -(-codec.keep * rest // codec.block)
+            width = max(1, (codec.block - 1).bit_length())
+            width = width if width <= 8 else width + width % 2
+            yield "index", ("U8", ((kept * width + 7) // 8,))
+            yield "value", ("U8", ((kept * codec.bits + 7) // 8,))
+            yield "level", ("F32", ((rows + bool(rest)) << (codec.bits - 1),))
+
+
+def _settings(codec: Codec) -> dict[str, int]:
+    match codec:
+        case Int8() | Int4():
+            return {"block": codec.block}
+        case TopK():
+            return {"block": codec.block, "keep": codec.keep, "bits": codec.bits}
+    return {}
+
+
+def _file_bytes(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> int:
+    """Of a safetensors file."""
+    header, end = {}, 0
+    for name in sorted(parts, key=lambda name: (-_WIDTH[parts[name][0]], name)):
+        kind, shape = parts[name]
+        begin, end = end, end + _WIDTH[kind] * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [begin, end]}
+    text = len(json.dumps(header, separators=(",", ":")).encode())
+    return 8 + text + -text % 8 + end
+
+
+class Sizes:
+    """What a run's messages weigh, in bytes.
+
+    shapes: parameter name to shape; or the bytes of a model whose layers are alike.
+    """
+
+    def __init__(self, federation: Federation, shapes: Shapes | int, dtype: str = "F32") -> None:
+        if isinstance(shapes, int):
+            blocks, values = 32, max(32, shapes // _WIDTH[dtype])
+            shapes = {f"blocks.{n}.weight": (1, values // blocks + (n < values % blocks)) for n in range(blocks)}
+        self._fragments = [shapes]
+        if federation.streaming is not None:
+            from arclight.optim.outer import fragments_of
+
+            dealt = fragments_of(shapes, federation.streaming.fragments)
+            self._fragments = [{name: shapes[name] for name in names} for names in dealt]
+        self.model = model_bytes(shapes, dtype=dtype)
+        self.whole = message_bytes(shapes, Raw(), dtype=dtype)
+        self._parts = [model_bytes(some, dtype=dtype) for some in self._fragments]
+        self._ups = [message_bytes(some, federation.up, dtype=dtype) for some in self._fragments]
+        self._downs = [message_bytes(some, federation.down, dtype=dtype) for some in self._fragments]
+        whole_each_time = isinstance(federation.down, Raw) and federation.streaming is None
+        self._changes = 0 if whole_each_time else federation.down_changes
+
+    def up(self, fragment: int | None) -> int:
+        """An update; of all fragments together without one."""
+        return sum(self._ups) if fragment is None else self._ups[fragment]
+
+    def part(self, fragment: int | None) -> int:
+        """Decoded values of a fragment, or of all."""
+        return sum(self._parts) if fragment is None else self._parts[fragment]
+
+    def down(self, has: int, base: int) -> int:
+        """What a node that has the weights of one round fetches for those of another; a node with -1 has none.
+
+        A chain of changes where that is kept and is less than the weights themselves.
+        """
+        if has == base:
+            return 0
+        if 0 <= has < base <= has + self._changes:
+            changes = sum(self._downs[round % len(self._downs)] for round in range(has + 1, base + 1))
+            return min(changes, self.whole)
+        return self.whole
