@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.federated.aggregation.fold import Fold, mean_of, merge, partial
-from arclight.federated.aggregation.scale import Contribution, measure, plan
+from arclight.federated.aggregation.scale import Contribution, Scale, measure, plan
 from arclight.federated.errors import FederatedError, RefusedError
 
 SIZES = {"model/large": (3, 70_001), "model/vector": (257,), "model/scalar": (), "model/empty": (0, 4)}
@@ -27,7 +27,7 @@ def some(client: str, seed: int, spread: float = 1.0, dtype: torch.dtype = torch
     for key, shape in SIZES.items():
         sizes = torch.exp(spread * torch.randn(shape, generator=draw, dtype=torch.float64))
         tensors[key] = (torch.randn(shape, generator=draw, dtype=torch.float64) * sizes).to(dtype)
-    return Contribution(client=client, weight=float(3 + 7 * seed), tensors=tensors)
+    return Contribution(client=client, weight=0.1 + 0.7 * seed, tensors=tensors)
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> str:
@@ -120,6 +120,20 @@ def test_float64_does_not_overflow_at_either_end(value: float) -> None:
     assert mean.dtype is torch.float64
     assert torch.allclose(mean, sent, rtol=1e-15, atol=0)
     assert math.isfinite(folding.statistics.norm)
+
+
+def test_terms_are_rounded_to_the_nearest_integer() -> None:
+    scale = Scale(rule="mean", shift=1, total=4.0)
+    one = Contribution(client="a", weight=1, tensors={"model/x": torch.tensor([0.2, 0.3, -0.3, 1.25, 1.75, -7.6])})
+    assert dict(partial([one], {"model/x": scale}))["model/x"].tolist() == [0, 1, -1, 2, 4, -15]
+
+
+@pytest.mark.parametrize("size", [1 - 2.0**-24, 1.0, 3.4028234663852886e38, 1e-44])
+def test_the_largest_sum_that_can_be_does_not_overflow(size: float) -> None:
+    """All clients have the same sign and the largest value; their weights sum to just below a power of two."""
+    value = torch.tensor([size, -size])
+    clients = [Contribution(client=str(k), weight=2.0**20 - 2.0**-20, tensors={"model/x": value}) for k in range(64)]
+    assert torch.equal(dict(Fold(clients))["model/x"], value)
 
 
 @settings(max_examples=60, deadline=None)
