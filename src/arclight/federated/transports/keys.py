@@ -124,6 +124,25 @@ class NodeKey:
             raise FederatedError(f"{path} holds another kind of key: `arclight federate keys node` makes a node's")
         return cls(key)
 
+    @classmethod
+    def once(cls) -> NodeKey:
+        """A new key that is written nowhere: for one session, its `secret` handed to the node by someone it trusts."""
+        return cls(_cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate())
+
+    @classmethod
+    def of_secret(cls, secret: str) -> NodeKey:
+        """The key whose `secret` it is. Raises FederatedError for what is none."""
+        kind = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey
+        try:
+            return cls(kind.from_private_bytes(base64.b64decode(secret, validate=True)))
+        except ValueError as error:
+            raise FederatedError(f"a node key's secret is 32 bytes in base64: {error}") from error
+
+    @property
+    def secret(self) -> str:
+        """The private key, base64."""
+        return base64.b64encode(self._key.private_bytes_raw()).decode()
+
     @property
     def public(self) -> str:
         """What the server needs to know this node, base64."""

@@ -1,0 +1,55 @@
+"""A federation of quadratics, as apps under Flower and tests in this process build it alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.federated.server.quadratic import Quadratic
+
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.learner import Outcome
+from arclight.federated.coordination.settings import Waiting
+from arclight.federated.protocol import Fit
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.strategies import FedAvg
+
+TARGETS = {"site-0": -1.0, "site-1": 3.0}
+
+
+class Slow(Quadratic):
+    """Sleeps in every step."""
+
+    def __init__(self, target: float, pause: float) -> None:
+        super().__init__(target)
+        self.pause = pause
+
+    def fit(
+        self, order: Fit, weights: Mapping[str, torch.Tensor], progress: Callable[[int, float | None], None]
+    ) -> Outcome:
+        for step in range(order.steps):
+            time.sleep(self.pause)
+            progress(step, None)
+        return super().fit(order, weights, progress)
+
+
+def server(folder: Path, config: Mapping[str, Any]) -> Server:
+    weights = {
+        "a.weight": torch.linspace(-2, 2, 300).reshape(20, 15),
+        "b.bias": torch.arange(7, dtype=torch.float32),
+        "c.half": torch.linspace(0, 1, 40).to(torch.bfloat16),
+    }
+    rounds = int(config.get("rounds", 3))
+    federation = Federation(
+        clients=2, rounds=rounds, local_steps=5, strategy=FedAvg(lr=1.0), evaluate_every=0,
+        waiting=Waiting(nodes=int(config.get("nodes", 1)), lease=120.0),
+    )  # fmt: skip
+    return Server(federation, weights, folder=folder, clients=tuple(TARGETS))
+
+
+def client(name: str, config: Mapping[str, Any]) -> Client:
+    return Client(name, learner=lambda folder: Slow(TARGETS[name], float(config.get("pause", 0.0))))

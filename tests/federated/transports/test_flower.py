@@ -1,0 +1,211 @@
+"""Under a real Flower SuperLink with real SuperNodes: the same run to the bit, whatever of Flower dies on the way."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.federated.transports import quadratics
+from tests.federated.transports.superlink import ABSENT, Deployment, installed, until
+
+from arclight.federated.clients.node import Node
+from arclight.federated.errors import FederatedError
+from arclight.federated.rounds.store import Rounds
+from arclight.federated.server.server import Server
+from arclight.federated.transports.flower_folder import write_app
+from arclight.federated.transports.in_process import InProcess
+
+needs_flower = pytest.mark.skipif(not installed(), reason=ABSENT)
+BUILDING = "from tests.federated.transports.quadratics import client, server\n"
+NUMPY_CLIENT = '''
+"""A Flower client that has never heard of arclight."""
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+TARGETS = {0: -1.0, 1: 3.0}
+
+
+@app.train()
+def train(message, context):
+    arrays = message.content["arrays"].to_numpy_ndarrays()
+    target = np.float32(TARGETS[context.node_config["partition-id"]])
+    for _ in range(message.content["config"]["local-steps"]):
+        arrays = [a - np.float32(0.1) * (a - target) for a in arrays]
+    metrics = MetricRecord({"num-examples": 40, "loss": float(sum(((a - target) ** 2).sum() for a in arrays))})
+    return Message(RecordDict({"arrays": ArrayRecord(arrays), "metrics": metrics}), reply_to=message)
+'''
+
+
+def in_process(folder: Path, rounds: int = 3) -> Server:
+    """The same run with everything in this process."""
+    server = quadratics.server(folder, {"rounds": rounds})
+    with server.opened() as run:
+        clients = [quadratics.client(name, {}) for name in quadratics.TARGETS]
+        node = Node(InProcess(run.service), clients, folder / "node", "all")
+        thread = threading.Thread(target=node.run, daemon=True)
+        thread.start()
+        assert run.driver.wait(60), "the run in this process has not ended after 60 s"
+        thread.join(30)
+        assert not thread.is_alive()
+    return server
+
+
+def result(folder: Path) -> tuple[int, str]:
+    """The newest round in a folder and the digest of its weights."""
+    rounds = Rounds(folder)
+    newest = rounds.newest(verify=True)
+    assert newest is not None, f"{folder} has no round"
+    return newest, rounds.weights(newest).digest
+
+
+def app(tmp_path: Path, **config: str | int | float | bool) -> Path:
+    said = {"rounds": 3, "pause": 0.0, "nodes": 2, "folder": str(tmp_path / "run"), **config}
+    return write_app(tmp_path / "app", "quadratics", BUILDING, config=said)
+
+
+def finished(flower: Deployment, seconds: float) -> None:
+    run = flower.started["run"]
+    until(lambda: run.poll() is not None, seconds, f"flwr run; it says {flower.log('run')[-3000:]}")
+
+
+def steps(flower: Deployment, log: Path) -> str:
+    return f"{flower.log('run')[-3000:]}\n{log.read_text() if log.exists() else ''}"
+
+
+@needs_flower
+def test_two_supernodes_and_one_process_come_to_the_same_bits(tmp_path: Path) -> None:
+    expected = in_process(tmp_path / "here")
+    with Deployment(tmp_path / "flower", 2) as flower:
+        flower.run(app(tmp_path))
+        finished(flower, 100)
+        said = steps(flower, tmp_path / "run" / "server.log")
+        assert "is over after round 3" in said, said
+    assert result(tmp_path / "run") == result(tmp_path / "here")
+    assert torch.equal(expected.weights()["b.bias"], Rounds(tmp_path / "run").tensors(3, "model")["b.bias"])
+
+
+@needs_flower
+@pytest.mark.slow
+def test_registered_supernodes_over_tls(tmp_path: Path) -> None:
+    in_process(tmp_path / "here")
+    with Deployment(tmp_path / "flower", 2, secure=True) as flower:
+        host = "0.0.0.0"  # off loopback: our own plane must have a certificate and registered keys as well
+        flower.run(app(tmp_path, host=host, **{"known-as": "localhost"}))
+        finished(flower, 150)
+        said = steps(flower, tmp_path / "run" / "server.log")
+        assert "is over after round 3" in said, said
+        assert "https://localhost:" in said, said
+    assert result(tmp_path / "run") == result(tmp_path / "here")
+
+
+@needs_flower
+@pytest.mark.slow
+def test_the_run_outlives_the_superlink(tmp_path: Path) -> None:
+    """The SuperLink is killed: Flower ends its ServerApp, and server and nodes finish the run without it."""
+    in_process(tmp_path / "here", rounds=6)
+    run = tmp_path / "run"
+    with Deployment(tmp_path / "flower", 2) as flower:
+        flower.run(app(tmp_path, rounds=6, pause=0.5))
+        until(lambda: newest(run) >= 1, 90, f"the first round: {flower.log('run')}")
+        flower.kill("superlink")
+        assert newest(run) < 6
+        until(lambda: newest(run) >= 6, 90, f"the other rounds: {(run / 'server.log').read_text()}")
+        assert "the run goes on" in (run / "server.log").read_text()
+        served = list(flower.processes("arclight.federated.transports.detached"))
+        psutil.wait_procs(served, timeout=60)
+        assert not [p for p in served if p.is_running()], "the server has not ended after its run"
+    assert result(run) == result(tmp_path / "here")
+
+
+@needs_flower
+@pytest.mark.slow
+def test_a_killed_client_app_gets_another_session(tmp_path: Path) -> None:
+    in_process(tmp_path / "here", rounds=4)
+    run = tmp_path / "run"
+    with Deployment(tmp_path / "flower", 2) as flower:
+        flower.run(app(tmp_path, rounds=4, pause=0.5))
+        until(lambda: newest(run) >= 1, 90, f"the first round: {flower.log('run')}")
+        next(flower.processes("flwr-clientapp")).kill()
+        finished(flower, 400)
+        assert "it gets another" in flower.log("run"), flower.log("run")
+    assert result(run) == result(tmp_path / "here")
+
+
+@needs_flower
+@pytest.mark.slow
+def test_stopping_the_run_stops_the_server(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Deployment(tmp_path / "flower", 2) as flower:
+        flower.run(app(tmp_path, rounds=1000, pause=0.5))
+        until(lambda: newest(run) >= 1, 90, f"the first round: {flower.log('run')}")
+        found = re.search(r"run (\d{6,})", flower.log("run"))
+        assert found, flower.log("run")
+        assert "successfully stopped" in flower.flwr("stop", found[1], "here", wait=60).stdout
+        served = "arclight.federated.transports.detached"
+        until(lambda: not list(flower.processes(served)), 90, "the server to stop with the run")
+    assert 1 <= newest(run) < 1000
+
+
+@needs_flower
+@pytest.mark.slow
+def test_a_client_that_knows_only_flower_takes_part(tmp_path: Path) -> None:
+    in_process(tmp_path / "here")
+    folder = app(tmp_path, mode="compat")
+    (folder / "quadratics" / "client_app.py").write_text(NUMPY_CLIENT)
+    with Deployment(tmp_path / "flower", 2) as flower:
+        flower.run(folder)
+        finished(flower, 240)
+        assert "is over" in flower.log("run"), flower.log("run")
+    newest, _ = result(tmp_path / "run")
+    ours, theirs = Rounds(tmp_path / "here").tensors(3, "model"), Rounds(tmp_path / "run").tensors(newest, "model")
+    assert newest == 3
+    for name, tensor in ours.items():
+        # bfloat16 is trained in float32 there, and rounded once a round
+        torch.testing.assert_close(
+            theirs[name], tensor, rtol=2e-2 if tensor.dtype is torch.bfloat16 else 1e-6, atol=1e-6
+        )
+
+
+def newest(run: Path) -> int:
+    found = Rounds(run).newest() if (run / "rounds").exists() else None
+    return -1 if found is None else found
+
+
+def test_an_app_is_what_flower_takes(tmp_path: Path) -> None:
+    folder = write_app(
+        tmp_path / "app", "fed-lm", BUILDING, files={"recipe.toml": "name = 'x'\n"}, config={"rounds": 2}
+    )
+    assert sorted(p.name for p in (folder / "fed_lm").iterdir()) == [
+        "__init__.py", "building.py", "client_app.py", "recipe.toml", "server_app.py",
+    ]  # fmt: skip
+    for file in folder.rglob("*.py"):
+        compile(file.read_text(), str(file), "exec")
+    with pytest.raises(FileExistsError):
+        write_app(folder, "fed-lm", BUILDING)
+    with pytest.raises(FederatedError, match="begins with a letter"):
+        write_app(tmp_path / "other", "9 lives", BUILDING)
+
+
+def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from arclight.federated.transports.detached import Detached, Orders
+
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3]))
+    with pytest.raises(FederatedError, match="builds a server"):
+        Detached(Orders(build="tests.federated.transports.quadratics:nothing", folder=str(tmp_path / "run")))
+    served = Detached(Orders(build="tests.federated.transports.quadratics:server", folder=str(tmp_path / "other")))
+    assert served.ended(0.1) is None
+    os.kill(served.place.process, 9)
+    with pytest.raises(FederatedError, match="has ended with status -9"):
+        served.ended(30)
+    again = Detached(Orders(build="tests.federated.transports.quadratics:server", folder=str(tmp_path / "other")))
+    again.stop()
+    assert (over := again.ended(5)) is not None
+    assert (over.round, over.failed) == (0, False)
