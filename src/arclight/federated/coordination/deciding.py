@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination import ticking
 from arclight.federated.coordination.events import Answer, Command, Decision, Event
-from arclight.federated.coordination.nodes import Again, Challenged, Node, Skipped, Work
+from arclight.federated.coordination.nodes import Again, Challenged, Node, Skipped, Task, Work
 from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
@@ -169,14 +169,20 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
 def _ask(c: Coordinator, event: ev.Asked, node: Node, now: float) -> tuple[Command, ...]:
     if c.state.ended is not None:
         return (Answer(to=event.to, plan=Close(why=c.state.ended)),)
-    silence = c.settings.waiting.silence
-    again = next((task.work for task in node.tasks.values() if now - task.seen > silence), None)
+    again = next((task.work for task in node.tasks.values() if _unknown(c, task, now)), None)
     work = again or node.next()
     if work is not None:
         return (Answer(to=event.to, plan=ticking.plan(c, work, now)),)
     if event.wait <= 0:
         return (Answer(to=event.to, plan=Wait(seconds=c.settings.waiting.beat_every, about=ticking.about(c, now))),)
     return ()
+
+
+def _unknown(c: Coordinator, task: Task, now: float) -> bool:
+    """Whether a node that asks seems not to have got this order: its beats should name the client until the update is here."""
+    waiting = c.settings.waiting
+    confirmed = task.steps >= 0
+    return now - task.seen > (max(waiting.silence, waiting.lease) if confirmed else waiting.silence)
 
 
 def _accept(c: Coordinator, event: ev.UpdateChecked) -> UpdateAccepted:

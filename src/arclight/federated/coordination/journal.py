@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from arclight.federated.coordination.records import Record
 from arclight.federated.errors import FederatedError
 
 log = logging.getLogger(__name__)
+
+_KIND = re.compile(rb'\{"is":"(\w+)"')
 
 Injection = Callable[[str, int], None]
 """Called with the name of a point ("before", "torn", "written", "synced") and the number of the first line of that write."""
@@ -165,7 +167,8 @@ def _body(line: bytes, number: int) -> bytes | None:
 
 
 def _encode(number: int, record: Record) -> bytes:
-    text = json.dumps({"is": type(record).__name__, **asdict(record)}, allow_nan=False, separators=(",", ":"))
+    said = {"is": type(record).__name__, **vars(record)}
+    text = json.dumps(said, allow_nan=False, separators=(",", ":"))
     rest = b"%d %s" % (number, text.encode())
     return b"%08x %s\n" % (zlib.crc32(rest), rest)
 
@@ -173,13 +176,13 @@ def _encode(number: int, record: Record) -> bytes:
 def _decode(path: Path, number: int, body: bytes) -> Record:
     from pydantic import ValidationError
 
-    said: dict[str, Any] = json.loads(body)
-    name = str(said.pop("is", ""))
+    found = _KIND.match(body)
+    name = found[1].decode() if found else ""
     kind = getattr(kinds, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Record)):
         raise JournalError(f"line {number + 1} of {path} is of a kind that this version does not know: {body[:80]!r}")
     try:
-        record: Record = _adapter(name).validate_json(json.dumps(said), strict=True)
+        record: Record = _adapter(name).validate_json(body, strict=True)
     except ValidationError as error:
         raise JournalError(f"line {number + 1} of {path} cannot be read by this version: {error}") from error
     return record
