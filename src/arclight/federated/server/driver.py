@@ -105,6 +105,11 @@ class Driver:
         with self._lock:
             return self.coordinator.refusal(session, client, number, digest)
 
+    def has_taken(self, client: str, number: int, digest: str) -> bool:
+        """Whether this very update counts already."""
+        with self._lock:
+            return self.coordinator.rules.accepted(client, number) == digest
+
     def bases(self) -> frozenset[str]:
         """Digests of weights that somebody may still be told to begin from."""
         with self._lock:

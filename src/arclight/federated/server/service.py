@@ -225,6 +225,8 @@ class Service:
             log.warning("%s, round %d: %s", message.client, message.round, early[1])
             committed = self.driver.coordinator.state.committed
             return Receipt(accepted=False, reason=early[0], message=early[1], committed=committed)
+        if self.driver.has_taken(message.client, message.round, digest):  # it comes again: the receipt was lost
+            return self._tell(lambda to: _checked(to, message, digest, 0.0))
         try:
             checked = self._check(message)
         except RefusedError as error:
@@ -242,22 +244,7 @@ class Service:
             )
         self.blobs.put(digest, text)
         self.checked[digest] = checked
-        return self._tell(
-            lambda to: events.UpdateChecked(
-                to=to,
-                session=message.session,
-                client=message.client,
-                round=message.round,
-                digest=digest,
-                samples=message.samples,
-                tokens=message.tokens,
-                steps=message.steps,
-                seconds=message.seconds,
-                bytes=message.manifest.size,
-                norm=checked.norm,
-                metrics=dict(message.metrics),
-            )
-        )
+        return self._tell(lambda to: _checked(to, message, digest, checked.norm))
 
     def _check(self, message: Update) -> Checked:
         opened = self.driver.coordinator.state.begun.get(message.round)
@@ -322,6 +309,23 @@ class Service:
                 size = weights.manifest.size
             down = self.history.at(number).bytes_down
             down[client] = down.get(client, 0) + size
+
+
+def _checked(to: str, message: Update, digest: str, norm: float) -> events.UpdateChecked:
+    return events.UpdateChecked(
+        to=to,
+        session=message.session,
+        client=message.client,
+        round=message.round,
+        digest=digest,
+        samples=message.samples,
+        tokens=message.tokens,
+        steps=message.steps,
+        seconds=message.seconds,
+        bytes=message.manifest.size,
+        norm=norm,
+        metrics=dict(message.metrics),
+    )
 
 
 def manifest_of(blobs: FolderStore, digest: str) -> Manifest:

@@ -48,8 +48,10 @@ class Guard:
         node, session = getattr(message, "node", None), getattr(message, "session", None)
         if node is None or session is None:
             raise ProtocolError(f"nodes do not send {message.kind!r}")
-        if session != token or self.node_of(token) != node:
+        if self.node_of(token) != node:
             raise ProtocolError(f"this session is not {node}'s: a node speaks for itself, in the session it was given")
+        if session != token:  # said by one thread of a node while another was joining
+            raise SessionError(f"this session of {node} is not its newest: say it again in that")
 
     def node_of(self, token: str) -> str:
         """Whose session it is. Raises SessionError."""

@@ -1,0 +1,68 @@
+"""A server that is killed at any write of its journal goes on, and nobody can tell from the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.federated.server.quadratic import Quadratic
+from tests.federated.server.serving import Nodes, Servers, outcome
+
+from arclight.federated.coordination.settings import Waiting
+from arclight.federated.settings import Federation
+from arclight.federated.strategies import FedNesterov
+
+
+def settings(rounds: int) -> Federation:
+    return Federation(
+        clients=2,
+        rounds=rounds,
+        local_steps=3,
+        strategy=FedNesterov(),
+        waiting=Waiting(beat_every=0.2, lease=30.0),
+        keep_rounds=2,
+    )
+
+
+def learners() -> dict[str, dict[str, Quadratic]]:
+    return {"left": {"0": Quadratic(1.0, samples=3)}, "right": {"1": Quadratic(-2.0, samples=5)}}
+
+
+def through(folder: Path, rounds: int, skip: int) -> tuple[int, dict[str, object], list[float]]:
+    """A run whose server is killed at every ``skip + 1``-th point of its journal's writes; kills, outcome, seconds to be back."""
+    servers, trained = Servers(settings(rounds), folder / "run"), learners()
+    used: list[tuple[int, str]] | None = [] if skip >= 0 else None
+    kills = 0
+    with Nodes(folder / "nodes", servers.port, trained) as nodes:
+        while (at := servers.through(used)) is not None:
+            kills += 1
+            assert used is not None
+            used.append(at)
+            used.extend(_next(at, skip))
+    assert nodes.errors == []
+    steps = {client: learner.steps for mine in trained.values() for client, learner in mine.items()}
+    assert steps == {"0": 3 * rounds, "1": 3 * rounds}, "a step was done again, or left out"
+    return kills, outcome(folder / "run"), servers.ready
+
+
+def _next(at: tuple[int, str], count: int) -> list[tuple[int, str]]:
+    """The points after one, of records that are written one at a time."""
+    points = ["before", "torn", "written", "synced"]
+    first = at[0] * 4 + points.index(at[1])
+    return [((first + step) // 4, points[(first + step) % 4]) for step in range(1, count + 1)]
+
+
+def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path) -> None:
+    _, undisturbed, _ = through(tmp_path / "a", 3, -1)
+    kills, disturbed, _ = through(tmp_path / "b", 3, 4)
+    assert kills >= 15
+    assert disturbed == undisturbed
+
+
+@pytest.mark.slow
+def test_killed_at_every_point_of_every_write_it_comes_to_the_same_weights(tmp_path: Path) -> None:
+    _, undisturbed, _ = through(tmp_path / "a", 8, -1)
+    kills, disturbed, ready = through(tmp_path / "b", 8, 0)
+    assert kills >= 200
+    assert disturbed == undisturbed
+    print(f"{kills} kills; back after {max(ready):.2f} s at most, {sorted(ready)[len(ready) // 2]:.2f} s in the median")
