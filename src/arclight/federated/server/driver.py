@@ -137,7 +137,7 @@ class Driver:
     def until(self, true: Callable[[], bool], seconds: float) -> bool:
         """Wait for something that events bring about; whether it has come."""
         with self._lock:
-            return self._lock.wait_for(true, seconds)
+            return self._lock.wait_for(true, max(0.0, seconds))
 
     def close(self) -> None:
         """Stop the threads; work under way is finished first. The journal stays with whoever opened it."""

@@ -86,6 +86,7 @@ class Run:
             is_stack=Travel(masks=federation.masks).is_stack,
         )
         self._since: dict[tuple[str, int], float] = {}
+        self._began, self._resumed = time.monotonic(), False
 
     def __enter__(self) -> Run:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +114,12 @@ class Run:
         if self.driver.ended is not None and self.driver.ended.failed:
             raise FederatedError(f"run {self.name} could not go on: {self.driver.ended.why}")
 
-    def let_nodes_hear(self, seconds: float = 5.0) -> None:
-        """Give every node that is here the time to ask, and to be told that the run is over."""
+    def let_nodes_hear(self, seconds: float = 6.0) -> None:
+        """Give every node the time to ask, and to be told that the run is over: those that are here, and after a restart, when
+        nobody knows who will come back, any.
+        """
+        if self._resumed:
+            self.driver.until(lambda: False, seconds - (time.monotonic() - self._began))
 
         def here() -> list[str]:
             return sorted(node.name for node in self.coordinator.present.sessions.values() if node.lost is None)
@@ -146,6 +151,7 @@ class Run:
                 self._offer(number, base)
         self.service.history.begin_with(self.rounds.trees(committed)["history"])
         log.info("run %s goes on after round %d", self.name, committed)
+        self._resumed = True
         return events.Resumed()
 
     def _begin(self) -> events.Event:
