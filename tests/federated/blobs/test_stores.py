@@ -12,6 +12,7 @@ from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.object_store import ObjectStore
+from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError
 
 BYTES = bytes(range(256)) * 9000 + b"the end"  # more than two pieces, and no whole number of them
@@ -88,6 +89,26 @@ def test_what_is_removed_is_gone(store: BlobStore) -> None:
     assert store.size(named(BYTES)) is None
     with pytest.raises(BlobError):
         store.file(named(BYTES))
+
+
+def test_what_is_forgotten_is_still_there(store: BlobStore) -> None:
+    store.put(named(BYTES), BYTES)
+    store.forget(named(BYTES))
+    store.forget(named(b"x"))
+    assert store.size(named(BYTES)) == len(BYTES)
+    assert store.file(named(BYTES)).read_bytes() == BYTES
+
+
+def test_several_go_to_another_store(store: BlobStore, tmp_path: Path) -> None:
+    contents = [bytes([number]) * 100_000 for number in range(9)]
+    for content in contents:
+        store.put(named(content), content)
+    target = FolderStore(tmp_path / "target")
+    target.put(named(contents[3]), contents[3])
+    transfer(map(named, contents), store, target)
+    assert [target.file(named(content)).read_bytes() for content in contents] == contents
+    with pytest.raises(BlobError, match=named(b"x")[:12]):
+        transfer([named(b"x"), named(BYTES)], store, target)
 
 
 @pytest.mark.parametrize("bad", ["../../etc/passwd", "", "A" * 64, "a" * 63, "a" * 65, "a" * 63 + "\n", "/" + "a" * 63])

@@ -140,6 +140,14 @@ def _session(link: HttpLink) -> str:
     return welcome.session
 
 
+def test_a_message_of_the_former_session_is_told_so(link: HttpLink) -> None:
+    """One thread of a node joins again while another still speaks."""
+    former, newest = _session(link), _session(link)
+    with pytest.raises(SessionError, match="join again"):
+        link.send(Beat(node="a", session=former))
+    assert link.send(Beat(node="a", session=newest)) == Receipt(accepted=True)
+
+
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
 def test_bytes_that_change_once_are_sent_again(line: Line, link: HttpLink, store: FolderStore, up: bool) -> None:
     changed = falsify(line, up, times=1)

@@ -17,6 +17,7 @@ from tests.federated.transports.standin import StandIn
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.object_store import ObjectStore
+from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError, ProtocolError, SessionError
 from arclight.federated.protocol import Ask, Beat, Close, Entry, Join, Manifest, Receipt, Update, Wait, Welcome
 from arclight.federated.transports.http_link import HttpLink
@@ -148,6 +149,16 @@ def test_blobs_go_both_ways(pair: Pair, tmp_path: Path) -> None:
     )
     assert pair.link.send(update) == Receipt(accepted=True, committed=3)
     assert pair.server.said[-1] == update
+
+
+def test_what_was_fetched_can_be_forgotten_here(pair: Pair, tmp_path: Path) -> None:
+    join(pair.link)
+    pair.server.blobs.put(DIGEST, BYTES)
+    target = FolderStore(tmp_path / "target")
+    transfer([DIGEST], pair.link.blobs, target)
+    assert target.file(DIGEST).read_bytes() == BYTES
+    assert not (tmp_path / "cache" / DIGEST).exists()
+    assert b"".join(pair.server.blobs.read(DIGEST)) == BYTES
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 5), (7, None), (1 << 20, 1 << 20), (len(BYTES) - 3, 3), (5, 0)])

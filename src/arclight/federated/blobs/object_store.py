@@ -87,6 +87,9 @@ class ObjectStore:
                 time.sleep(0.05)
         return self._cache.file(digest)
 
+    def forget(self, digest: str) -> None:
+        self._cache.remove(digest)
+
     def remove(self, digest: str) -> None:
         """Forget a blob, there and in the cache."""
         self._cache.remove(digest)

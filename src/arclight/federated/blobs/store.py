@@ -25,5 +25,8 @@ class BlobStore(Protocol):
     def file(self, digest: str) -> Path:
         """A local, complete and verified file with the blob's content, fetched first where need be. Raises BlobError."""
 
+    def forget(self, digest: str) -> None:
+        """Give back the room of what lies here only because it was fetched from elsewhere; the blob itself stays where it is."""
+
     def remove(self, digest: str) -> None:
         """Forget a blob; nothing happens where it is not there."""

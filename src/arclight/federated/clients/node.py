@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.transfer import transfer
 from arclight.federated.clients.crew import Crew, InThisProcess
 from arclight.federated.clients.session import ClosedError, Session, described
 from arclight.federated.clients.state import Begun, ClientFolder, folder_name, read_json, write_text
@@ -282,9 +283,7 @@ class Node:
             f"{update.client}, round {update.round}",
         )
         for attempt in range(1, _ATTEMPTS + 1):
-            blobs = folder.blobs_of(one)
-            for digest in update.manifest.blobs:
-                self._session.patiently(partial(self._link.blobs.put, digest, blobs.file(digest)))
+            self._session.patiently(partial(transfer, update.manifest.blobs, folder.blobs_of(one), self._link.blobs))
             receipt = self._receipt(lambda session: addressed(update, self.name, session), f"update of {about}")
             if receipt.accepted or receipt.reason == "duplicate":
                 folder.taken(one)

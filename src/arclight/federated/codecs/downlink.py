@@ -23,6 +23,7 @@ from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.opening import Opened, open_manifest
 from arclight.federated.blobs.packing import Encoded, LocalStore, write_blobs
 from arclight.federated.blobs.store import BlobStore
+from arclight.federated.blobs.transfer import transfer
 from arclight.federated.codecs.encoding import decode, encode, goes_raw
 from arclight.federated.codecs.settings import Codec, Lossy, Raw
 from arclight.federated.errors import BlobError, ProtocolError
@@ -119,9 +120,7 @@ class Held:
         if self._known(digest) is None:
             route = self._route(weights, changes)
             if not route or not self._follow(route, digest):
-                for blob in weights.blobs:
-                    if self._store.size(blob) is None:
-                        self._store.put(blob, self._remote.file(blob))
+                transfer(weights.blobs, self._remote, self._store)
             self._store.put(digest, weights.to_json().encode())
         for other in list(self._store):
             if other != digest and other not in weights.blobs:
@@ -149,6 +148,8 @@ class Held:
         assert held is not None  # the route begins with what is here
         told = [open_manifest(one, self._remote) for one in route]
         after = write_blobs(_changed(open_manifest(held, self._store), told), self._store, kind="weights")
+        for blob in {blob for one in route for blob in one.blobs}:
+            self._remote.forget(blob)
         if after.digest == digest:
             return True
         log.warning("changes led to weights %s, not to %s: they are fetched whole", after.digest[:12], digest[:12])

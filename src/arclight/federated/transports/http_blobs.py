@@ -25,7 +25,7 @@ _SOON = 0.2
 
 
 class HttpBlobs:
-    """As `BlobStore`. What is fetched is kept in ``cache``; `remove` forgets it there, the server keeps its own.
+    """As `BlobStore`. What is fetched is kept in ``cache`` until it is forgotten; nodes remove nothing, so `remove` only does that too.
 
     request: `HttpLink.request`.
     """
@@ -90,6 +90,9 @@ class HttpBlobs:
                 if damaged == _ATTEMPTS or self.size(digest) is None:
                     raise
         return self._cache.file(digest)
+
+    def forget(self, digest: str) -> None:
+        self._cache.remove(digest)
 
     def remove(self, digest: str) -> None:
         self._cache.remove(digest)

@@ -111,8 +111,10 @@ class HttpLink:
         import httpx
 
         headers = {"content-type": "application/json"}
+        if session := getattr(message, "session", ""):  # which another thread may just have replaced by a newer one
+            headers["authorization"] = f"Bearer {session}"
         if isinstance(message, Join):
-            self._token = ""
+            headers["authorization"] = ""
             if self._key is not None:
                 challenge = self.request("GET", "/v1/challenge", then=_body)["challenge"]
                 message = replace(message, key=self._key.public)

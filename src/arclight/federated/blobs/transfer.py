@@ -1,0 +1,27 @@
+"""Several blobs from one store to another, a few at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from arclight.federated.blobs.store import BlobStore
+
+_AT_ONCE = 4
+
+
+def transfer(digests: Iterable[str], source: BlobStore, target: BlobStore) -> None:
+    """Put the blobs that ``target`` does not have yet, and give back the room that fetching them took.
+
+    All are tried; then the first error is raised: BlobError, LinkError, OSError (ENOSPC) as the stores raise them.
+    """
+
+    def one(digest: str) -> None:
+        if target.size(digest) is None:
+            target.put(digest, source.file(digest))
+        source.forget(digest)
+
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-transfer") as pool:
+        done = [pool.submit(one, digest) for digest in digests]
+    for transferred in done:
+        transferred.result()
