@@ -39,3 +39,11 @@ class LinkError(FederatedError):
 
 class CancelledError(FederatedError):
     """Work that is no longer wanted, or that has run out of time, was ended before it was done."""
+
+
+class ClientError(FederatedError):
+    """A client's training or measuring failed, in words for the server; ``again``: whether another attempt may do better."""
+
+    def __init__(self, message: str, *, again: bool = False) -> None:
+        super().__init__(message)
+        self.again = again

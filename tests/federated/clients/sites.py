@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +80,30 @@ def centralised(path: Path, module: Module, data: DataModule, steps: int, seed: 
 def optimizer_state(trainer: Trainer) -> list[dict[str, torch.Tensor]]:
     (optimizer,) = trainer.optimizers
     return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+class Watched(Net):
+    """Writes a line for each step, and takes its time."""
+
+    def __init__(self, file: str, pause: float) -> None:
+        super().__init__()
+        self.file, self.pause = file, pause
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()} {self.trainer.global_step}\n")
+        time.sleep(self.pause)
+        return super().training_step(batch, batch_idx)
+
+
+def build(file: str, pause: float = 0.0, seed: int = 3) -> tuple[Module, DataModule]:
+    """What a worker process calls."""
+    torch.manual_seed(11)
+    return Watched(file, pause), Rows(seed=seed)
+
+
+def steps_in(file: Path) -> list[tuple[int, int]]:
+    """Process and step of each line that `Watched` wrote."""
+    if not file.exists():
+        return []
+    return [(int(a), int(b)) for a, b in (line.split() for line in file.read_text().splitlines())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.clients.crew import Crew, InThisProcess
-from arclight.federated.clients.session import ClosedError, Session, described
+from arclight.federated.clients.session import ClosedError, Session, told
 from arclight.federated.clients.state import Begun, ClientFolder, folder_name, read_json, write_text
 from arclight.federated.clients.work import addressed
 from arclight.federated.codecs.downlink import Held as HeldWeights
-from arclight.federated.errors import BlobError, CancelledError, LinkError, ProtocolError
+from arclight.federated.errors import CancelledError, LinkError, ProtocolError
 from arclight.federated.protocol import (
     Ask,
     Beat,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 _ATTEMPTS = 3
 """Times that an update which arrives damaged is sent."""
 _END = 30.0
@@ -250,7 +248,7 @@ class Node:
             self._tell_of(order, failed)
 
     def _tell_of(self, order: Fit | Evaluate, error: BaseException) -> None:
-        again = isinstance(error, BlobError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
+        what = told(error)
 
         def failure(session: str) -> Message:
             return Failed(
@@ -258,8 +256,8 @@ class Node:
                 session=session,
                 client=order.client,
                 round=order.round,
-                error=described(error),
-                again=again,
+                error=str(what),
+                again=what.again,
             )
 
         self._receipt(failure, f"failure of {order.client}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from arclight.federated.errors import FederatedError, LinkError, ProtocolError, SessionError
+from arclight.federated.errors import BlobError, ClientError, FederatedError, LinkError, ProtocolError, SessionError
 from arclight.federated.protocol import Close, Held, Join, Leave, Message, Receipt, Wait, Welcome
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ log = logging.getLogger(__name__)
 
 _PAUSE = 1.0
 """Seconds between attempts to reach a server that is away, beyond those that the link itself makes."""
+
+
+_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 
 
 class ClosedError(FederatedError):
@@ -149,7 +153,10 @@ class Session:
             raise ClosedError("the node was told to stop")
 
 
-def described(error: BaseException) -> str:
-    """An error in a line, with its notes, for the server's people."""
+def told(error: BaseException) -> ClientError:
+    """What a client's own code raised, in a line with its notes."""
+    if isinstance(error, ClientError):
+        return error
     notes: list[Any] = list(getattr(error, "__notes__", []))
-    return "; ".join([f"{type(error).__name__}: {error}", *map(str, notes)])
+    again = isinstance(error, BlobError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
+    return ClientError("; ".join([f"{type(error).__name__}: {error}", *map(str, notes)]), again=again)

@@ -68,14 +68,20 @@ class Account:
 
 
 class ClientFolder:
-    """One client's folder for one run. One process at a time writes there."""
+    """One client's folder for one run. One process at a time writes there; others look at it with ``writes=False``."""
 
-    def __init__(self, folder: Path, client: str, run: str) -> None:
+    def __init__(self, folder: Path, client: str, run: str, *, writes: bool = True) -> None:
         self.folder, self.residuals = folder, Residuals(folder / "residuals")
+        if not writes:
+            self.account = self._read(client, run) or Account(client=client, run=run)
+            return
         folder.mkdir(parents=True, exist_ok=True)
         replacing.sweep(folder)
-        self.account = self._read(client, run)
         replacing.sweep(folder / "finished")
+        found = self._read(client, run)
+        self.account = found or Account(client=client, run=run)
+        if found is None:
+            self._write(self.account)
         there = tuple(one for one in self.account.finished if (self._place(one) / "update.json").exists())
         if len(there) != len(self.account.finished):
             self._write(replace(self.account, finished=there))
@@ -161,7 +167,7 @@ class ClientFolder:
 
     # -- client.json ---------------------------------------------------------------------------------------------------
 
-    def _read(self, client: str, run: str) -> Account:
+    def _read(self, client: str, run: str) -> Account | None:
         path = self.folder / _FILE
         try:
             said = json.loads(path.read_bytes())
@@ -175,9 +181,7 @@ class ClientFolder:
                 **{**said, "begun": begun, "finished": tuple(Finished(**one) for one in said["finished"])}
             )
         except FileNotFoundError:
-            account = Account(client=client, run=run)
-            self.account = account
-            self._write(account)
+            return None
         except (ValueError, KeyError, TypeError) as error:
             raise FederatedError(
                 f"{path} is damaged ({error!r}): correct it by hand, or remove it; then unsent updates of this client are trained again"

@@ -221,7 +221,7 @@ class Taken(Mapping[str, torch.Tensor]):
 
 
 class _Whole(Mapping[str, torch.Tensor]):
-    """All weights and moments of a trainer, by key."""
+    """All weights and moments of a trainer, by key; of tensors that several processes share, only rank 0 gets the values."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._weights = trainer, named_weights(trainer.lightning_module)
@@ -231,7 +231,8 @@ class _Whole(Mapping[str, torch.Tensor]):
         found = (
             whole_weights(self._trainer, [name]) if state == "model" else whole_moments(self._trainer, state, [name])
         )
-        return next(found)[1]
+        value, shape = next(found)[1], self._weights[name].shape
+        return value if value.shape == shape else value.new_zeros(()).expand(shape)
 
     def __contains__(self, key: object) -> bool:
         state, _, name = str(key).partition("/")

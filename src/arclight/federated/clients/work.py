@@ -58,19 +58,19 @@ class Work:
         """
         if order.privacy:
             raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(order.privacy)}")
-        folder = ClientFolder(self._folder, self._client, self._run) if self._leads else None
-        if folder is not None:
-            if (done := folder.finished(order)) is not None:
-                return done
+        folder = ClientFolder(self._folder, self._client, self._run, writes=self._leads)
+        if (done := folder.finished(order)) is not None:
+            return done if self._leads else None
+        if self._leads:
             folder.begin(order)
         weights, began = Decoded(order.weights, store), time.monotonic()
         outcome = self.learner.fit(order, weights, progress)
         seconds = time.monotonic() - began
-        changes = _changes(order, outcome.tensors, weights)
-        if folder is None:
-            for _ in changes:  # each is made by all processes together
-                pass
+        if not self._leads:
+            for key in outcome.tensors:  # each is gathered by all processes together
+                outcome.tensors[key]
             return None
+        changes = _changes(order, outcome.tensors, weights)
         left: dict[str, torch.Tensor] = {}
         with folder.finishing(order) as staging:
             encoded = encode_all(changes, from_table(order.codec), folder.residuals.load(), left)

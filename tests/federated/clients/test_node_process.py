@@ -1,0 +1,112 @@
+"""A node as a process of its own, over HTTP, killed in the middle: nothing that was finished is done again, nothing hangs on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.federated.clients.scripted import Scripted
+from tests.federated.clients.sites import Net, steps_in, weights_of
+
+from arclight.federated.protocol import Failed, Join, Update
+from arclight.federated.transports.http_server import HttpServer
+
+SCRIPT = Path(__file__).parent / "node_script.py"
+
+
+def beginning() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return weights_of(Net())
+
+
+@contextmanager
+def node(address: str, folder: Path, workers: int, *names: str) -> Iterator[subprocess.Popen[bytes]]:
+    folder.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[3]), *sys.path])}
+    with (folder / "log.txt").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), address, str(folder), str(workers), *names],
+            env=environment, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(20)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"{what}: not within {seconds} s"
+        time.sleep(0.02)
+
+
+def reached(file: Path, step: int) -> bool:
+    steps = steps_in(file)
+    return bool(steps) and steps[-1][1] >= step
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    order = {"rounds": 2, "steps": 10, "form": "delta", "journal_every": 3}
+    ends = []
+    for killed in (False, True):
+        server, folder = (
+            Scripted(tmp_path / f"server-{killed}", beginning(), ("a",), **order),
+            tmp_path / f"node-{killed}",
+        )
+        with HttpServer(server) as http:
+            if killed:
+                with node(http.address, folder, 0, "a") as process:
+                    wait_until(partial(reached, folder / "a.steps", 15), "the client is in its second round")
+                    process.send_signal(signal.SIGKILL)
+                    process.wait(20)
+                assert server.round == 2
+            with node(http.address, folder, 0, "a") as process:
+                assert process.wait(90) == 0, (folder / "log.txt").read_text()
+        assert server.round == 3
+        assert not server.of(Failed)
+        ends.append(server.weights)
+    for key, value in ends[0].items():
+        assert torch.equal(value, ends[1][key]), key
+    steps = [step for _, step in steps_in(tmp_path / "node-True" / "a.steps")]
+    assert steps[:10] == list(range(10))
+    again = len(steps) - 20
+    assert 0 < again <= 3 + 1, "what the journal has is not done again (nor the step under way)"
+    second = server.of(Join)[1]
+    assert [(held.round, held.finished) for held in second.held if not held.finished] == [(2, False)]
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_node_that_is_killed(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=30, form="delta", journal_every=5)
+    with HttpServer(server) as http:
+        with node(http.address, tmp_path / "node", 2, "a", "bb") as process:
+            wait_until(
+                lambda: all(reached(tmp_path / "node" / f"{name}.steps", 12) for name in ("a", "bb")), "both train"
+            )
+            children = psutil.Process(process.pid).children(recursive=True)
+            assert len(children) >= 2
+            process.send_signal(signal.SIGKILL)
+            process.wait(20)
+            _, alive = psutil.wait_procs(children, timeout=10)
+            assert not alive, "workers end with their node"
+        with node(http.address, tmp_path / "node", 2, "a", "bb") as process:
+            assert process.wait(100) == 0, (tmp_path / "node" / "log.txt").read_text()
+    assert server.round == 3
+    assert len(server.of(Update)) == 4
+    for name in ("a", "bb"):
+        steps = [step for _, step in steps_in(tmp_path / "node" / f"{name}.steps")]
+        assert sorted(set(steps)) == list(range(60))
+        assert len(steps) - 60 <= 6

@@ -1,0 +1,186 @@
+"""Worker processes: they train as a process of one's own would, and what is killed goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.clients.scripted import Scripted
+from tests.federated.clients.sites import Net, build, steps_in, weights_of
+
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
+from arclight.federated.clients.workers import Workers
+from arclight.federated.errors import FederatedError
+from arclight.federated.protocol import Failed, Update
+from arclight.federated.transports.in_process import InProcess
+
+CPU = {"accelerator": "cpu"}
+
+
+def beginning() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return weights_of(Net())
+
+
+def client_of(name: str, folder: Path, pause: float = 0.0, **trainer: Any) -> Client:
+    made = partial(build, str(folder / f"{name}.steps"), pause, seed=len(name))
+    return Client(name, build=made, trainer={**CPU, **trainer}, seed=5)
+
+
+@pytest.fixture
+def crews() -> Iterator[list[Workers]]:
+    made: list[Workers] = []
+    yield made
+    for crew in made:
+        crew.close()
+
+
+def begin(node: Node) -> tuple[threading.Thread, list[BaseException]]:
+    failed: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            node.run()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread, failed
+
+
+def end(thread: threading.Thread, failed: list[BaseException], seconds: float = 100) -> None:
+    thread.join(seconds)
+    assert not thread.is_alive(), f"the node has not ended within {seconds} s"
+    if failed:
+        raise failed[0]
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds, f"{what} within {seconds} s"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def reached(file: Path, step: int) -> bool:
+    steps = steps_in(file)
+    return bool(steps) and steps[-1][1] >= step
+
+
+def here(folder: Path, names: tuple[str, ...], **order: Any) -> Scripted:
+    """The same run in this process, undisturbed."""
+    server = Scripted(folder / "here", beginning(), names, **order)
+    end(
+        *begin(
+            Node(InProcess(server), [client_of(name, folder / "unseen") for name in names], folder / "here-node", "n")
+        )
+    )
+    return server
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: list[Workers]) -> None:
+    """Three clients on two workers; one worker is killed in the middle of a round."""
+    names, order = ("a", "bb", "ccc"), {"rounds": 2, "steps": 12, "form": "delta", "journal_every": 4}
+    (tmp_path / "unseen").mkdir()
+    wanted = here(tmp_path, names, **order)
+    server = Scripted(tmp_path / "server", beginning(), names, evaluate=True, **order)
+    crews.append(Workers([client_of(name, tmp_path, pause=0.05) for name in names], count=2))
+    running = begin(Node(InProcess(server), crews[0], tmp_path / "node", "n"))
+    steps = partial(steps_in, tmp_path / "a.steps")
+    wait_until(partial(reached, tmp_path / "a.steps", 18), "client a is in the middle of its second round")
+    victim = steps()[-1][0]
+    os.kill(victim, signal.SIGKILL)
+    noticed = wait_until(lambda: all(victim not in pids for pids in crews[0].pids), "the death is noticed", 30)
+    assert noticed < 2
+    end(*running)
+    assert server.round == 3
+    assert_equal(server.weights, wanted.weights)
+    done = [step for _, step in steps()]
+    again = [step for number, step in enumerate(done) if step in done[:number]]
+    assert again, "some steps were lost with the worker"
+    assert len(again) <= 4
+    assert len({pid for pid, _ in steps()}) == 2
+    assert not server.of(Failed)
+    assert sorted(server.measured[3]) == list(names)
+
+
+def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, crews: list[Workers]) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
+    crews.append(Workers([client_of("a", tmp_path / "missing"), client_of("bb", tmp_path)]))
+    end(*begin(Node(InProcess(server), crews[0], tmp_path / "node", "n")))
+    (failed,) = server.of(Failed)
+    assert "FileNotFoundError: [Errno 2] No such file or directory" in failed.error
+    assert not failed.again
+    assert [update.client for update in server.of(Update)] == ["bb"]
+
+
+def test_what_is_no_longer_wanted_ends_in_the_worker_too(tmp_path: Path, crews: list[Workers]) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000)
+    crews.append(Workers([client_of("a", tmp_path, pause=0.02)]))
+    node = Node(InProcess(server), crews[0], tmp_path / "node", "n")
+    running = begin(node)
+    wait_until(lambda: len(steps_in(tmp_path / "a.steps")) > 3, "the client trains")
+    (pid,) = crews[0].pids[0]
+    node.stop()
+    end(*running, seconds=30)
+    assert not server.of(Failed)
+    assert len(steps_in(tmp_path / "a.steps")) < 5_000
+    wait_until(lambda: not alive(pid), "the worker has ended with its node", 10)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[Workers]) -> None:
+    """Two ranks share a client's model (FSDP); one of them is killed in the second round."""
+    order: dict[str, Any] = {"rounds": 2, "steps": 6, "form": "delta", "journal_every": 2}
+    ends = []
+    for disturbed in (False, True):
+        folder = tmp_path / str(disturbed)
+        folder.mkdir()
+        server = Scripted(folder / "server", beginning(), ("a",), evaluate=True, **order)
+        crews.append(Workers([client_of("a", folder, pause=0.1, strategy="fsdp", devices=2)], ranks=2))
+        running = begin(Node(InProcess(server), crews[-1], folder / "node", "n"))
+        if disturbed:
+            wait_until(partial(reached, folder / "a.steps", 9), "the client is in its second round")
+            os.kill(crews[-1].pids[0][1], signal.SIGKILL)
+        end(*running)
+        assert server.round == 3
+        assert not server.of(Failed)
+        ends.append(server)
+    assert_equal(ends[0].weights, ends[1].weights)
+    # each process reads 18 of the 36 rows an epoch, in batches of 4, 4, 4, 4 and 2
+    assert [update.samples for update in ends[0].of(Update)] == [44, 44]
+    assert [update.samples for update in ends[1].of(Update)] == [44, 44]
+    losses = [ends[0].measured[number]["a"].metrics["val/loss"] for number in (1, 3)]
+    assert losses[1] < losses[0]
+
+
+def test_crews_say_what_they_cannot_do() -> None:
+    with pytest.raises(FederatedError, match="given a module of this process"):
+        Workers([Client("a", Net(), None)])
+    with pytest.raises(FederatedError, match="at least one worker"):
+        Workers([], count=0)
