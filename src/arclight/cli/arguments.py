@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from arclight.cli.schema import Recipe
 from arclight.recipe import RecipeError, read
+
+R = TypeVar("R", bound=Recipe)
 
 
 class UsageError(ValueError):
@@ -35,7 +37,11 @@ def recipe_parser(verb: str, about: str) -> Parser:
     return Parser(prog=f"arclight {verb}", usage=usage, description=about, add_help=False)
 
 
-def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
+def read_recipe(
+    parser: Parser,
+    arguments: Sequence[str],
+    schema: type[R] = Recipe,  # type: ignore[assignment]
+) -> tuple[R, argparse.Namespace]:
     """The recipe named first, with the flags that are not the verb's own laid over it; and the verb's own options.
 
     ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program where that is asked
@@ -44,7 +50,7 @@ def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argpa
     if any(word in ("-h", "--help") for word in arguments):
         from arclight.cli.help import recipe_help
 
-        print(recipe_help(parser, Recipe))
+        print(recipe_help(parser, schema))
         raise SystemExit(0)
     words = list(arguments)
     source = words.pop(0) if words and not words[0].startswith("-") else None
@@ -54,7 +60,7 @@ def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argpa
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     with problems_listed(f"{source or 'the recipe'} cannot be used"):
-        return read(Recipe, source if source is not None else {}, overrides), options
+        return read(schema, source if source is not None else {}, overrides), options
 
 
 @contextmanager

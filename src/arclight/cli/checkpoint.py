@@ -1,20 +1,24 @@
-"""``arclight checkpoint``: look into checkpoints, check them, convert them."""
+"""``arclight checkpoint``: look into checkpoints, check them, convert them; and look after the rounds of federated runs."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
 
+from arclight.cli import federated_rounds
 from arclight.cli.arguments import Parser
 
 
 def checkpoint(arguments: list[str]) -> int:
-    about = "Inspect, verify or convert a checkpoint. Nothing in it is ever unpickled."
+    about = "Inspect, verify or convert a checkpoint; look after the rounds of a federated run. Nothing in them is ever unpickled."
     parser = Parser(prog="arclight checkpoint", description=about)
-    verbs = parser.add_subparsers(required=True, metavar="inspect|verify|convert")
+    verbs = parser.add_subparsers(required=True, metavar="inspect|verify|convert|rounds|validate|edit|fork|prune")
 
-    verb = verbs.add_parser("inspect", help="what it holds, read without its tensors")
+    verb = verbs.add_parser(
+        "inspect", help="what a checkpoint, or a round of a federated run, holds, read without its tensors"
+    )
     verb.add_argument("path", help="a folder, or an address such as s3://bucket/name")
+    verb.add_argument("--round", type=int, metavar="N", help="of a federated run (default: its newest complete round)")
     verb.add_argument("--json", action="store_true", help="as JSON")
     verb.set_defaults(run=inspect)
 
@@ -27,11 +31,14 @@ def checkpoint(arguments: list[str]) -> int:
     verb.add_argument("target", type=Path)
     verb.set_defaults(run=convert)
 
+    federated_rounds.add_verbs(verbs)
     options = parser.parse_args(arguments)
     return int(options.run(options))
 
 
 def inspect(options: Namespace) -> int:
+    if options.round is not None or federated_rounds.is_run(options.path):
+        return federated_rounds.inspect(options)
     import rich
 
     from arclight.checkpoint import inspect as summary_of

@@ -19,6 +19,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Learn": {
         "plan": ("arclight.cli.plan:plan", "find the fastest way to train on GPUs that need not be there"),
         "train": ("arclight.cli.train:train", "train as a recipe says, or resume where a run stopped"),
+        "federate": ("arclight.cli.federate:federate", "train on the data of many sites, which stay where they are"),
         "validate": ("arclight.cli.evaluate:validate", "measure a checkpoint on the validation data"),
         "test": ("arclight.cli.evaluate:test", "measure a checkpoint on the test data"),
         "run": ("arclight.cli.run:run", "start a script that uses Fabric in several processes"),

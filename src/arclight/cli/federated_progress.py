@@ -111,6 +111,12 @@ class Progress:
                 self._open.done |= {client: steps for client, steps in beat.steps.items() if client in known}
                 self._open.losses |= {client: loss for client, loss in beat.losses.items() if client in known}
 
+    def say(self, text: str) -> None:
+        """A line that stands."""
+        with self._lock:
+            self._say(text)
+            self._draw()
+
     # -- what is printed -----------------------------------------------------------------------------------------------
 
     def _is_open(self, number: int) -> bool:

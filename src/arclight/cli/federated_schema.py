@@ -53,11 +53,16 @@ class FederatedRecipe(Recipe):
         rounds = self.federation.rounds * self.federation.local_steps
         return rounds if self.trainer.max_steps < 0 else self.trainer.max_steps
 
+    def plain(self) -> Recipe:
+        """What a run without a federation knows of."""
+        return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})
+
     def central(self) -> Recipe:
         """The same run without a federation, on as many samples: every step takes what all clients of a round would."""
-        together = self.federation.sampling.per_round or self.federation.clients
-        trainer = dataclasses.replace(
-            self.trainer, max_steps=self.steps, accumulate_grad_batches=self.trainer.accumulate_grad_batches * together,
-        )  # fmt: skip
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)}
-        return Recipe(**{**shared, "name": f"{self.name}-centralised", "trainer": trainer})
+        federation, batches = self.federation, self.trainer.accumulate_grad_batches
+        batches *= federation.sampling.per_round or federation.clients
+        trainer = dataclasses.replace(self.trainer, max_steps=self.steps, accumulate_grad_batches=batches)
+        if federation.evaluate_every:
+            every = federation.evaluate_every * federation.local_steps * batches
+            trainer = dataclasses.replace(trainer, val_check_interval=every, check_val_every_n_epoch=None)
+        return dataclasses.replace(self.plain(), name=f"{self.name}-centralised", trainer=trainer)

@@ -55,11 +55,11 @@ class Language:
     """Text to write after each validation; none writes nothing."""
 
     def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> Language:
-        """The same task on one site's documents. Raises ValueError for a partition that divides no text."""
+        """The same task on one site's documents; its weights come from elsewhere. Raises ValueError for a partition that divides no text."""
         if not isinstance(partition, Source | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid and dirichlet do")
         share = Share(number=number, count=count, partition=partition or IID())
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, share=share))
+        return dataclasses.replace(self, weights=None, data=dataclasses.replace(self.data, share=share))
 
     def with_data(self, data: str) -> Language:
         """The same task on a site's own text, all of it. Raises ValueError where that would teach it a tokenizer of its own."""
@@ -68,7 +68,9 @@ class Language:
                 'sites that have text of their own need one tokenizer that all of them have: set task.data.tokenizer to "bytes", or to '
                 'kind = "pretrained" with its path'
             )
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, data=data, mixture={}, share=None))
+        return dataclasses.replace(
+            self, weights=None, data=dataclasses.replace(self.data, data=data, mixture={}, share=None)
+        )
 
     def build(self) -> tuple[Module, DataModule]:
         from arclight.text.data_module import TextDataModule

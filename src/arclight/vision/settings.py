@@ -94,14 +94,18 @@ class Detection:
     """Two boxes of a class that overlap more than this are one, in [0, 1]."""
 
     def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Detection:
-        """The same task on one site's images. Raises ValueError for a partition that divides no images."""
+        """The same task on one site's images; its weights come from elsewhere. Raises ValueError for a partition that divides no images."""
         if not isinstance(partition, Merchant | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
-        return dataclasses.replace(self, share=Share(number=number, count=count, partition=partition or IID()))
+        if self.anchors == "fitted":
+            raise ValueError('anchors = "fitted" would fit each site its own: leave it at "coco"')
+        return dataclasses.replace(
+            self, weights=None, share=Share(number=number, count=count, partition=partition or IID())
+        )
 
     def with_data(self, data: str) -> Detection:
         """The same task on a site's own images, all of them."""
-        return dataclasses.replace(self, data=Path(data), share=None)
+        return dataclasses.replace(self, weights=None, data=Path(data), share=None)
 
     def build(self) -> tuple[Module, DataModule]:
         from arclight.vision.detector import DetectionData, Detector

@@ -139,7 +139,8 @@ class TrainerLearner:
 
     def _bind_first(self, order: Fit, weights: Tensors) -> None:
         """Callbacks that copy the module when a fit begins, as averages do, see the run's weights and not some first ones."""
-        if not any(parameter.is_meta for parameter in self.module.parameters()):
+        parameters = list(self.module.parameters())  # none yet where they are made in `configure_model`
+        if parameters and not any(parameter.is_meta for parameter in parameters):
             bind(self.module, weights, [key for key in weights if key.startswith(MODEL)], Keep.of(order).travel, 0.0)
 
     def _outcome(self, order: Fit) -> Outcome:

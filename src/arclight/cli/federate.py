@@ -1,0 +1,235 @@
+"""``arclight federate``: many sites train one model, all in this process or each where its data are."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser
+from arclight.cli.federated_schema import FederatedRecipe
+
+if TYPE_CHECKING:
+    from arclight.cli.federated_progress import Progress
+    from arclight.cli.federated_sites import Measuring
+    from arclight.federated.server.running import Run
+    from arclight.federated.server.server import Server
+    from arclight.trainer import RunFolder
+
+ABOUT = """
+Train one model on the data of many sites, of which only changes of weights travel. As it is typed above, all of it happens in
+this process. Across processes and machines: `arclight federate serve` where the server is, `arclight federate join` at each
+site, `arclight federate keys` for certificates and keys; each has a --help of its own.
+"""
+
+
+def federate(arguments: list[str]) -> None:
+    """Whatever the first word says: serve, join, keys, or a recipe to run here."""
+    if arguments and arguments[0] in ("serve", "join", "keys"):
+        from arclight.cli import federated_net
+
+        return getattr(federated_net, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
+    parser = run_parser("federate", ABOUT)
+    recipe, options = read_recipe(parser, arguments, FederatedRecipe)
+    if Path("serve") == Path(str(options.source)):
+        raise UsageError("which recipe?")
+    return run_here(recipe, options)
+
+
+def run_parser(verb: str, about: str) -> Parser:
+    parser = recipe_parser(verb, about)
+    parser.add_argument(
+        "--resume",
+        metavar="last|PATH",
+        help="go on where a run stopped: last is the newest run of this name, PATH a run folder",
+    )
+    parser.add_argument(
+        "--beside", type=Path, metavar="RUN", help="a centralised run whose curves the report shows beside these"
+    )
+    parser.add_argument(
+        "--centralised", action="store_true",
+        help="train the same recipe without a federation too, on as many samples, and show it beside",
+    )  # fmt: skip
+    return parser
+
+
+def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
+    """Server and clients in this process."""
+    from arclight.cli.federated_progress import Watched
+    from arclight.cli.federated_sites import in_process_node
+
+    folder = folder_of(recipe, options)
+    with opened(recipe, folder, options) as (run, progress):
+        node = in_process_node(recipe, Watched(run.service, progress), folder.path)
+        worker = Worker(node.run)
+        worker.start()
+        try:
+            while not run.driver.wait(1.0):
+                worker.check()
+        finally:
+            node.stop()
+            worker.join(60.0)
+        worker.check()
+
+
+class Worker(threading.Thread):
+    """A thread whose error is not lost."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(name="arclight-node", daemon=True)
+        self._function, self._error = function, None
+
+    def run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:  # told to whoever waits, by `check`
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread, if something did."""
+        if self._error is not None:
+            raise self._error
+
+
+@contextmanager
+def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[Run, Progress]]:
+    """A run that is served until the block ends; what it leaves behind is written afterwards, however it ended."""
+    from arclight.cli.federated_progress import Progress
+    from arclight.cli.federated_sites import Measuring, client_names
+    from arclight.federated.server.server import Server
+
+    begun = (folder.path / "journal.jsonl").exists()
+    with Progress(recipe.federation.rounds) as progress, recorded(recipe, folder):
+        measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
+        server = Server(
+            recipe.federation,
+            None if begun else first_weights(recipe, measuring),
+            folder=folder.path,
+            clients=client_names(recipe),
+            evaluate=measuring,
+            run=run_name(recipe, folder),
+            seed=recipe.seed,
+            recipe=as_tables(recipe),
+            told=progress.told,
+        )
+        failure = None
+        try:
+            with server.opened() as run:
+                yield run, progress
+                if run.driver.ended is not None and run.driver.ended.failed:
+                    failure = run.driver.ended.why
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            finish(recipe, folder, server, options, measuring, failure)
+
+
+def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
+    """What the run begins with: the module as a centralised run would begin with it."""
+    if measuring is not None:
+        return measuring.begin()
+    from arclight.cli.train import build_task
+
+    if getattr(recipe.task, "weights", None) is not None:
+        return recipe.task.weights  # type: ignore[union-attr]
+    module, _ = build_task(recipe)
+    if not any(True for _ in module.parameters()):
+        module.configure_model()
+    return module
+
+
+def finish(
+    recipe: FederatedRecipe,
+    folder: RunFolder,
+    server: Server,
+    options: Namespace,
+    measuring: Measuring | None,
+    failure: str | None,
+) -> None:
+    """The last weights as a checkpoint for every other verb, and the report."""
+    from arclight.cli.federated_report import federated_report
+
+    done = server.rounds.newest()
+    if done is not None and failure is None and measuring is not None:
+        kept = measuring.keep(server.weights(), server.history[-1].clock)
+        print(f"\nThe run is in {folder.path}\nIts weights are in {kept}")
+    if not (folder.path / "history.json").exists():
+        return
+    beside = options.beside
+    if options.centralised and failure is None:
+        beside = centralised(recipe)
+    print(f"The report is {federated_report(folder.path, beside=beside, failure=failure)}")
+
+
+def centralised(recipe: FederatedRecipe) -> Path:
+    """Train the same task without a federation; the run's folder."""
+    from arclight.cli.run_record import Preparation, RunRecord
+    from arclight.cli.train import build_task, callbacks, make_trainer
+    from arclight.trainer.callbacks import RunReport
+
+    central = recipe.central()
+    module, data = build_task(central)
+    trainer = make_trainer(central, callbacks=[*callbacks(central), RunRecord(central), RunReport()])
+    with Preparation():
+        trainer.fit(module, datamodule=data)
+    return trainer.run_folder.path
+
+
+# -- the run's folder ----------------------------------------------------------------------------------------------
+
+
+def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
+    """A new folder, or the one to go on in."""
+    from arclight.trainer import RunFolder
+
+    if options.resume is None:
+        return RunFolder(recipe.root, recipe.name)
+    if options.resume != "last":
+        return RunFolder.open(options.resume)
+    found = RunFolder.newest(recipe.root, recipe.name)
+    if found is None:
+        raise UsageError(f"--resume last: {recipe.root / recipe.name} has no run to go on with")
+    return found
+
+
+def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:
+    """What nodes call the run, so that none takes it for an older one: its name and when it was first started."""
+    import json
+
+    started = json.loads(folder.environment.read_text(encoding="utf-8"))["started"]
+    return f"{recipe.name}-{started.partition('+')[0].replace(':', '')}"
+
+
+def as_tables(recipe: FederatedRecipe) -> dict[str, Any]:
+    """The recipe as nodes are told it."""
+    import tomllib
+
+    from arclight.recipe import write
+
+    return tomllib.loads(write(recipe))
+
+
+@contextmanager
+def recorded(recipe: FederatedRecipe, folder: RunFolder) -> Iterator[None]:
+    """Keep recipe, environment and log in the run's folder."""
+    from arclight.recipe import write
+    from arclight.trainer.run import write_atomically
+
+    log = logging.getLogger("arclight")
+    text = write(recipe)
+    write_atomically(folder.recipe, f"# arclight federate {folder.recipe} repeats this run.\n\n{text}")
+    folder.write_environment(command=sys.argv)
+    handler = folder.log_handler()
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,259 @@
+"""``arclight federate serve|join|keys``: the same run across processes and machines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import Parser, UsageError, problems_listed, read_recipe
+from arclight.cli.federate import folder_of, opened, run_parser
+from arclight.cli.federated_schema import FederatedRecipe
+from arclight.federated.protocol import Evaluate, Fit, Message, Receipt, Update, Wait, Welcome
+from arclight.trainer.report import size_text
+
+if TYPE_CHECKING:
+    from arclight.federated.clients import Learner
+    from arclight.federated.transports.link import Link
+    from arclight.federated.transports.settings import Listening
+
+DEFAULT_PORT = 8470
+OF_THE_NODE = ("task.", "trainer.")
+"""Settings that a node may have otherwise than the server: where its data lie, what it computes on."""
+
+
+# -- serve ---------------------------------------------------------------------------------------------------------
+
+
+def serve(arguments: list[str]) -> None:
+    parser = run_parser(
+        "federate serve", "Be the server of a federated run; nodes join it with `arclight federate join`."
+    )
+    parser.add_argument(
+        "--address", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT",
+        help="where to listen; port 0 takes a free one (default: %(default)s, which only this machine reaches)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="the server's certificate, PEM; see federate keys"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    parser.add_argument(
+        "--node-keys", type=Path, metavar="FILE", help="the keys of the nodes that may join, one on each line"
+    )
+    recipe, options = read_recipe(parser, arguments, FederatedRecipe)
+    where = listening(options)
+
+    from arclight.cli.federated_progress import Watched
+    from arclight.federated.transports.http_server import HttpServer
+
+    folder = folder_of(recipe, options)
+    with (
+        opened(recipe, folder, options) as (run, progress),
+        HttpServer(Watched(run.service, progress), where, run.blobs) as server,
+    ):
+        progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
+        progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
+        while not run.driver.wait(1.0):
+            pass
+
+
+def listening(options: Namespace) -> Listening:
+    """Where to listen. Raises UsageError for an address that is none, and off this machine for what is missing."""
+    from arclight.federated.transports.settings import Listening
+
+    host, colon, port = options.address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise UsageError(f"--address {options.address}: write host:port, as in 0.0.0.0:{DEFAULT_PORT}")
+    try:
+        return Listening(
+            host=host.strip("[]"), port=int(port), certificate=options.tls_cert, private_key=options.tls_key, nodes=options.node_keys
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(f"--address {options.address}: {error}") from error
+
+
+def join_line(address: str, fingerprint: str | None) -> str:
+    tls = f" --fingerprint {fingerprint} --key node.key" if fingerprint else ""
+    return f"arclight federate join {address} --name NAME{tls}"
+
+
+# -- join ----------------------------------------------------------------------------------------------------------
+
+
+def join(arguments: list[str]) -> None:
+    options, overrides = join_options(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # classes named as package.module:Class are looked for here too
+
+    from arclight.federated.clients.client import Client
+    from arclight.federated.clients.node import Node
+    from arclight.federated.transports.http_link import HttpLink
+    from arclight.federated.transports.keys import NodeKey
+
+    folder = options.folder or Path("runs") / "nodes" / options.name
+    link = Told(
+        HttpLink(
+            options.address, folder / "blobs", key=NodeKey.read(options.key) if options.key else None, cafile=options.ca,
+            fingerprint=options.fingerprint,
+        )
+    )  # fmt: skip
+    site = Site(link, options.data, overrides)
+    clients = [Client(name, learner=partial(site.learner, name)) for name in options.client]
+    node = Node(link, clients, folder, options.name, patience=options.patience)
+    node.run()
+    link.close()
+    print(f"node {options.name} is done: {node.closed}")
+
+
+class Told:
+    """A link that remembers what the server has said of the run, and says in a line what is asked of this node."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self.blobs, self.recipe, self._shown = link, link.blobs, dict[str, Any](), ""
+
+    def send(self, message: Message) -> Message:
+        answer = self._link.send(message)
+        match answer:
+            case Welcome():
+                self.recipe = answer.recipe
+                self._show(f"joined run {answer.run}")
+            case Fit():
+                self._show(f"round {answer.round}: client {answer.client} trains {answer.steps} steps")
+            case Evaluate():
+                self._show(f"round {answer.round}: client {answer.client} measures")
+            case Receipt() if isinstance(message, Update):
+                size = size_text(message.manifest.size)
+                taken = f"{size} sent" if answer.accepted else f"refused ({answer.reason}): {answer.message}"
+                self._show(
+                    f"round {message.round}: client {message.client}, {message.steps} steps in {message.seconds:.1f} s, {taken}"
+                )
+            case Wait() if answer.about:
+                self._show(f"waiting: {answer.about}")
+        return answer
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _show(self, text: str) -> None:
+        """Once, however often it is said."""
+        if text != self._shown:
+            print(text, flush=True)
+            self._shown = text
+
+
+def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
+    about = (
+        "Be a node of a federated run: train here, on the data that are here. What is trained and how the server says."
+    )
+    usage = "arclight federate join ADDRESS --name NAME [options] [--task.field value ...] [--trainer.field value ...]"
+    parser = Parser(prog="arclight federate join", usage=usage, description=about)
+    parser.add_argument("address", metavar="ADDRESS", help="https://host:port; http:// only on the server's machine")
+    parser.add_argument("--name", required=True, help="of this node, the same each time that it joins")
+    parser.add_argument(
+        "--client", action="append", default=[], metavar="N",
+        help="number of a client whose data are here, may be repeated (default: any that the server gives)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", metavar="PATH",
+        help="the client's own data, all of which it trains on; default: its share of the recipe's data, which must be here then",
+    )  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="where the node keeps its state (default: runs/nodes/NAME)"
+    )
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="certificates that may vouch for the server (default: the system's)"
+    )
+    parser.add_argument(
+        "--fingerprint", metavar="SHA256", help="of the server's certificate; then nobody need vouch for it"
+    )
+    parser.add_argument("--key", type=Path, metavar="FILE", help="this node's private key; see federate keys")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS",
+        help="how long a server that does not answer is tried again (default: %(default)s)",
+    )  # fmt: skip
+    options, overrides = parser.parse_known_args(arguments)
+    wrong = [word for word in overrides if word.startswith("--") and not word[2:].startswith(OF_THE_NODE)]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]} is the server's to say: a node may set what begins with --{' or --'.join(OF_THE_NODE)}"
+        )
+    if options.data is not None and len(options.client) != 1:
+        raise UsageError("--data are one client's: say whose with --client N")
+    return options, overrides
+
+
+class Site:
+    """What a node trains clients with: the server's recipe, with what is otherwise here."""
+
+    def __init__(self, link: Told, data: str | None, overrides: list[str]) -> None:
+        self._link, self._data, self._overrides = link, data, overrides
+
+    def learner(self, client: str, folder: Path) -> Learner:
+        """For a client of the recipe that the server has sent. Raises UsageError where it cannot be used here."""
+        from arclight.cli.federated_sites import at_site, learner_at, with_data
+        from arclight.recipe import read
+
+        if not self._link.recipe:
+            raise UsageError(
+                "the server has sent no recipe: it was not started by `arclight federate serve`, but by a program of its own"
+            )
+        with problems_listed("the server's recipe cannot be used here"):
+            recipe = read(FederatedRecipe, self._link.recipe, self._overrides)
+        recipe = at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
+        return learner_at(recipe, folder)
+
+
+# -- keys ----------------------------------------------------------------------------------------------------------
+
+
+def keys(arguments: list[str]) -> None:
+    about = "Make what a federation needs off one machine: a certificate for the server, a key for each node."
+    parser = Parser(prog="arclight federate keys", description=about)
+    verbs = parser.add_subparsers(required=True, metavar="server|node")
+
+    verb = verbs.add_parser("server", help="a certificate that it signs itself, and its private key")
+    verb.add_argument("folder", type=Path, metavar="DIR", help="where server.pem and server.key go")
+    verb.add_argument("hosts", nargs="+", metavar="HOST", help="names and addresses by which nodes reach the server")
+    verb.set_defaults(run=make_server_keys)
+
+    verb = verbs.add_parser("node", help="a node's private key, and the line by which the server knows it")
+    verb.add_argument("file", type=Path, metavar="FILE", help="where the private key goes; it stays with the node")
+    verb.add_argument("name", metavar="NAME", help="of the node")
+    verb.add_argument(
+        "--client",
+        action="append",
+        default=[],
+        metavar="N",
+        help="a client that it may answer for, may be repeated (default: any)",
+    )
+    verb.add_argument(
+        "--into", type=Path, metavar="FILE", help="add the line to this file of nodes, for serve --node-keys"
+    )
+    verb.set_defaults(run=make_node_key)
+    options = parser.parse_args(arguments)
+    options.run(options)
+
+
+def make_server_keys(options: Namespace) -> None:
+    from arclight.federated.transports.keys import make_certificate
+
+    made = make_certificate(options.folder, options.hosts)
+    print(f"wrote {made.certificate} and {made.private_key}, which nobody else may read")
+    print(f"nodes know the server by: --fingerprint {made.fingerprint}")
+
+
+def make_node_key(options: Namespace) -> None:
+    from arclight.federated.transports.keys import NodeKey
+
+    line = NodeKey.make(options.file).line(options.name, options.client)
+    print(f"wrote {options.file}, which stays with node {options.name}")
+    if options.into is None:
+        print(f"the server's file of nodes needs the line:\n{line}")
+        return
+    options.into.parent.mkdir(parents=True, exist_ok=True)
+    with options.into.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    print(f"{options.into} lets it join")

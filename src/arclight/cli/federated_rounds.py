@@ -1,0 +1,180 @@
+"""``arclight checkpoint rounds|validate|edit|fork|prune``: what a federated run has kept of its rounds, looked after."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from argparse import Namespace
+from typing import Any
+
+from arclight.cli.arguments import UsageError
+
+RUN = "a federated run's folder, or its address such as s3://bucket/name"
+DRY = "nothing was changed: add --yes to do it"
+
+
+def add_verbs(verbs: Any) -> None:
+    """Add what concerns rounds to the verbs of ``arclight checkpoint``."""
+    verb = verbs.add_parser("rounds", help="the rounds of a federated run")
+    verb.add_argument("path", help=RUN)
+    verb.add_argument("--json", action="store_true", help="as JSON")
+    verb.set_defaults(run=rounds)
+
+    verb = verbs.add_parser("validate", help="whether a round, or all of a run, is what was written; status 1 if not")
+    verb.add_argument("path", help=RUN)
+    verb.add_argument("--round", type=int, metavar="N", help="this one only")
+    verb.set_defaults(run=validate)
+
+    verb = verbs.add_parser(
+        "edit", help="set numbers in a round of a run that has not gone on; shows them unless --yes"
+    )
+    verb.add_argument("path", help=RUN)
+    verb.add_argument("--round", type=int, required=True, metavar="N", help="which")
+    verb.add_argument("--number", type=int, metavar="N", help="the round's own number")
+    verb.add_argument(
+        "--clock", type=int, metavar="STEPS", help="optimizer steps behind its weights, by which schedules go on"
+    )
+    verb.add_argument("--seed", type=int, help="from which clients are drawn")
+    verb.add_argument(
+        "--client-steps",
+        action="append",
+        default=[],
+        metavar="CLIENT=STEPS",
+        help="what a client is said to have done; may be repeated",
+    )
+    verb.add_argument("--no-backup", action="store_true", help="do not keep the round as it was beside it")
+    verb.add_argument("--yes", action="store_true", help="do it")
+    verb.set_defaults(run=edit)
+
+    verb = verbs.add_parser("fork", help="begin a new run with a round of another")
+    verb.add_argument("path", help=RUN)
+    verb.add_argument("target", help="folder of the new run, to be gone on with by federate --resume")
+    verb.add_argument("--round", type=int, metavar="N", help="which (default: the newest complete one)")
+    verb.add_argument("--name", help="of the new run (default: its folder's)")
+    verb.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    verb.set_defaults(run=fork)
+
+    verb = verbs.add_parser("prune", help="remove all but the newest rounds; shows which unless --yes")
+    verb.add_argument("path", help=RUN)
+    verb.add_argument("--keep", type=int, required=True, metavar="N", help="complete rounds that stay")
+    verb.add_argument("--yes", action="store_true", help="do it")
+    verb.set_defaults(run=prune)
+
+
+def is_run(path: str) -> bool:
+    """Whether there are rounds of a federated run at ``path``."""
+    from arclight.federated.rounds.store import Rounds
+
+    return bool(Rounds(path).numbers())
+
+
+def rounds(options: Namespace) -> int:
+    from arclight.federated.rounds.tools import list_rounds
+
+    found = list_rounds(options.path)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(listed) for listed in found], indent=2))
+        return 0
+    import rich
+    from rich.table import Table
+
+    from arclight.trainer.curves import number_text
+    from arclight.trainer.report import size_text
+
+    table = Table(title=options.path, title_justify="left")
+    for name in ("round", "step", "clients", "loss", "size", "written (UTC)"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for listed in found:
+        table.add_row(
+            f"{listed.number:,}",
+            "" if listed.clock is None else f"{listed.clock:,}",
+            "" if listed.contributors is None else f"{listed.contributors:,}",
+            "" if listed.loss is None else number_text(listed.loss),
+            size_text(listed.bytes),
+            listed.created.replace("T", " ")[:16],
+            "" if listed.complete else listed.problems[0],
+        )
+    rich.print(table)
+    return 0
+
+
+def inspect(options: Namespace) -> int:
+    """One round of a run, in full."""
+    from arclight.federated.rounds.tools import inspect_round
+
+    found = inspect_round(options.path, options.round)
+    if options.json:
+        print(found.to_json())
+        return 0
+    import rich
+
+    rich.print(found)
+    return 0
+
+
+def validate(options: Namespace) -> int:
+    from arclight.federated.rounds.tools import validate as problems_of
+
+    found = problems_of(options.path, options.round)
+    wrong = {number: problems for number, problems in found.items() if problems}
+    for number, problems in wrong.items():
+        print("\n".join(f"round {number}: {problem}" for problem in problems))
+    if not wrong:
+        print(
+            f"{len(found)} round{'s' * (len(found) != 1)} of {options.path} are sound: every file is what was written"
+        )
+    return 1 if wrong else 0
+
+
+def edit(options: Namespace) -> int:
+    from arclight.federated.rounds.tools import Edit
+    from arclight.federated.rounds.tools import edit as edit_round
+
+    wanted = Edit(
+        number=options.number, clock=options.clock, seed=options.seed, client_steps=_steps(options.client_steps)
+    )
+    done = edit_round(options.path, options.round, wanted, dry_run=not options.yes, backup=not options.no_backup)
+    for name, (before, after) in done.changes.items():
+        print(f"{name}: {before} -> {after}")
+    if not done.changes:
+        print("nothing would change: it says so already")
+    elif not done.done:
+        print(DRY)
+    elif done.backup is not None:
+        print(f"as it was: {done.backup}")
+    return 0
+
+
+def fork(options: Namespace) -> int:
+    from arclight.federated.rounds.tools import fork as fork_round
+
+    path = fork_round(options.path, options.target, options.round, name=options.name, dry_run=options.dry_run)
+    print(f"{'would write' if options.dry_run else 'wrote'} {path}")
+    if not options.dry_run:
+        print(f"go on with it: arclight federate RECIPE --resume {options.target}")
+    return 0
+
+
+def prune(options: Namespace) -> int:
+    from arclight.federated.rounds.tools import prune as prune_rounds
+
+    try:
+        gone = prune_rounds(options.path, keep=options.keep, dry_run=not options.yes)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    numbers = ", ".join(map(str, gone))
+    print(f"{'removed' if options.yes else 'would remove'} rounds {numbers}" if gone else "nothing to remove")
+    if gone and not options.yes:
+        print(DRY)
+    return 0
+
+
+def _steps(said: list[str]) -> dict[str, int]:
+    found = {}
+    for word in said:
+        client, equals, steps = word.rpartition("=")
+        if not equals or not client or not steps.isdigit():
+            raise UsageError(f"--client-steps {word}: write client=steps, as in 3=1000")
+        found[client] = int(steps)
+    return found
