@@ -20,6 +20,8 @@ Round = Mapping[str, Any]
 """A round as history.json tells it."""
 MOST_CLIENTS = 8
 """Clients that have curves of their own; of more the range is shown."""
+PHASES = ("waiting", "fold", "evaluate")
+"""In the order in which they come: until the updates are there, until the weights are committed, until they are measured."""
 _BEST = "val/loss"
 
 
@@ -42,7 +44,7 @@ def federated_report(folder: str | Path, *, beside: str | Path | None = None, fa
         headline=headline(rounds, curves, central),
         failure=failure,
         kept=curves,
-        charts=learning(rounds, curves, central, str(beside or "")),
+        charts=learning(curves, central, str(beside or "")),
     )
 
 
@@ -81,21 +83,16 @@ def headline(
     done = [here for here in rounds if here["contributors"]]
     found["rounds"] = f"{len(done):,}"
     up, down = (sum(sum(here[way].values()) for here in rounds) for way in ("bytes_up", "bytes_down"))
-    found["traffic, up / down"] = f"{size_text(up)} / {size_text(down)}"
-    return found
+    return found | {"sent to the server": size_text(up), "sent to clients": size_text(down)}
 
 
-def learning(
-    rounds: Sequence[Round], curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]], place: str
-) -> str:
+def learning(curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]], place: str) -> str:
     """Each metric over the run's steps, with the centralised run's where that has it."""
     charts = []
     for name in sorted(curves, key=lambda name: (name != _BEST, not name.startswith("val/"), name)):
         series = [line(name, curves[name], 0, label="federated")]
         if central.get(name):
             series.append(line(name, central[name], 1, label="centralised"))
-        if name == "train/loss":
-            series += per_client(rounds, "train", 2, "train/loss")
         charts.append(Chart(name, series, last_finite(curves[name])))
     said = (
         f"The centralised run ({escape(place)}) takes in a step as many samples as all clients of a round together do."
@@ -118,7 +115,7 @@ def names_of(rounds: Sequence[Round]) -> list[str]:
     return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
-def per_client(rounds: Sequence[Round], field: str, first_colour: int = 0, inner: str | None = None) -> list[Series]:
+def per_client(rounds: Sequence[Round], field: str, inner: str | None = None) -> list[Series]:
     """A value of each client over the rounds; where there are many, the smallest, the median and the largest."""
 
     def value(here: Round, client: str) -> float | None:
@@ -132,15 +129,8 @@ def per_client(rounds: Sequence[Round], field: str, first_colour: int = 0, inner
             [(here["clock"], found) for here in rounds if (found := value(here, client)) is not None]
             for client in clients
         ]
-        faint = inner is not None
         return [
-            Series(
-                name=client,
-                points=points,
-                colour=first_colour + number,
-                dots=len(points) <= 40 and not faint,
-                faint=faint,
-            )
+            Series(name=f"client {client}", points=points, colour=number, dots=len(points) <= 40)
             for number, (client, points) in enumerate(zip(clients, curves, strict=True))
             if points
         ]
@@ -153,14 +143,19 @@ def per_client(rounds: Sequence[Round], field: str, first_colour: int = 0, inner
     return [
         Series(name=f"{name} of all clients", points=points, colour=0 if name == "median" else 7)
         for name, points in spread.items()
-        if points and (inner is None or name != "median")
+        if points
     ]
 
 
 def clients(rounds: Sequence[Round]) -> str:
     charts = []
-    for field, title in (("drift", "agreement with the mean (cosine)"), ("norms", "size of the change (L2 norm)")):
-        series = per_client(rounds, field)
+    for field, inner, title in (
+        ("drift", None, "agreement with the mean (cosine)"),
+        ("norms", None, "size of the change (L2 norm)"),
+        ("train", "train/loss", "train/loss by client"),
+        ("metrics_by_client", _BEST, f"{_BEST} by client"),
+    ):
+        series = per_client(rounds, field, inner)
         if series:
             charts.append(Chart(title, series, last_finite(series[0].points)))
     figures = "".join(without_last(chart_figure(chart)) for chart in charts)
@@ -211,11 +206,13 @@ def client_table(rounds: Sequence[Round]) -> str:
 
 
 def costs(rounds: Sequence[Round]) -> str:
+    rounds = [here for here in rounds if here["contributors"]]
     ups = [sum(here["bytes_up"].values()) for here in rounds]
     downs = [sum(here["bytes_down"].values()) for here in rounds]
     numbers = [here["round"] for here in rounds]
     traffic = [Stack("to the server", 0, ups), Stack("to clients", 1, downs)]
-    phases = dict.fromkeys(phase for here in rounds for phase in here["seconds"] if phase != "round")
+    known = dict.fromkeys(phase for here in rounds for phase in here["seconds"] if phase != "round")
+    phases = sorted(known, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))
     times = [
         Stack(phase, colour, [here["seconds"].get(phase, 0.0) for here in rounds])
         for colour, phase in enumerate(phases)
@@ -251,7 +248,7 @@ def round_table(rounds: Sequence[Round]) -> str:
             *(number_text(here["metrics"][name]) if name in here["metrics"] else "" for name in metrics),
             named,
             f"{len(here['refused']) + len(here['failed']):,}" if here["refused"] or here["failed"] else "",
-            number_text(here["norm"]) if here["norm"] is not None else "",
+            number_text(here["norm"]) if who and here["norm"] is not None else "",
             size_text(sum(here["bytes_up"].values())) if who else "",
             size_text(sum(here["bytes_down"].values())) if who else "",
             f"{here['seconds']['round']:,.1f} s" if "round" in here["seconds"] else "",

@@ -1,0 +1,345 @@
+"""Federated runs as they are typed: in this process, and as processes that find each other over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from arclight.cli.federated_report import federated_report
+from arclight.cli.federated_schema import FederatedRecipe
+from arclight.recipe import RecipeError, read
+
+Typed = Callable[[str], tuple[int, str, str]]
+DEADLINE = 60.0
+
+
+@pytest.fixture
+def lines(folder: Path) -> Iterator[Path]:
+    """A recipe for a line that three sites fit, each to points of its own."""
+    (folder / "fed_task.py").write_text(
+        textwrap.dedent('''
+        import os
+        import time
+        from dataclasses import dataclass, replace
+
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
+
+        import arclight as al
+
+
+        class Line(al.Module):
+            def __init__(self, lr):
+                super().__init__()
+                self.layer, self.lr = torch.nn.Linear(1, 1), lr
+
+            def training_step(self, batch, batch_idx):
+                time.sleep(float(os.environ.get("FED_PAUSE", "0")))
+                loss = (self.layer(batch[0]) - batch[1]).square().mean()
+                self.log("train/loss", loss)
+                return loss
+
+            def validation_step(self, batch, batch_idx):
+                self.log("val/loss", (self.layer(batch[0]) - batch[1]).square().mean())
+
+            def configure_optimizers(self):
+                return torch.optim.Adam(self.parameters(), self.lr)
+
+
+        class Points(al.DataModule):
+            def __init__(self, x):
+                super().__init__()
+                self.x = x
+
+            def train_dataloader(self):
+                return DataLoader(TensorDataset(self.x, 2 * self.x + 1), batch_size=2, shuffle=True)
+
+            def val_dataloader(self):
+                x = torch.arange(12.0)[:, None] / 12
+                return DataLoader(TensorDataset(x, 2 * x + 1), batch_size=4)
+
+
+        @dataclass(frozen=True, kw_only=True)
+        class Fit:
+            """Fit a line."""
+
+            lr: float = 0.05
+            number: int = -1
+            count: int = 1
+
+            def site(self, number, count):
+                return replace(self, number=number, count=count)
+
+            def build(self):
+                x = torch.arange(12.0)[:, None] / 12
+                return Line(self.lr), Points(x if self.number < 0 else x[self.number :: self.count])
+
+
+        class NoSites(Line):
+            pass
+        ''')
+    )
+    recipe = folder / "lines.toml"
+    recipe.write_text(
+        'name = "lines"\nseed = 3\ntask = "fed_task:Fit"\n'
+        "[federation]\nclients = 3\nrounds = 3\nlocal_steps = 4\njournal_every = 2\n"
+        '[federation.strategy]\nkind = "fedavg"\n'
+        '[federation.waiting]\nbeat_every = 0.2\njoin = 60.0\n[trainer]\naccelerator = "cpu"\nlog_every_n_steps = 1\n'
+    )
+    yield recipe
+    sys.modules.pop("fed_task", None)
+
+
+def digest(run: Path, number: int) -> str:
+    return hashlib.sha256((run / "rounds" / f"{number:06d}" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def command(*words: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "arclight.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a process has said until its end, which must be a good one."""
+    out, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, out
+    return out
+
+
+def address_of(server: subprocess.Popen[str]) -> str:
+    """Where a server listens, as its first line says."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        if found := re.search(r"served at (https?://\S+),", line):
+            return found[1]
+    raise AssertionError("the server has not said where it listens")
+
+
+# -- in this process -----------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_runs_in_this_process(lines: Path, typed: Typed, folder: Path) -> None:
+    status, out, err = typed("federate lines.toml")
+    assert status == 0, err
+    run = folder / "runs/lines/1"
+    assert [line.partition("  ")[0] for line in out.splitlines() if "of 3 clients" in line] == [
+        f"round {n}/3" for n in (1, 2, 3)
+    ]
+    history = json.loads((run / "history.json").read_text())
+    assert [here["contributors"] for here in history] == [[], *[["0", "1", "2"]] * 3]
+    losses = [here["metrics"]["val/loss"] for here in history]
+    assert losses[-1] < losses[0]
+    page = (run / "report.html").read_text()
+    assert "agreement with the mean" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert (run / "recipe.toml").read_text().startswith("# arclight federate")
+    assert typed(f"validate {run}/recipe.toml")[0] == 2  # a run of many sites is no training recipe
+    status, out, err = typed("federate runs/lines/1/recipe.toml")
+    assert status == 0, err
+    assert digest(folder / "runs/lines/2", 3) == digest(run, 3)
+
+
+def test_the_last_weights_are_an_ordinary_checkpoint(lines: Path, typed: Typed, folder: Path) -> None:
+    import torch
+
+    from arclight.checkpoint import load_weights
+
+    typed("federate lines.toml --federation.rounds 1")
+    run = folder / "runs/lines/1"
+    kept, of_round = load_weights(run / "checkpoints/last.ckpt"), load_weights(run / "rounds/000001")
+    assert kept.keys() == of_round.keys()
+    assert all(torch.equal(kept[name], of_round[name]) for name in kept)
+
+
+def test_a_run_goes_on_where_it_stopped(lines: Path, typed: Typed, folder: Path) -> None:
+    assert typed("federate lines.toml")[0] == 0
+    assert typed("federate lines.toml --federation.rounds 2 --trainer.max_steps 12")[0] == 0
+    status, out, err = typed("federate lines.toml --resume last --trainer.max_steps 12")
+    assert status == 0, err
+    assert "round 3/3" in out
+    assert "round 2/3" not in out
+    assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
+
+
+def test_a_centralised_run_is_shown_beside(lines: Path, typed: Typed, folder: Path) -> None:
+    status, out, err = typed("federate lines.toml --centralised --trainer.enable_progress_bar false")
+    assert status == 0, err
+    page = (folder / "runs/lines/1/report.html").read_text()
+    assert "beside centralised" in page
+    central = (folder / "runs/lines-centralised/1/metrics.csv").read_text().splitlines()
+    assert central[-1].partition(",")[0] == "12" or any(row.startswith("12,") for row in central)
+
+
+def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> None:
+    typed("federate lines.toml --federation.keep_rounds 0")
+    run = "runs/lines/1"
+    assert [row["number"] for row in json.loads(typed(f"checkpoint rounds {run} --json")[1])] == [0, 1, 2, 3]
+    assert "round 3 of" in typed(f"checkpoint inspect {run}")[1]
+    assert typed(f"checkpoint validate {run}")[0] == 0
+    assert "would remove rounds 0, 1" in typed(f"checkpoint prune {run} --keep 2")[1]
+    assert typed(f"checkpoint fork {run} runs/lines/9 --round 1")[0] == 0
+    status, out, err = typed("federate lines.toml --resume runs/lines/9")
+    assert status == 0, err
+    assert "round 2/3" in out
+    status, out, _ = typed(f"checkpoint edit {run} --round 1 --clock 7")
+    assert status == 2  # its journal says what its rounds are
+    assert "removed rounds 0, 1" in typed(f"checkpoint prune {run} --keep 2 --yes")[1]
+    (folder / run / "rounds/000003/model.safetensors").write_bytes(b"damaged")
+    status, out, _ = typed(f"checkpoint validate {run}")
+    assert status == 1
+    assert "round 3" in out
+
+
+def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
+    for flags, words in (
+        ("--task.kind fed_task:NoSites --task.lr 0.1", "no method site(number, count)"),
+        ("--partition.kind iid", "partition"),
+        ("--stopping.patience 3", "[stopping] has no place"),
+        ("--ema.decay 0.9", "[ema] has no place"),
+        ("--trainer.max_epochs 3", "leave out trainer.max_epochs"),
+        ("--trainer.max_steps 5", "cannot be less than the 12 steps"),
+        ("--federation.rouns 3", "did you mean --federation.rounds"),
+    ):
+        status, out, err = typed(f"federate lines.toml {flags}")
+        assert status == 2, (flags, out)
+        assert words in err
+
+
+def test_the_help_lists_every_field(typed: Typed, folder: Path) -> None:
+    status, out, _ = typed("federate --help")
+    assert status == 0
+    for words in ("[federation]", "local_steps", "[federation.strategy]", "[partition]", "arclight federate serve"):
+        assert words in out
+
+
+def test_the_length_of_a_run_is_that_of_its_rounds(lines: Path) -> None:
+    sys.path.append(str(lines.parent))
+    recipe = read(FederatedRecipe, lines)
+    assert recipe.steps == 12
+    central = recipe.central()
+    assert (central.trainer.max_steps, central.trainer.accumulate_grad_batches) == (12, 3)
+    with pytest.raises(RecipeError, match="max_time"):
+        read(FederatedRecipe, lines, ["--trainer.max_time", "2h"])
+
+
+# -- as processes --------------------------------------------------------------------------------------------------
+
+
+def joined(address: str, *clients: str, name: str, **environment: str) -> subprocess.Popen[str]:
+    flags = [word for client in clients for word in ("--client", client)]
+    return command("federate", "join", address, "--name", name, "--folder", f"nodes/{name}", *flags, **environment)
+
+
+def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: Path) -> None:
+    assert typed("federate lines.toml")[0] == 0
+    server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
+    address = address_of(server)
+    nodes = [joined(address, "0", "2", name="a"), joined(address, "1", name="b")]
+    said = [ended(node) for node in nodes]
+    ended(server)
+    assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
+    assert "round 3: client 2" in said[0]
+    assert "is done" in said[1]
+    assert (folder / "runs/lines/2/report.html").exists()
+
+
+def test_a_server_that_is_killed_goes_on(lines: Path, typed: Typed, folder: Path) -> None:
+    assert typed("federate lines.toml")[0] == 0
+    server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
+    address = address_of(server)
+    nodes = [joined(address, "0", "1", name="a", FED_PAUSE="0.2"), joined(address, "2", name="b", FED_PAUSE="0.2")]
+    until = time.monotonic() + DEADLINE
+    while not (folder / "runs/lines/2/rounds/000001").is_dir():
+        assert time.monotonic() < until, "round 1 was not committed in time"
+        time.sleep(0.05)
+    server.send_signal(signal.SIGKILL)
+    server.wait(DEADLINE)
+    host = address.removeprefix("http://")
+    again = command("federate", "serve", "lines.toml", "--address", host, "--resume", "last")
+    for node in nodes:
+        ended(node)
+    ended(again)
+    assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
+
+
+def test_off_this_machine_tls_and_keys_are_needed(lines: Path, typed: Typed, folder: Path) -> None:
+    status, _, err = typed("federate serve lines.toml --address 0.0.0.0:0")
+    assert status == 2
+    assert "TLS" in err
+    assert "federate keys" in err
+    status, _, err = typed("federate join http://example.org:8470 --name a --client 0")
+    assert status == 2
+    assert "not encrypted" in err
+
+
+def test_certificates_and_keys_are_made_and_used(lines: Path, typed: Typed, folder: Path) -> None:
+    pytest.importorskip("cryptography")
+    status, out, err = typed("federate keys server keys localhost 127.0.0.1")
+    assert status == 0, err
+    fingerprint = re.search(r"--fingerprint (\w{64})", out)
+    assert fingerprint is not None
+    assert typed("federate keys node keys/a.key a --into keys/nodes.txt")[0] == 0
+    assert typed("federate keys node keys/b.key b")[0] == 0
+    assert typed("federate keys node keys/b.key b")[0] == 2  # nothing is overwritten
+    tls = ["--tls-cert", "keys/server.pem", "--tls-key", "keys/server.key", "--node-keys", "keys/nodes.txt"]
+    server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0", *tls, "--federation.rounds", "1")
+    address = address_of(server)
+    assert address.startswith("https://")
+    known = ["--fingerprint", fingerprint[1]]
+    clients = [word for number in "012" for word in ("--client", number)]
+    stranger = command("federate", "join", address, "--name", "b", *clients, *known, "--key", "keys/b.key")
+    out, _ = stranger.communicate(timeout=DEADLINE)
+    assert stranger.returncode == 2, out
+    node = command("federate", "join", address, "--name", "a", *clients, *known, "--key", "keys/a.key")
+    ended(node)
+    ended(server)
+
+
+def test_a_node_may_only_say_what_is_its_own(typed: Typed, folder: Path) -> None:
+    status, _, err = typed("federate join http://127.0.0.1:1 --name a --client 0 --federation.rounds 9")
+    assert status == 2
+    assert "is the server's to say" in err
+    status, _, err = typed("federate join http://127.0.0.1:1 --name a --data here")
+    assert status == 2
+    assert "--client N" in err
+
+
+# -- the page ------------------------------------------------------------------------------------------------------
+
+
+def a_round(number: int, clients: list[str], **more: object) -> dict[str, object]:
+    said = dict.fromkeys(clients, 1)
+    return {
+        "round": number, "clock": 5 * number, "contributors": clients, "samples": said, "tokens": said, "steps": said, "norm": 1.0,
+        "norms": said, "drift": dict.fromkeys(clients, 0.5), "train": {c: {"train/loss": 1.0 / number} for c in clients},
+        "metrics": {"val/loss": 2.0 / number}, "metrics_by_client": {}, "bytes_up": dict.fromkeys(clients, 1000),
+        "bytes_down": dict.fromkeys(clients, 2000), "seconds": {"round": 2.0, "waiting": 1.5, "fold": 0.5},
+        "seconds_by_client": dict.fromkeys(clients, 1.0), "refused": [], "failed": {}, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_the_page_names_who_was_left_out_and_escapes_what_others_say(tmp_path: Path, count: int) -> None:
+    clients = [f"c{n}" for n in range(count)]
+    refused = [{"client": "c1", "reason": "not_finite", "message": "<script>alert(1)</script>"}]
+    rounds = [a_round(1, clients), a_round(2, clients[:1], refused=refused, failed={"c0": "its node was lost"})]
+    (tmp_path / "history.json").write_text(json.dumps(rounds))
+    page = federated_report(tmp_path).read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    assert "its node was lost" in page
+    assert page.index(">c2<") < page.index(">c10<") if count > 10 else "c1" in page
+    assert ("largest of all clients" in page) == (count > 8)
