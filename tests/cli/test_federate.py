@@ -19,9 +19,11 @@ import pytest
 from arclight.cli.federated_report import federated_report
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.recipe import RecipeError, read
+from arclight.trainer.loggers.csv_logger import read_metrics
 
 Typed = Callable[[str], tuple[int, str, str]]
-DEADLINE = 60.0
+DEADLINE = 150.0
+"""Seconds for a process to end; they take a few where nothing else runs."""
 
 
 @pytest.fixture
@@ -175,12 +177,12 @@ def test_a_run_goes_on_where_it_stopped(lines: Path, typed: Typed, folder: Path)
 
 
 def test_a_centralised_run_is_shown_beside(lines: Path, typed: Typed, folder: Path) -> None:
-    status, out, err = typed("federate lines.toml --centralised --trainer.enable_progress_bar false")
+    status, _out, err = typed("federate lines.toml --centralised --trainer.enable_progress_bar false")
     assert status == 0, err
     page = (folder / "runs/lines/1/report.html").read_text()
     assert "beside centralised" in page
-    central = (folder / "runs/lines-centralised/1/metrics.csv").read_text().splitlines()
-    assert central[-1].partition(",")[0] == "12" or any(row.startswith("12,") for row in central)
+    central = read_metrics(folder / "runs/lines-centralised/1/metrics.csv")
+    assert [step for step, _ in central["val/loss"]] == [4, 8, 12]  # at the steps at which rounds are measured
 
 
 def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> None:
@@ -206,7 +208,7 @@ def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> Non
 def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
     for flags, words in (
         ("--task.kind fed_task:NoSites --task.lr 0.1", "no method site(number, count)"),
-        ("--partition.kind iid", "partition"),
+        ("--partition.kind iid", "Fit divides its own data by its method site"),
         ("--stopping.patience 3", "[stopping] has no place"),
         ("--ema.decay 0.9", "[ema] has no place"),
         ("--trainer.max_epochs 3", "leave out trainer.max_epochs"),

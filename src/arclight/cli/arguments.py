@@ -37,11 +37,12 @@ def recipe_parser(verb: str, about: str) -> Parser:
     return Parser(prog=f"arclight {verb}", usage=usage, description=about, add_help=False)
 
 
-def read_recipe(
-    parser: Parser,
-    arguments: Sequence[str],
-    schema: type[R] = Recipe,  # type: ignore[assignment]
-) -> tuple[R, argparse.Namespace]:
+def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
+    """As `read_as`, for a training run."""
+    return read_as(Recipe, parser, arguments)
+
+
+def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[R, argparse.Namespace]:
     """The recipe named first, with the flags that are not the verb's own laid over it; and the verb's own options.
 
     ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program where that is asked

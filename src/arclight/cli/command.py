@@ -36,7 +36,10 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Look after": {
         "data": ("arclight.cli.data:data", "turn text into tokens, draw payment codes, check a data set"),
-        "checkpoint": ("arclight.cli.checkpoint:checkpoint", "inspect, verify or convert a checkpoint"),
+        "checkpoint": (
+            "arclight.cli.checkpoint:checkpoint",
+            "inspect, verify or convert checkpoints; rounds of federated runs",
+        ),
         "doctor": ("arclight.cli.doctor:doctor", "explain this machine: devices, speed, what is missing"),
     },
 }

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser
+from arclight.cli.arguments import Parser, UsageError, read_as, recipe_parser
 from arclight.cli.federated_schema import FederatedRecipe
+from arclight.federated.errors import FederatedError
 
 if TYPE_CHECKING:
     from arclight.cli.federated_progress import Progress
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from arclight.federated.server.server import Server
     from arclight.trainer import RunFolder
 
+ENDING = 30.0
+"""Seconds between the end that nodes hear of and the server's own."""
 ABOUT = """
 Train one model on the data of many sites, of which only changes of weights travel. As it is typed above, all of it happens in
 this process. Across processes and machines: `arclight federate serve` where the server is, `arclight federate join` at each
@@ -35,9 +38,7 @@ def federate(arguments: list[str]) -> None:
 
         return getattr(federated_net, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
     parser = run_parser("federate", ABOUT)
-    recipe, options = read_recipe(parser, arguments, FederatedRecipe)
-    if Path("serve") == Path(str(options.source)):
-        raise UsageError("which recipe?")
+    recipe, options = read_as(FederatedRecipe, parser, arguments)
     return run_here(recipe, options)
 
 
@@ -61,8 +62,9 @@ def run_parser(verb: str, about: str) -> Parser:
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     """Server and clients in this process."""
     from arclight.cli.federated_progress import Watched
-    from arclight.cli.federated_sites import in_process_node
+    from arclight.cli.federated_sites import at_site, in_process_node
 
+    at_site(recipe, 0)  # what cannot be divided is told before anything is written
     folder = folder_of(recipe, options)
     with opened(recipe, folder, options) as (run, progress):
         node = in_process_node(recipe, Watched(run.service, progress), folder.path)
@@ -71,6 +73,10 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
         try:
             while not run.driver.wait(1.0):
                 worker.check()
+                if not worker.is_alive() and not run.driver.wait(ENDING):
+                    raise FederatedError(
+                        f"the run goes on, and its clients do not: {node.closed or 'they were told to stop'}"
+                    )
         finally:
             node.stop()
             worker.join(60.0)
@@ -82,7 +88,8 @@ class Worker(threading.Thread):
 
     def __init__(self, function: Any) -> None:
         super().__init__(name="arclight-node", daemon=True)
-        self._function, self._error = function, None
+        self._function = function
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:
@@ -136,8 +143,8 @@ def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
         return measuring.begin()
     from arclight.cli.train import build_task
 
-    if getattr(recipe.task, "weights", None) is not None:
-        return recipe.task.weights  # type: ignore[union-attr]
+    if (weights := getattr(recipe.task, "weights", None)) is not None:
+        return weights
     module, _ = build_task(recipe)
     if not any(True for _ in module.parameters()):
         module.configure_model()

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, problems_listed, read_recipe
+from arclight.cli.arguments import Parser, UsageError, problems_listed, read_as
 from arclight.cli.federate import folder_of, opened, run_parser
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.protocol import Evaluate, Fit, Message, Receipt, Update, Wait, Welcome
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from arclight.federated.transports.settings import Listening
 
 DEFAULT_PORT = 8470
+LINGER = 20.0
+"""Seconds for which a server whose run is over still answers, so that every node hears of it."""
 OF_THE_NODE = ("task.", "trainer.")
 """Settings that a node may have otherwise than the server: where its data lie, what it computes on."""
 
@@ -43,21 +45,22 @@ def serve(arguments: list[str]) -> None:
     parser.add_argument(
         "--node-keys", type=Path, metavar="FILE", help="the keys of the nodes that may join, one on each line"
     )
-    recipe, options = read_recipe(parser, arguments, FederatedRecipe)
+    recipe, options = read_as(FederatedRecipe, parser, arguments)
     where = listening(options)
 
     from arclight.cli.federated_progress import Watched
     from arclight.federated.transports.http_server import HttpServer
 
     folder = folder_of(recipe, options)
-    with (
-        opened(recipe, folder, options) as (run, progress),
-        HttpServer(Watched(run.service, progress), where, run.blobs) as server,
-    ):
-        progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
-        progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
-        while not run.driver.wait(1.0):
-            pass
+    with opened(recipe, folder, options) as (run, progress):
+        watched = Watched(run.service, progress)
+        with HttpServer(watched, where, run.blobs) as server:
+            progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
+            progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
+            while not run.driver.wait(1.0):
+                pass
+            if unheard := watched.wait_until_left(LINGER):
+                progress.say(f"the run is over; nodes that have not heard of it: {', '.join(unheard)}")
 
 
 def listening(options: Namespace) -> Listening:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import UsageError
 from arclight.cli.train import build_task, check_plan, make_trainer
@@ -52,7 +53,8 @@ class OwnSite:
 
 def at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
     """The recipe whose task has the data of site ``number`` only. Raises UsageError where the task's data cannot be divided."""
-    task, count = recipe.task, recipe.federation.clients
+    task: Any = recipe.task
+    count = recipe.federation.clients
     given = {} if recipe.partition is None else {"partition": recipe.partition}
     if isinstance(task, Imported):
         if not callable(getattr(imported(task.target), "site", None)):
@@ -66,6 +68,10 @@ def at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
         raise UsageError(
             f"{type(task).__name__} has no method site(number, count) that gives the task with one site's data"
         )
+    if given and "partition" not in inspect.signature(task.site).parameters:
+        raise UsageError(
+            f"[partition] divides texts and images; {type(task).__name__} divides its own data by its method site"
+        )
     try:
         return replace(recipe, task=task.site(number, count, **given))
     except ValueError as error:
@@ -74,12 +80,12 @@ def at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
 
 def with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
     """The recipe on a site's own data, all of them. Raises UsageError where the task does not know how."""
-    task = recipe.task
+    task: Any = recipe.task
     if not callable(getattr(task, "with_data", None)):
         name = task.target if isinstance(task, Imported) else type(task).__name__
         raise UsageError(f"--data: {name} has no method with_data(data) that gives the task with other data")
     try:
-        return replace(recipe, task=task.with_data(data))  # type: ignore[union-attr]
+        return replace(recipe, task=task.with_data(data))
     except ValueError as error:
         raise UsageError(f"--data: {error}") from error
 

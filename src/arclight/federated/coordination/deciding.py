@@ -40,7 +40,8 @@ def decide(c: Coordinator, event: Event, now: float) -> Decision:
         case ev.Resumed():
             if c.state.committed < 0:
                 raise FederatedError("there is nothing to resume: the journal names no weights; begin the run")
-            opened = (RunOpened(run=c.run, settings=c.rules.digest),) if c.state.failed else ()
+            longer = c.state.ended is not None and c.state.committed < c.settings.rounds
+            opened = (RunOpened(run=c.run, settings=c.rules.digest),) if c.state.failed or longer else ()
             return Decision(event=event, now=now, records=opened)
         case ev.Committed():
             return _committed(c, event, now)

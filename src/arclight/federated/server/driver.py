@@ -69,8 +69,11 @@ class Driver:
     # -- what callers do ---------------------------------------------------------------------------------------------
 
     def start(self, first: events.Event) -> None:
-        """Begin with `Begun` or `Resumed`."""
+        """Begin with `Begun` or `Resumed`; a run that is over stays so, and says it to nodes."""
         self.happen(first)
+        state = self.coordinator.state
+        if state.ended is not None and self.ended is None:
+            self.ended = events.End(why=state.ended, failed=state.failed)
         for name, target in (("time", self._keep_time), ("work", self._keep_working)):
             thread = threading.Thread(target=target, name=f"arclight-server-{name}", daemon=True)
             self._threads.append(thread)
