@@ -1,0 +1,112 @@
+"""A whole run over each transport gives the same weights, bit for bit, broken lines or not."""
+
+import random
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tests.federated.server.quadratic import Quadratic
+from tests.federated.transports.serving import Line
+
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_server import HttpServer
+from arclight.federated.transports.in_process import Answers, InProcess
+from arclight.federated.transports.keys import NodeKey, make_certificate
+from arclight.federated.transports.link import Link
+from arclight.federated.transports.settings import Listening
+
+CLIENTS = ("left", "middle", "right")
+Links = Callable[[str], Link]
+
+
+def in_process(service: Answers, folder: Path, stack: ExitStack) -> Links:
+    return lambda node: InProcess(service)
+
+
+def http(service: Answers, folder: Path, stack: ExitStack) -> Links:
+    served = stack.enter_context(HttpServer(service))
+    return lambda node: HttpLink(served.address, folder / node / "fetched", patience=30)
+
+
+def https(service: Answers, folder: Path, stack: ExitStack) -> Links:
+    made = make_certificate(folder / "keys", ["127.0.0.1"])
+    keys = {node: NodeKey.make(folder / f"{node}.key") for node in ("a", "b")}
+    nodes = folder / "nodes"
+    nodes.write_text("\n".join([keys["a"].line("a", CLIENTS[:2]), keys["b"].line("b", CLIENTS[2:])]))
+    listening = Listening(certificate=made.certificate, private_key=made.private_key, nodes=nodes)
+    served = stack.enter_context(HttpServer(service, listening))
+    return lambda node: HttpLink(
+        served.address, folder / node / "fetched", key=keys[node], fingerprint=made.fingerprint, patience=30
+    )
+
+
+def http_that_breaks(service: Answers, folder: Path, stack: ExitStack) -> Links:
+    """About every 25th piece of what passes, whichever way, ends the connection."""
+    served = stack.enter_context(HttpServer(service))
+    line = Line(served.port)
+    stack.callback(line.close)
+    rng = random.Random(3)
+    line.change = lambda up, before, piece: None if rng.random() < 0.04 else piece
+    stack.callback(lambda: _check_broken(line))
+    return lambda node: HttpLink(line.address, folder / node / "fetched", patience=30)
+
+
+def _check_broken(line: Line) -> None:
+    assert line.connections > 10, "nothing was broken"
+
+
+TRANSPORTS = {"in process": in_process, "http": http, "https": https, "http that breaks": http_that_breaks}
+
+
+def _learner(client: str, folder: Path) -> Quadratic:
+    return Quadratic(len(client) / 3)
+
+
+def weights_after(folder: Path, transport: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    start = {"layer.weight": torch.randn(300, 200), "layer.bias": torch.randn(300)}
+    federation = Federation(clients=len(CLIENTS), rounds=4, local_steps=3)
+    server = Server(federation, start, folder=folder / "run", clients=CLIENTS, run="run")
+    with server.opened() as run, ExitStack() as stack:
+        links = TRANSPORTS[transport](run.service, folder, stack)
+        nodes = []
+        for name, clients in (("a", CLIENTS[:2]), ("b", CLIENTS[2:])):
+            learners = [Client(one, learner=partial(_learner, one)) for one in clients]
+            link = links(name)
+            stack.callback(link.close)
+            nodes.append(Node(link, learners, folder / name, name, ask=2.0))
+            stack.callback(nodes[-1].stop)
+        threads = [threading.Thread(target=node.run) for node in nodes]
+        for thread in threads:
+            thread.start()
+        run.wait()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a node did not hear that the run is over"
+        assert all(node.closed for node in nodes)
+    assert len(server.history) == 5
+    assert list((folder / "a").rglob("fetched/[0-9a-f]*")) == [], "what was fetched is kept twice"
+    return server.weights()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return weights_after(tmp_path_factory.mktemp("expected"), "in process")
+
+
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "in process"])
+def test_every_transport_gives_the_same_weights(
+    transport: str, tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    found = weights_after(tmp_path, transport)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
