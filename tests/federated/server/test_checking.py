@@ -182,5 +182,5 @@ def test_another_version_is_told_what_to_do(bench: Bench) -> None:
 def test_blobs_of_rounds_that_are_over_do_not_pile_up(bench: Bench) -> None:
     bench.goes_on()
     bench.run.driver.close()
-    offered = {digest for weights in bench.run.service.offered() for digest in weights.manifest.blobs}
+    offered = {digest for weights in bench.run.shelf.all() for digest in weights.manifest.blobs}
     assert set(bench.run.blobs) == offered

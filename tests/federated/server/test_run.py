@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from tests.federated.server.quadratic import Quadratic, Script
 
+from arclight.federated.clients.client import Client
+from arclight.federated.errors import FederatedError
+from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
@@ -39,4 +43,48 @@ def test_rounds_of_two_clients_are_what_the_closed_form_says(tmp_path: Path) -> 
     assert [here.clock for here in rounds] == [0, 4, 8, 12]
     assert rounds[2].contributors == ["0", "1"]
     assert rounds[3].loss == rounds[3].metrics["val/loss"]
+    assert [learner.steps for learner in learners.values()] == [12, 12]
+
+
+def clients(learners: dict[str, Quadratic]) -> list[Client]:
+    return [Client(name, learner=lambda _, learner=learner: learner) for name, learner in learners.items()]
+
+
+def test_clients_run_in_this_process_without_a_server_to_start(tmp_path: Path) -> None:
+    learners = {"left": Quadratic(1.0, samples=8), "right": Quadratic(-3.0, samples=24)}
+    server = Server(settings(evaluate_on="clients"), START, folder=tmp_path / "run")
+    rounds = server.run(clients(learners))
+    assert [here.contributors for here in rounds] == [[], *[["left", "right"]] * 3]
+    weights = {f"model/{name}": tensor for name, tensor in server.weights().items()}
+    measured = (learners["left"].loss(weights) * 8 + learners["right"].loss(weights) * 24) / 32
+    assert abs(rounds[3].metrics["val/loss"] - measured) < 1e-9 * measured
+
+
+def test_what_fails_in_the_server_is_what_is_raised(tmp_path: Path) -> None:
+    def evaluate(weights: object) -> dict[str, float]:
+        raise RuntimeError("the validation data are gone")
+
+    server = Server(settings(), START, folder=tmp_path / "run", evaluate=evaluate)
+    with pytest.raises(RuntimeError, match="validation data are gone"):
+        server.run(clients({"0": Quadratic(1.0), "1": Quadratic(2.0)}))
+
+
+def test_a_run_that_was_stopped_goes_on_and_other_settings_are_refused(tmp_path: Path) -> None:
+    def evaluate(weights: object) -> dict[str, float]:
+        if len(Rounds(tmp_path / "run").numbers()) == 3:
+            raise RuntimeError("stop")
+        return {}
+
+    learners = {"0": Quadratic(1.0), "1": Quadratic(-3.0)}
+    with pytest.raises(RuntimeError, match="stop"):
+        Server(settings(), START, folder=tmp_path / "run", evaluate=evaluate).run(clients(learners))
+    with pytest.raises(FederatedError, match="was begun with other settings"):
+        Server(settings(local_steps=5), folder=tmp_path / "run").run(clients(learners))
+    with pytest.raises(FederatedError, match="of run 'run', not of 'other'"):
+        Server(settings(), folder=tmp_path / "run", run="other").run(clients(learners))
+    server = Server(settings(), folder=tmp_path / "run")
+    server.run(clients(learners))
+    undisturbed = Server(settings(), START, folder=tmp_path / "again", run="run")
+    undisturbed.run(clients({"0": Quadratic(1.0), "1": Quadratic(-3.0)}))
+    assert [here.base for here in server.history] == [here.base for here in undisturbed.history]
     assert [learner.steps for learner in learners.values()] == [12, 12]

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,16 @@ import torch
 
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.codecs.downlink import Chain, advance
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
-from arclight.federated.errors import BlobError, FederatedError
+from arclight.federated.errors import FederatedError
 from arclight.federated.masks.travel import Travel
-from arclight.federated.protocol import Manifest
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
-from arclight.federated.server.durable import replace_durably
-from arclight.federated.server.service import Service, Weights, manifest_of
+from arclight.federated.server.service import Service
+from arclight.federated.server.shelf import Shelf, manifest_of
 from arclight.federated.server.stepping import Given, Stepper, begin
 from arclight.federated.settings import Federation
 
@@ -38,9 +35,6 @@ Measurement = tuple[int, dict[str, float]]
 """Samples, and metrics over them."""
 Evaluation = Callable[[int, Mapping[str, torch.Tensor]], Measurement]
 """Round and weights by parameter name to what they measure."""
-
-_ORPHAN = 3600.0
-"""Seconds for which a blob that nothing refers to may be part of an update that is still coming."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +70,8 @@ class Run:
         self._start, self._evaluate, self._told, self._inject = start, evaluate, told, inject
         self.rounds = Rounds(folder)
         self.blobs = FolderStore(folder / "blobs")
-        self.service = Service(federation, name, self.blobs, recipe, seed=seed)
+        self.shelf = Shelf(folder, self.rounds, self.blobs, federation)
+        self.service = Service(federation, name, self.blobs, self.shelf, recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)
         self._stepper = Stepper(
             rounds=self.rounds,
@@ -108,9 +103,9 @@ class Run:
         finally:
             self._journal.close()
 
-    def wait(self) -> None:
-        """Until the run is over. Raises what went wrong, FederatedError where it could not go on."""
-        self.driver.wait()
+    def wait(self, seconds: float | None = None) -> None:
+        """Until the run is over, or for some time. Raises what went wrong, FederatedError where it could not go on."""
+        self.driver.wait(seconds)
         if self.driver.ended is not None and self.driver.ended.failed:
             raise FederatedError(f"run {self.name} could not go on: {self.driver.ended.why}")
 
@@ -148,7 +143,7 @@ class Run:
                     "put the folder back, or fork a new run from an earlier round (arclight checkpoint fork)"
                 )
             if not found.problems:
-                self._offer(number, base)
+                self.service.fits(self.shelf.put_back(number, base))
         self.service.history.begin_with(self.rounds.trees(committed)["history"])
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
@@ -166,37 +161,9 @@ class Run:
             number = 0
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
         self.service.history.begin_with(trees["history"])
-        base = self._offer(number)
+        base = self.service.fits(self.shelf.put(number)).manifest.digest
         clock = int(trees["round"]["clock"])
         return events.Begun(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
-
-    def _offer(self, number: int, base: str | None = None) -> str:
-        """Let nodes have a round's weights: its files become blobs without being read. Returns the manifest's digest."""
-        manifest = self.rounds.weights(number)
-        for entry, record in self.rounds.open(number).files.items():
-            if record.sha256 in manifest.blobs:
-                self.blobs.adopt(record.sha256, self.rounds.path(number) / entry)
-        chain = self._chain(number, manifest)
-        if base is not None and chain.weights.digest != base:
-            raise FederatedError(
-                f"{self.rounds.path(number)} is not what the journal says was committed as round {number} "
-                f"({chain.weights.digest[:12]}, not {base[:12]}): put the folder back, or fork a new run from an earlier round"
-            )
-        self.service.offer(Weights(round=number, manifest=chain.weights, changes=chain.changes))
-        return chain.weights.digest
-
-    def _chain(self, number: int, own: Manifest) -> Chain:
-        """A round's weights as clients see them: remembered, or one change on from the round before."""
-        kept, before = self._kept_chain(number), self._kept_chain(number - 1)
-        if kept.exists():
-            return Chain.from_json(kept.read_bytes())
-        former = Chain.from_json(before.read_bytes()) if before.exists() else None
-        chain = advance(former, own, self.federation.down, self.federation.down_changes, self.blobs)
-        replace_durably(kept, chain.to_json())
-        return chain
-
-    def _kept_chain(self, number: int) -> Path:
-        return self.folder / "chains" / f"{number:06d}.json"
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -229,7 +196,7 @@ class Run:
 
         stepped = self._stepper.step(fold.round, before, given, trees)
         self.service.history.at(fold.round).seconds["fold"] = time.monotonic() - began
-        base = self._offer(fold.round)
+        base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest
         return events.Committed(
             round=fold.round,
             base=base,
@@ -273,27 +240,10 @@ class Run:
             log.warning("history.json and metrics.csv are not up to date: %s", error)
 
     def _prune(self, fold: events.Fold) -> None:
-        done = {digest for weights in self.service.keep(self.driver.bases()) for digest in _blobs(weights)}
-        offered = self.service.offered()
-        self._prune_rounds(fold.round, {weights.round for weights in offered})
-        for update in fold.updates:
-            self.service.checked.pop(update.digest, None)
-            done |= {update.digest, *_blobs_of(self.blobs, update.digest)}
-        wanted = {digest for weights in offered for digest in _blobs(weights)}
-        for digest in self.driver.spooled():
-            wanted |= {digest, *_blobs_of(self.blobs, digest)}
-        old = time.time() - _ORPHAN
-        for digest in list(self.blobs):
-            if digest not in wanted and (digest in done or _written(self.blobs, digest) < old):
-                self.blobs.remove(digest)
-
-    def _prune_rounds(self, newest: int, offered: set[int]) -> None:
-        """Only complete ones: what is not whole is for a person to look at."""
-        kept = self.federation.keep_rounds
-        for number in self.rounds.numbers() if kept else []:
-            if number <= newest - kept and number not in offered and not self.rounds.look(number).problems:
-                self.rounds.remove(number)
-                self._kept_chain(number).unlink(missing_ok=True)
+        done = [update.digest for update in fold.updates]
+        for digest in done:
+            self.service.checked.pop(digest, None)
+        self.shelf.tidy(self.driver.bases(), done, self.driver.spooled())
 
     def _write_history(self) -> None:
         self.service.history.write(self.folder)
@@ -331,27 +281,6 @@ class Run:
             case _:
                 return
         self._told(command)
-
-
-def _blobs(weights: Weights) -> Iterable[str]:
-    yield from weights.manifest.blobs
-    for change in weights.changes:
-        yield from change.blobs
-
-
-def _blobs_of(blobs: FolderStore, digest: str) -> Iterable[str]:
-    """What the manifest called ``digest`` needs; nothing where it is gone already."""
-    try:
-        return manifest_of(blobs, digest).blobs
-    except BlobError:
-        return ()
-
-
-def _written(blobs: FolderStore, digest: str) -> float:
-    try:
-        return os.stat(blobs.file(digest)).st_mtime
-    except (BlobError, FileNotFoundError):
-        return 0.0
 
 
 def _progress(history: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,13 @@ from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.history import Round
 from arclight.federated.server.running import Measurement, Run, Start
 from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
 from arclight.trainer.named import named_weights
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from arclight.federated.clients.client import Client
     from arclight.federated.transports.http_server import HttpServer
     from arclight.federated.transports.settings import Listening
 
@@ -66,7 +68,7 @@ class Server:
         self.federation, self.folder, self.seed = federation, Path(folder), seed
         self.name = run or self.folder.resolve().name
         self._weights, self._moments, self._recipe, self._inject = weights, moments or {}, recipe, inject
-        self._clients = federation.clients if clients is None else clients
+        self._clients = clients
         self._evaluate, self._told = evaluate, told or (lambda what: None)
         self._run: Run | None = None
         self._history: list[Round] = []
@@ -99,7 +101,7 @@ class Server:
         with Run(
             self.folder,
             self.federation,
-            self._clients,
+            self.federation.clients if self._clients is None else self._clients,
             name=self.name,
             seed=self.seed,
             start=self._start,
@@ -113,6 +115,28 @@ class Server:
                 yield run
             finally:
                 self._history, self._run = run.service.history.rounds, None
+
+    def run(self, clients: Iterable[Client]) -> list[Round]:
+        """Train ``clients`` in this process, one after another, until the run is over; returns its history.
+
+        Where the server was not given names, these are theirs. Raises FederatedError where the run or a client's node fails.
+        """
+        from arclight.federated.clients.node import Node
+
+        mine = list(clients)
+        if self._clients is None:
+            if len(mine) != self.federation.clients:
+                raise FederatedError(f"the federation has {self.federation.clients} clients, {len(mine)} were given")
+            self._clients = [client.name for client in mine]
+        with self.opened() as run:
+            node = Node(InProcess(run.service), mine, self.folder / "node", "here")
+            try:
+                node.run()
+            except FederatedError:
+                run.wait(0.0)  # where the server has failed, that is why
+                raise
+            run.wait()
+        return self.history
 
     def serve(
         self, listening: Listening | None = None, *, ready: Callable[[HttpServer], None] = lambda http: None

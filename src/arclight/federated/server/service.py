@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.settings import to_table
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
-from arclight.federated.errors import BlobError, ProtocolError, RefusedError
+from arclight.federated.errors import ProtocolError, RefusedError
 from arclight.federated.masks.serving import Travels
 from arclight.federated.protocol import (
     Ask,
@@ -27,7 +24,6 @@ from arclight.federated.protocol import (
     Fit,
     Join,
     Leave,
-    Manifest,
     Message,
     Receipt,
     Update,
@@ -39,6 +35,7 @@ from arclight.federated.server.checking import Asked, Checked, Seen, check
 from arclight.federated.server.decoded import Decoded
 from arclight.federated.server.driver import NO_ROOM, Driver, PausedError
 from arclight.federated.server.history import History
+from arclight.federated.server.shelf import Shelf, Weights
 from arclight.federated.settings import Federation
 
 log = logging.getLogger(__name__)
@@ -48,23 +45,15 @@ _REMEMBERED = 200
 """Accepted updates whose norms and weights a new one is compared with."""
 
 
-@dataclass
-class Weights:
-    """Weights that clients may begin from, as they see them."""
-
-    round: int
-    manifest: Manifest
-    changes: tuple[Manifest, ...] = ()
-
-
 class Service:
-    """Answers nodes for one run. Made by `Server`, which also gives it the weights of each round with `offer`."""
+    """Answers nodes for one run. Made by `Server`, whose weights lie on a `Shelf`."""
 
     def __init__(
         self,
         federation: Federation,
         run: str,
         blobs: FolderStore,
+        shelf: Shelf,
         recipe: dict[str, Any] | None = None,
         *,
         seed: int = 0,
@@ -74,7 +63,7 @@ class Service:
         self.history = History()
         self.driver: Driver
         self.travels = Travels(federation, seed, self._place)
-        self._weights: dict[str, Weights] = {}
+        self.shelf = shelf
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
         self._samples: deque[float] = deque(maxlen=_REMEMBERED)
         self._tokens: deque[float] = deque(maxlen=_REMEMBERED)
@@ -95,17 +84,10 @@ class Service:
                 self._samples.append(record.samples / max(record.steps, 1))
                 self._tokens.append(record.tokens / max(record.steps, 1))
 
-    def offer(self, weights: Weights) -> None:
-        """Weights that clients may be sent from now on. Raises FederatedError where the federation's masks do not fit them."""
+    def fits(self, weights: Weights) -> Weights:
+        """These weights. Raises FederatedError where the federation's masks do not fit them."""
         self.travels.whole(weights.manifest)
-        self._weights[weights.manifest.digest] = weights
-
-    def offered(self) -> list[Weights]:
-        return list(self._weights.values())
-
-    def keep(self, bases: Collection[str]) -> list[Weights]:
-        """Forget all weights but these; returns what was forgotten."""
-        return [self._weights.pop(digest) for digest in list(self._weights) if digest not in bases]
+        return weights
 
     # -- what nodes say ----------------------------------------------------------------------------------------------
 
@@ -178,7 +160,7 @@ class Service:
         if isinstance(plan, events.FitPlan):
             return self._fit(plan, message.session)
         if isinstance(plan, events.EvaluatePlan):
-            weights = self._known(plan.base)
+            weights = self.shelf.known(plan.base)
             self._count_down(plan.client, plan.round, plan.base, message.session)
             return Evaluate(
                 run=self.run,
@@ -192,7 +174,7 @@ class Service:
         return self._said(plan)
 
     def _fit(self, plan: events.FitPlan, session: str) -> Fit:
-        asked, weights = self.federation, self._known(plan.base)
+        asked, weights = self.federation, self.shelf.known(plan.base)
         self._count_down(plan.client, plan.round, plan.base, session)
         travel = self.travels.of(plan.client, plan.round, weights.manifest)
         return Fit(
@@ -250,7 +232,7 @@ class Service:
         opened = self.driver.coordinator.state.begun.get(message.round)
         if opened is None:
             raise RefusedError("stale", f"round {message.round} of {message.client} was not asked for, or is over")
-        base = self._known(opened.base).manifest
+        base = self.shelf.known(opened.base).manifest
         asked = Asked(
             base=base,
             weights=Decoded(base, self.blobs),
@@ -289,15 +271,9 @@ class Service:
             return plan
         raise ProtocolError(f"the coordinator gave {plan!r}, which is no answer to this message")
 
-    def _known(self, base: str) -> Weights:
-        found = self._weights.get(base)
-        if found is None:
-            raise BlobError(f"the weights {base[:12]} are no longer kept: ask again")
-        return found
-
     def _count_down(self, client: str, number: int, base: str, session: str) -> None:
         """What a node has to fetch for an order: nothing where it has been sent these weights before."""
-        weights = self._known(base)
+        weights = self.shelf.known(base)
         with self._lock:
             had = self._has.get(session)
             self._has[session] = base
@@ -326,11 +302,3 @@ def _checked(to: str, message: Update, digest: str, norm: float) -> events.Updat
         norm=norm,
         metrics=dict(message.metrics),
     )
-
-
-def manifest_of(blobs: FolderStore, digest: str) -> Manifest:
-    """A manifest that is kept as a blob. Raises BlobError where it is missing or not what its digest names."""
-    text = blobs.file(digest).read_bytes()
-    if digest_of(text) != digest:
-        raise BlobError(f"the manifest {digest[:12]} has changed on the server's disk: look after that disk")
-    return Manifest.from_dict(json.loads(text))

@@ -44,6 +44,8 @@ class Stepped:
     written: Written
     weights: Manifest
     statistics: Statistics
+    all_changed: bool = False
+    """Whether somebody has sent every tensor of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,12 @@ class Stepper:
                     writer.add("moments", key, value.to(moments[key][0]))
             statistics = step.statistics
             written = writer.publish(trees(statistics, counts))
-        return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=statistics)
+        return Stepped(
+            written=written,
+            weights=weights_manifest(layout, written.files),
+            statistics=statistics,
+            all_changed=sent >= {part for key in anchor.keys() for part in stacks.parts(key)},  # noqa: SIM118 (not a dict)
+        )
 
     def _states_sent(self, given: Sequence[Given]) -> set[str]:
         """Local states that clients have sent."""

@@ -1,0 +1,151 @@
+"""What a run keeps for its nodes: the weights of recent rounds as clients see them, and the blobs that somebody still needs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.codecs.downlink import Chain, advance
+from arclight.federated.codecs.settings import Raw
+from arclight.federated.errors import BlobError, FederatedError
+from arclight.federated.protocol import Manifest, digest_of
+from arclight.federated.rounds.store import Rounds
+from arclight.federated.server.durable import replace_durably
+from arclight.federated.settings import Federation
+
+_ORPHAN = 3600.0
+"""Seconds for which a blob that nothing refers to may be part of an update that is still coming."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that clients may begin from, as they see them."""
+
+    round: int
+    chain: Chain
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.chain.weights
+
+    @property
+    def changes(self) -> tuple[Manifest, ...]:
+        return self.chain.changes
+
+
+class Shelf:
+    """Weights by the digest of their manifest. A chain of changes lies in ``chains/<round>.json`` where there is one."""
+
+    def __init__(self, folder: Path, rounds: Rounds, blobs: FolderStore, federation: Federation) -> None:
+        self._folder, self._rounds, self._blobs, self._federation = folder / "chains", rounds, blobs, federation
+        self._weights: dict[str, Weights] = {}
+
+    def all(self) -> list[Weights]:
+        return list(self._weights.values())
+
+    def known(self, base: str) -> Weights:
+        """Raises BlobError for weights that are no longer kept."""
+        found = self._weights.get(base)
+        if found is None:
+            raise BlobError(f"the weights {base[:12]} are no longer kept: ask again")
+        return found
+
+    def put(self, number: int, *, all_changed: bool = False) -> Weights:
+        """A round's new weights: its files become blobs without being read, and clients' weights go one change on.
+
+        all_changed: no tensor is what it was in the round before, which spares looking.
+        """
+        own = self._adopted(number)
+        former = next((weights.chain for weights in self.all() if weights.round == number - 1), None)
+        plain = isinstance(self._federation.down, Raw) and all_changed
+        chain = (
+            Chain(weights=own)
+            if plain
+            else advance(former, own, self._federation.down, self._federation.down_changes, self._blobs)
+        )
+        if chain.changes or chain.weights != own:
+            replace_durably(self._file(number), chain.to_json())
+        return self._offer(number, chain)
+
+    def put_back(self, number: int, base: str) -> Weights:
+        """A committed round's weights, as they were. Raises FederatedError where the folder does not have them any more."""
+        own, file = self._adopted(number), self._file(number)
+        chain = Chain.from_json(file.read_bytes()) if file.exists() else Chain(weights=own)
+        if own.digest == base:
+            chain = Chain(weights=own)
+        if chain.weights.digest != base:
+            raise FederatedError(
+                f"{self._rounds.path(number)} is not what the journal says was committed as round {number} "
+                f"({chain.weights.digest[:12]}, not {base[:12]}): put the folder back, or fork a new run from an earlier round"
+            )
+        if lost := [digest for digest in chain.blobs if self._blobs.size(digest) is None]:
+            raise FederatedError(
+                f"blob {lost[0][:12]} of the weights of round {number} is missing: put the folder back, or fork a new run from "
+                "one of its rounds"
+            )
+        return self._offer(number, chain)
+
+    def tidy(self, needed: Collection[str], done: Iterable[str], spooled: Iterable[str]) -> None:
+        """Forget weights that are not ``needed``, and remove blobs of these, of ``done`` updates and of nobody.
+
+        done, spooled: digests of updates' manifests; the latter stay.
+        """
+        gone = [self._weights.pop(digest) for digest in list(self._weights) if digest not in needed]
+        going = {digest for weights in gone for digest in weights.chain.blobs}
+        wanted = {digest for weights in self.all() for digest in weights.chain.blobs}
+        for digests, into in ((done, going), (spooled, wanted)):
+            for digest in digests:
+                into |= {digest, *self._blobs_of(digest)}
+        old = time.time() - _ORPHAN
+        for digest in list(self._blobs):
+            if digest not in wanted and (digest in going or self._written(digest) < old):
+                self._blobs.remove(digest)
+        self._prune_rounds()
+
+    def _prune_rounds(self) -> None:
+        """Only complete ones: what is not whole is for a person to look at."""
+        numbers, kept = self._rounds.numbers(), self._federation.keep_rounds
+        offered = {weights.round for weights in self.all()}
+        for number in numbers[:-kept] if kept else []:
+            if number not in offered and not self._rounds.look(number).problems:
+                self._rounds.remove(number)
+                self._file(number).unlink(missing_ok=True)
+
+    def _adopted(self, number: int) -> Manifest:
+        manifest = self._rounds.weights(number)
+        for entry, record in self._rounds.open(number).files.items():
+            if record.sha256 in manifest.blobs:
+                self._blobs.adopt(record.sha256, self._rounds.path(number) / entry)
+        return manifest
+
+    def _offer(self, number: int, chain: Chain) -> Weights:
+        made = self._weights[chain.weights.digest] = Weights(number, chain)
+        return made
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.json"
+
+    def _blobs_of(self, digest: str) -> Iterable[str]:
+        """What the manifest called ``digest`` needs; nothing where it is gone already."""
+        try:
+            return manifest_of(self._blobs, digest).blobs
+        except BlobError:
+            return ()
+
+    def _written(self, digest: str) -> float:
+        try:
+            return os.stat(self._blobs.file(digest)).st_mtime
+        except (BlobError, FileNotFoundError):
+            return 0.0
+
+
+def manifest_of(blobs: FolderStore, digest: str) -> Manifest:
+    """A manifest that is kept as a blob. Raises BlobError where it is missing or not what its digest names."""
+    text = blobs.file(digest).read_bytes()
+    if digest_of(text) != digest:
+        raise BlobError(f"the manifest {digest[:12]} has changed on the server's disk: look after that disk")
+    return Manifest.from_json(text)
