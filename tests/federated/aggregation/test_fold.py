@@ -122,6 +122,15 @@ def test_float64_does_not_overflow_at_either_end(value: float) -> None:
     assert math.isfinite(folding.statistics.norm)
 
 
+def test_the_sum_of_weights_depends_on_no_order() -> None:
+    found = {
+        plan([Contribution(client=str(w), weight=w, largest={"model/x": 1.0}) for w in order])["model/x"]
+        for order in itertools.permutations([1e16, 1.0, 1.5, 3.0])
+    }
+    assert len(found) == 1
+    assert found.pop().total == 1e16 + 6
+
+
 def test_terms_are_rounded_to_the_nearest_integer() -> None:
     scale = Scale(rule="mean", shift=1, total=4.0)
     one = Contribution(client="a", weight=1, tensors={"model/x": torch.tensor([0.2, 0.3, -0.3, 1.25, 1.75, -7.6])})
