@@ -8,7 +8,7 @@ from typing import Literal
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.masks.settings import Masks
-from arclight.federated.privacy.settings import NormBound, Robust
+from arclight.federated.privacy.settings import Noise, NormBound, Robust
 from arclight.federated.server.settings import Checks
 from arclight.federated.strategies import FedAvg, Strategies
 
@@ -31,6 +31,8 @@ class Federation:
     """What a client's change weighs in the mean."""
     robust: Robust | None = None
     """A mean that a few broken or hostile clients cannot take anywhere, instead of the plain one."""
+    noise: Noise | None = None
+    """Differential privacy of clients: their changes are clipped and the sum gets noise."""
     moments: tuple[str, ...] = ()
     """Local optimizer states that are averaged too, as exp_avg."""
     masks: Masks = field(default_factory=Masks)
@@ -66,6 +68,8 @@ class Federation:
     def __post_init__(self) -> None:
         if isinstance(self.robust, NormBound) and self.send != "delta":
             raise ValueError('norm bounds are for changes: set send = "delta"')
+        if self.noise is not None:
+            self._check_noise(self.noise)
         if self.down_changes < 0 or (self.down_changes == 0 and not isinstance(self.down, Raw)):
             raise ValueError(
                 f"down = {self.down} sends changes: down_changes must be at least 1, got {self.down_changes}"
@@ -86,3 +90,12 @@ class Federation:
             raise ValueError(
                 f"{self.local_steps} local steps cannot be divided into {self.streaming.fragments} fragments' rounds of equal length"
             )
+
+    def _check_noise(self, noise: Noise) -> None:
+        """What is counted as private must be: every client moves the sum by at most the clip, once a round."""
+        if self.send != "delta" or self.weigh_by != "equal" or self.moments:
+            raise ValueError('with noise set send = "delta" and weigh_by = "equal", and leave moments empty')
+        if self.robust is not None or self.buffered is not None or self.streaming is not None:
+            raise ValueError("noise goes with whole rounds of plain means: leave robust, buffered and streaming out")
+        if noise.by == "clients" and not isinstance(self.up, Raw):
+            raise ValueError('noise by clients needs up = "raw": what a codec leaves for later was not clipped')

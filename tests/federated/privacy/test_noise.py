@@ -12,12 +12,15 @@ import torch
 from dp_accounting import rdp
 from scipy import special, stats
 
+from arclight import recipe
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.scale import Contribution
+from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.errors import FederatedError
-from arclight.federated.privacy.noise import Budget, BudgetError, clipped, folding
+from arclight.federated.privacy.noise import Budget, BudgetError, budget, folding, order, protect
 from arclight.federated.privacy.settings import Noise
 from arclight.federated.privacy.stream import add_words, normals, words
+from arclight.federated.settings import Federation
 
 SECRET = bytes(range(32))
 
@@ -95,18 +98,21 @@ def test_a_client_moves_the_mean_by_no_more_than_its_part_of_the_clip() -> None:
 
 def test_clients_parts_make_the_noise_of_the_settings() -> None:
     settings = Noise(clip=3.0, multiplier=0.7, by="clients")
-    given = clients(6)
+    federation = Federation(clients=6, noise=settings, weigh_by="equal")
+    given, asked = clients(6), order(federation)["noise"]
     sent = [
-        Contribution(
-            client=one.client, weight=1, tensors=clipped(one.client, dict(one.tensors), settings, 6, bytes([k]) * 32)
-        )
+        Contribution(client=one.client, weight=1, tensors=dict(protect(one.tensors.items, asked, bytes([k]) * 32)))
         for k, one in enumerate(given)
     ]
     mean = dict(folding(settings)(sent))["model/a"].double()
     exact = sum(one.tensors["model/a"].double() * 3.0 / one.tensors["model/a"].double().norm() for one in given) / 6
     assert stats.kstest(((mean - exact) * 6 / (0.7 * 3.0)).numpy(), "norm").pvalue > 1e-3
-    quiet = clipped("c", {"model/a": torch.full((4,), 0.5)}, Noise(clip=3.0, multiplier=1.0), 6)
-    assert quiet["model/a"].tolist() == [0.5] * 4, "short changes stay as they are"
+    quiet = {**asked, "multiplier": 1e-12}
+    short = dict(protect({"model/a": torch.full((4,), 0.5)}.items, quiet))
+    assert short["model/a"].tolist() == [0.5] * 4, "short changes stay as they are"
+    assert order(Federation(noise=Noise(clip=1, multiplier=1), weigh_by="equal")) == {}
+    early = Federation(clients=10, noise=settings, weigh_by="equal", waiting=Waiting(quorum=0.75))
+    assert order(early)["noise"]["least"] == 8
 
 
 def exact_epsilon(sigma: float, delta: float) -> float:
@@ -151,6 +157,24 @@ def test_a_budget_is_not_overdrawn() -> None:
         budget.check(paid + 1)
     assert Budget(noise=Noise(clip=1, multiplier=1.0), clients=2, per_round=2).rounds(7) == 7
     assert budget.epsilon(0) == 0
+
+
+def test_a_federation_says_how_its_noise_is_counted() -> None:
+    noise = Noise(clip=1, multiplier=1)
+    drawn = Federation(clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5))
+    assert budget(drawn, 20) == Budget(noise=noise, clients=20, per_round=5)
+    first = Federation(clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5, over_provision=0.5))
+    assert budget(first, 20) == Budget(noise=noise, clients=20, per_round=5, by_chance=False)
+    assert budget(Federation(), 4) is None
+    for table, said in (
+        ({"send": "weights"}, "send"),
+        ({"weigh_by": "samples"}, "weigh_by"),
+        ({"moments": ["exp_avg"]}, "moments"),
+        ({"robust": "median"}, "robust"),
+        ({"noise": {"clip": 1, "multiplier": 1, "by": "clients"}, "up": "int8"}, "up"),
+    ):
+        with pytest.raises(recipe.RecipeError, match=said):
+            recipe.read(Federation, {"noise": {"clip": 1, "multiplier": 1}, "weigh_by": "equal", **table})
 
 
 def test_what_cannot_be_protected_is_refused() -> None:

@@ -21,6 +21,7 @@ from arclight.federated.codecs.encoding import decode, encode_all
 from arclight.federated.codecs.settings import from_table
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.masks.experts import expert_of
+from arclight.federated.privacy.noise import protect
 from arclight.federated.protocol import Evaluate, Evaluated, Failed, Fit, Manifest, Update
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class Work:
 
         ``order.weights`` lie in ``store``. What was finished before is not trained again.
         """
-        if order.privacy:
-            raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(order.privacy)}")
+        if unknown := sorted(set(order.privacy) - {"noise"}):
+            raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(unknown)}")
         folder = ClientFolder(self._folder, self._client, self._run, writes=self._leads)
         if (done := folder.finished(order)) is not None:
             return done if self._leads else None
@@ -67,10 +68,13 @@ class Work:
         outcome = self.learner.fit(order, weights, progress)
         seconds = time.monotonic() - began
         if not self._leads:
-            for key in outcome.tensors:  # each is gathered by all processes together
-                outcome.tensors[key]
+            for _ in range(2 if "noise" in order.privacy else 1):  # as often as the one that leads
+                for key in outcome.tensors:  # each is gathered by all processes together
+                    outcome.tensors[key]
             return None
         changes = _changes(order, outcome.tensors, weights)
+        if "noise" in order.privacy:
+            changes = protect(lambda: _changes(order, outcome.tensors, weights), order.privacy["noise"])
         left: dict[str, torch.Tensor] = {}
         with folder.finishing(order) as staging:
             encoded = encode_all(changes, from_table(order.codec), folder.residuals.load(), left)

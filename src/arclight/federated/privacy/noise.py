@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from arclight.federated.errors import FederatedError
 from arclight.federated.privacy.robust import bounded
 from arclight.federated.privacy.settings import Noise, NormBound
 from arclight.federated.privacy.stream import KEY, add_noise
+
+if TYPE_CHECKING:
+    from arclight.federated.settings import Federation
 
 
 class BudgetError(FederatedError):
@@ -80,26 +83,46 @@ class NoisyFold(Fold):
         return mean
 
 
-def clipped(
-    client: str, change: dict[str, torch.Tensor], settings: Noise, least: int, secret: bytes | None = None
-) -> dict[str, torch.Tensor]:
-    """A client's change with its norm at most ``clip`` and, with ``by="clients"``, its part of the noise; new tensors.
+def order(federation: Federation) -> dict[str, Any]:
+    """What clients are told to do about noise, as JSON values; nothing where it is the server's business."""
+    if federation.noise is None or federation.noise.by != "clients":
+        return {}
+    wanted = federation.sampling.per_round or federation.clients
+    return {"noise": {**asdict(federation.noise), "least": max(1, math.ceil(federation.waiting.quorum * wanted))}}
 
-    least: updates with which a round may close; so many parts make the noise that the settings ask for, more make more.
+
+def protect(
+    changes: Callable[[], Iterable[tuple[str, torch.Tensor]]], asked: Mapping[str, Any], secret: bytes | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A client's changes with their norm at most ``clip`` and its part of the noise, tensor by tensor.
+
+    changes: makes them; called twice, first for their norm. asked: as `order` gave it. ``least`` of it is the number of updates
+    with which a round may close: so many parts make the noise that was asked for, more make more.
     """
-    norm = measure(client, change).norm("")
+    settings = Noise(**{name: value for name, value in asked.items() if name != "least"})
+    norm = math.hypot(*(measure("this client", {key: tensor}).norm("") for key, tensor in changes()))
     shrink = min(1.0, settings.clip / norm) if norm else 1.0
+    deviation = settings.multiplier * settings.clip / math.sqrt(asked["least"])
     secret = os.urandom(KEY) if secret is None else secret
-    result = {}
-    for key, tensor in change.items():
+    for key, tensor in changes():
+        if not key.startswith(PREFIX):
+            raise FederatedError(f"noise protects weights only, and {key} is to be sent: leave moments empty")
         if not tensor.is_floating_point():
-            result[key] = tensor
+            yield key, tensor
             continue
         wide = tensor.to(torch.float64) * shrink
-        if settings.by == "clients":
-            add_noise(secret, key, wide, settings.multiplier * settings.clip / math.sqrt(least))
-        result[key] = wide.to(tensor.dtype)
-    return result
+        add_noise(secret, key, wide, deviation)
+        yield key, wide.to(tensor.dtype)
+
+
+def budget(federation: Federation, clients: int) -> Budget | None:
+    """What a run's noise is counted by; None without noise."""
+    if federation.noise is None:
+        return None
+    sampling, waiting = federation.sampling, federation.waiting
+    by_chance = sampling.over_provision == 0 and waiting.quorum == 1 and sampling.hours is None
+    wanted = min(sampling.per_round or clients, clients)
+    return Budget(noise=federation.noise, clients=clients, per_round=wanted, by_chance=by_chance)
 
 
 @dataclass(frozen=True, kw_only=True)

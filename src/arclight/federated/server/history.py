@@ -36,6 +36,8 @@ class Round:
     """Cosine of each client's change with the mean."""
     noise_scale: float | None = None
     """Simple noise scale, in samples."""
+    epsilon: float | None = None
+    """Privacy spent up to this round, with noise."""
     train: dict[str, dict[str, float]] = field(default_factory=dict)
     """Logged values of training by client."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -78,7 +80,7 @@ def _loss(
     return math.fsum(v * samples.get(c, 0) for c, v in losses.items()) / weight if weight else None
 
 
-_SEEN_HERE = ("bytes_down", "seconds", "noise_scale")
+_SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
 
 
 class History:
@@ -164,6 +166,7 @@ def _row(here: Round) -> dict[str, Any]:
         "train/loss": here.train_loss,
         **here.metrics,
         "norm": here.norm,
+        "epsilon": here.epsilon,
         "drift": math.fsum(here.drift.values()) / len(here.drift) if here.drift else None,
         "bytes_up": sum(here.bytes_up.values()),
         "bytes_down": sum(here.bytes_down.values()),

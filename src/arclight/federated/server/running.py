@@ -22,6 +22,7 @@ from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.travel import Travel
+from arclight.federated.privacy import noise, robust
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
 from arclight.federated.server.service import Service
@@ -78,12 +79,16 @@ class Run:
             store=self.blobs,
             strategy=federation.strategy,
             form=federation.send,
+            folding=robust.folding(federation.robust) if federation.noise is None else noise.folding(federation.noise),
             is_stack=Travel(masks=federation.masks).is_stack,
         )
+        self._budget = noise.budget(federation, len(self.coordinator.roster))
         self._since: dict[tuple[str, int], float] = {}
         self._began, self._resumed = time.monotonic(), False
 
     def __enter__(self) -> Run:
+        if self._budget is not None:
+            self._budget.check(self.federation.rounds)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal.open(self.folder / "journal.jsonl", inject=self._inject)
         try:
@@ -183,6 +188,7 @@ class Run:
                     weight=float(self._weight(update)),
                     samples=update.samples,
                     largest=None if checked is None else checked.largest,
+                    norm=update.norm,
                 )
             )
 
@@ -190,6 +196,7 @@ class Run:
             here = self.service.history.at(fold.round)
             here.norm, here.drift, here.noise_scale = statistics.norm, statistics.cosines, statistics.noise_scale
             here.contributors, here.clock = [one.client for one in given], fold.clock
+            here.epsilon = None if self._budget is None else self._budget.epsilon(fold.round)
             here.seconds["fold"] = time.monotonic() - began
             updates = {update.client: update.digest for update in fold.updates}
             return self._trees(fold.round, fold.clock, updates, counts)

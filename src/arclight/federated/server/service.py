@@ -14,6 +14,7 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.errors import ProtocolError, RefusedError
 from arclight.federated.masks.serving import Travels
+from arclight.federated.privacy import noise
 from arclight.federated.protocol import (
     Ask,
     Beat,
@@ -193,6 +194,7 @@ class Service:
             deadline=plan.deadline,
             journal_every=asked.journal_every,
             keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
+            privacy=noise.order(asked),
             fragment=plan.fragment,
         )
 

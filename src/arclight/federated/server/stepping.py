@@ -10,6 +10,7 @@ import torch
 
 from arclight.checkpoint.tensorfile import DTYPES
 from arclight.federated.aggregation import step as aggregation
+from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.scale import Contribution, Form
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.aggregation.step import Step
@@ -35,6 +36,18 @@ class Given:
     samples: int
     largest: Mapping[str, float | None] | None = None
     """By key, as the check found it; None where this server has not seen the check itself."""
+    norm: float | None = None
+    """L2 norm of its change."""
+
+    def contribution(self, store: BlobStore) -> Contribution:
+        return Contribution(
+            client=self.client,
+            weight=self.weight,
+            tensors=Decoded(self.manifest, store),
+            largest=self.largest,
+            samples=self.samples,
+            norm=self.norm,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +70,8 @@ class Stepper:
     strategy: Strategy
     form: Form
     """What clients send: "delta" or "weights"."""
+    folding: Callable[..., Fold] = Fold
+    """What makes the mean of a round's updates; see `Step`."""
     is_stack: Callable[[str], bool] = lambda key: False
     """Whether a tensor holds experts, which are folded one by one."""
 
@@ -72,16 +87,7 @@ class Stepper:
         ``trees`` makes the other entries of the checkpoint from the fold's statistics and each tensor's count of steps.
         Raises FederatedError where updates cannot be folded, OSError where there is no room; nothing is left behind then.
         """
-        contributions = [
-            Contribution(
-                client=one.client,
-                weight=one.weight,
-                tensors=Decoded(one.manifest, self.store),
-                largest=one.largest,
-                samples=one.samples,
-            )
-            for one in given
-        ]
+        contributions = [one.contribution(self.store) for one in given]
         anchor = _Anchor(self.rounds, before)
         stacks = Stacks.among(anchor.described(self._states_sent(given)), self.is_stack)
         moments = anchor.moments_after(given, stacks)
@@ -95,6 +101,7 @@ class Stepper:
             states=stacks.states_apart(anchor.states(), anchor.counts),
             counts=anchor.counts,
             order=[part for part in order if part in parts or part in sent],
+            folding=self.folding,
         )
         states = {
             f"{kind}/{key.removeprefix(MODEL)}": described

@@ -1,0 +1,85 @@
+"""Robust means and noise in whole runs, seen through the public server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from tests.federated.server.quadratic import Quadratic
+
+from arclight.federated.clients.node import Node
+from arclight.federated.privacy.noise import BudgetError
+from arclight.federated.privacy.settings import Krum, Median, Noise, NormBound, Robust, Trimmed
+from arclight.federated.server.server import Server
+from arclight.federated.server.settings import Checks
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4)}
+ANY = Checks(norm_times=0)
+REST = [Trimmed(share=0.2), Krum(byzantine=1, keep=2), NormBound(largest=10.0)]
+
+
+@dataclass
+class Site:
+    """A client as a node's crew takes it, whose learner is known in closed form."""
+
+    name: str
+    goal: float
+
+    def learner(self, folder: Path) -> Quadratic:
+        return Quadratic(self.goal)
+
+
+def trained(server: Server, goals: list[float]) -> Server:
+    sites: list[Any] = [Site(str(k), goal) for k, goal in enumerate(goals)]
+    with server.opened() as run:
+        node = Node(InProcess(run.service), sites, Path(server.folder) / "node", "n")
+        thread = threading.Thread(target=node.run, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "the node has not ended within 60 s"
+        assert run.driver.wait(20)
+    return server
+
+
+@pytest.mark.parametrize("robust", [Median(), *(pytest.param(one, marks=pytest.mark.slow) for one in REST)], ids=repr)
+def test_a_run_with_a_liar_stays_where_the_others_are(tmp_path: Path, robust: Robust) -> None:
+    federation = Federation(clients=5, rounds=2, local_steps=20, robust=robust, checks=ANY)
+    server = trained(Server(federation, START, folder=tmp_path / "run"), [1.0, 1.1, 0.9, 1.0, 1e6])
+    assert (server.weights()["w"] - 1).abs().max() < 4
+    plain = Federation(clients=5, rounds=2, local_steps=20, checks=ANY)
+    lost = trained(Server(plain, START, folder=tmp_path / "plain"), [1.0, 1.1, 0.9, 1.0, 1e6])
+    assert lost.weights()["w"].min() > 1e4
+
+
+@pytest.mark.parametrize("by", ["server", "clients"])
+def test_a_run_with_noise_says_what_it_has_spent(tmp_path: Path, by: str) -> None:
+    start = {"w": torch.zeros(20_000)}
+    noise = Noise(clip=0.5, multiplier=2.0, epsilon=20.0, by=by)
+    federation = Federation(clients=4, rounds=3, local_steps=2, noise=noise, weigh_by="equal", checks=ANY)
+    server = trained(Server(federation, start, folder=tmp_path / "run"), [1.0, 2.0, 1.0, 2.0])
+    spent = [here.epsilon for here in server.history]
+    assert spent[0] is None
+    assert 0 < spent[1] < spent[2] < spent[3] <= 20.0  # type: ignore[operator]
+    told = json.loads((tmp_path / "run" / "history.json").read_text())
+    assert [here["epsilon"] for here in told] == spent
+    moved = server.weights()["w"].double().numpy()
+    deviation = np.sqrt(3) * 2.0 * 0.5 / 4  # of three rounds; the clipped changes move each value by 0.01 in all
+    assert stats.kstest((moved - moved.mean()) / deviation, "norm").pvalue > 1e-3
+
+
+def test_a_run_beyond_its_budget_is_not_begun(tmp_path: Path) -> None:
+    noise = Noise(clip=0.5, multiplier=1.0, epsilon=5.0)
+    federation = Federation(clients=2, rounds=3, local_steps=2, noise=noise, weigh_by="equal")
+    server = Server(federation, START, folder=tmp_path / "run")
+    with pytest.raises(BudgetError, match="3 rounds would spend epsilon"), server.opened():
+        pass
+    assert not (tmp_path / "run" / "rounds").exists()
