@@ -136,14 +136,14 @@ def test_moments_are_averaged_and_not_stepped() -> None:
             weight=1,
             tensors={
                 "model/w": torch.zeros(3),
-                "exp_avg/w": torch.full((3,), 4.0 - k),
+                "exp_avg/w": torch.full((3,), 4.0 * k),
                 "exp_avg_sq/w": torch.full((3,), 10.0 * k),
             },
         )
         for k in range(2)
     ]
     after = {one.key: one for one in Step(DiLoCo(), anchor, given)}
-    assert after["exp_avg/w"].value.tolist() == [0.5] * 3, "the changes 4 and 3 from 4"
+    assert after["exp_avg/w"].value.tolist() == [2.0] * 3, "values, whatever the form of weights"
     assert after["exp_avg_sq/w"].value.tolist() == [5.0] * 3, "the server had none: the values themselves"
     assert not after["exp_avg/w"].state
     assert after["model/w"].state

@@ -274,19 +274,19 @@ def test_tables_of_no_codec_are_refused(table) -> None:
 
 def test_messages_of_many_tensors_and_their_residuals() -> None:
     """What does not travel in a round keeps its residual, and what was not taken can be said again."""
-    tensors = {"a": torch.randn(40, 40), "b": torch.randn(40, 40), "norm": torch.randn(40)}
+    tensors = {"model/a": torch.randn(40, 40), "model/b": torch.randn(40, 40), "model/norm": torch.randn(40)}
     first: dict[str, torch.Tensor] = {}
-    assert [key for key, _ in encode_all(tensors.items(), TopK(), {}, first)] == ["a", "b", "norm"]
-    assert set(first) == {"a", "b"}
+    assert [key for key, _ in encode_all(tensors.items(), TopK(), {}, first)] == list(tensors)
+    assert set(first) == {"model/a", "model/b"}
     kept = {key: value.clone() for key, value in first.items()}
     second: dict[str, torch.Tensor] = {}
-    sent = dict(encode_all([("a", tensors["a"])], TopK(), first, second))
+    sent = dict(encode_all([("model/a", tensors["model/a"])], TopK(), first, second))
     again: dict[str, torch.Tensor] = {}
-    repeated = dict(encode_all([("a", tensors["a"])], TopK(), first, again))
-    assert torch.equal(sent["a"].parts["index"], repeated["a"].parts["index"])
+    repeated = dict(encode_all([("model/a", tensors["model/a"])], TopK(), first, again))
+    assert torch.equal(sent["model/a"].parts["index"], repeated["model/a"].parts["index"])
     assert all(torch.equal(first[key], kept[key]) for key in kept)
-    assert torch.equal(second["b"], kept["b"])
-    assert not torch.equal(second["a"], kept["a"])
+    assert torch.equal(second["model/b"], kept["model/b"])
+    assert not torch.equal(second["model/a"], kept["model/a"])
 
 
 @pytest.mark.parametrize(("codec", "most"), [(Int8(), 0.27), (Int4(), 0.14), (BF16(), 0.51), (TopK(), 0.02)])
@@ -309,3 +309,12 @@ def test_bytes_on_the_wire_with_headers_and_manifest(codec, most: float) -> None
     assert bytes_ <= most * sum(tensor.numel() * 4 for tensor in tensors.values())
     for key, encoded in open_manifest(manifest, store).items():
         assert torch.equal(decode(key, encoded), read(say(tensors[key], codec)))
+
+
+@pytest.mark.parametrize("codec", [Raw(), *LOSSY])
+def test_local_moments_keep_the_size_of_each_value(codec) -> None:
+    moment = torch.logspace(-20, 0, 4096).view(64, 64)
+    left = {"exp_avg_sq/w": torch.ones(64, 64)}
+    ((_, encoded),) = encode_all([("exp_avg_sq/w", moment)], codec, dict(left), left)
+    assert left == {}
+    torch.testing.assert_close(read(encoded), moment, rtol=2**-8, atol=0)

@@ -12,6 +12,7 @@ from tests.federated.clients.sites import Net, Rows, fit_order, weights_of
 from arclight import Callback, Module
 from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.packing import write_blobs
+from arclight.federated.clients.keeping import reconcile
 from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_maker
 
 
@@ -58,7 +59,7 @@ def test_what_has_a_period_goes_on_from_the_clients_own_values_in_between(tmp_pa
         sent = site.train(number, server[number], **keep)
         begins = site.first.seen[-1]
         assert ("model/net.4.weight" in sent) == (number % 2 == 0)
-        assert ("exp_avg/net.4.weight" in sent) == (number % 3 == 0)
+        assert ("exp_avg/net.4.weight" in sent) == (number in (1, 3))
         assert "model/net.0.weight" in sent
         takes = number == 1 or (number - 1) % 2 == 0
         assert torch.equal(
@@ -112,3 +113,26 @@ def test_a_client_sends_its_own_experts_whether_its_model_has_all_or_only_these(
     for place, number in enumerate((1, 3)):
         assert torch.equal(sent[f"model/experts.w[{number}]"], after[number if held == 4 else place])
         assert not torch.equal(sent[f"model/experts.w[{number}]"], stack[number])
+
+
+def test_an_average_from_elsewhere_is_brought_back_to_what_gradients_allow() -> None:
+    """Adam's own states never touch the bound; a mean beside squares of zero does, and would throw the weight away."""
+    w = torch.nn.Parameter(torch.zeros(4))
+    adam = torch.optim.AdamW([w], lr=0.1)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(300):  # steady, growing, random and no gradients
+        w.grad = torch.tensor([1.0, 1.01**step, float(torch.randn((), generator=generator)), 0.0])
+        adam.step()
+        before = adam.state[w]["exp_avg"].clone()
+        reconcile([adam])
+        assert torch.equal(adam.state[w]["exp_avg"], before)
+    adam.state[w]["exp_avg"] += torch.tensor([0.0, 0.0, 1e3, 1e-3])
+    reconcile([adam])
+    state = adam.state[w]
+    assert torch.equal(state["exp_avg"][:2], before[:2])
+    assert state["exp_avg"][2] == pytest.approx(7.27 * float(state["exp_avg_sq"][2].sqrt()), rel=1e-2)
+    assert state["exp_avg"][3] == 0
+    there = w.detach().clone()
+    w.grad = torch.zeros(4)
+    adam.step()
+    assert (w - there).abs().max() < 1.0

@@ -37,8 +37,9 @@ class Step:
     Keys of ``model/`` are stepped by the strategy, but for integers, which are taken from the fold as they are. All other keys
     are local moments: their mean replaces them. No more is held than the tensors of one key.
 
-    anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It lacks the
-    moments that the server has not had yet, which clients send as they are, whatever the form.
+    anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It may
+    lack moments that the server has not had yet. Clients send moments as they are, whatever the form: a difference of two of
+    different size would leave a small one with a wrong sign, and of exp_avg_sq a root is taken.
     states: by key what `Stepped.state` was after the last step; counts: what `Stepped.count` was. Both may lack keys.
     order: keys in the order in which they are to come; all, by name, by default. scales, threads, cosines: as for `Fold`.
     folding: what makes the fold, with its arguments: `Fold` itself, or one of `privacy`.
@@ -65,7 +66,7 @@ class Step:
         new = sent - set(anchor)
         if strange := sorted(key for key in new if key.startswith(PREFIX)):
             raise FederatedError(f"{strange[0]} was sent and is no weight of the model ({len(strange)} such keys)")
-        self._strategy, self._anchor, self._form, self._new = strategy, anchor, form, new
+        self._strategy, self._anchor, self._form = strategy, anchor, form
         self._states, self._counts = states or {}, counts or {}
         self.order = sorted(set(anchor) | new) if order is None else list(order)
         if lost := sorted((set(anchor) | new) - set(self.order)):
@@ -75,7 +76,7 @@ class Step:
             given,
             form,
             anchor=anchor if form == "weights" else None,
-            values=new,
+            values={key for key in sent if not key.startswith(PREFIX)},
             keys=[key for key in self.order if key in sent],
             scales=scales,
             threads=threads,
@@ -118,9 +119,9 @@ class Step:
         return key.startswith(PREFIX) and self._anchor[key].is_floating_point()
 
     def _one(self, key: str, mean: torch.Tensor, count: int, among: Lanes) -> Stepped:
-        if key in self._new:
-            return Stepped(key, mean, {}, count + 1)
-        anchor = self._anchor[key]
+        anchor = self._anchor.get(key)
+        if anchor is None or not key.startswith(PREFIX):
+            return Stepped(key, mean if anchor is None else mean.to(anchor.dtype), {}, count + 1)
         if self._is_stepped(key) and not (self._form == "weights" and self._strategy.goes_to_mean):
             return self._stepped(key, mean, count, among)
         value = mean if self._form == "weights" else plain(anchor).to(mean.dtype) - mean

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -124,3 +125,26 @@ def drawn_anew(module: nn.Module, keep: Keep, seed: int) -> dict[str, torch.Tens
             for name, p in own.items():
                 p.copy_(before[name])
     return found
+
+
+@torch.no_grad()
+def reconcile(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Bring Adam's ``exp_avg`` back to what its ``exp_avg_sq`` allows, after one of them has come from elsewhere.
+
+    Whatever the gradients, ``|exp_avg| <= c sqrt(exp_avg_sq)`` with ``c = (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2))``, by
+    Cauchy and Schwarz. A mean of other clients' averages beside this one's own squares may break that where this client has
+    seen no or tiny gradients, and one step would throw those weights away. Where both came together nothing changes.
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Adam):
+            continue
+        for group in optimizer.param_groups:
+            first, second = (float(beta) for beta in group["betas"])
+            if first**2 >= second:
+                continue  # no such bound
+            bound = (1 - first) / math.sqrt((1 - second) * (1 - first**2 / second))
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                if "exp_avg" in state and "exp_avg_sq" in state:
+                    mean, most = own_part(state["exp_avg"]), own_part(state["exp_avg_sq"]).sqrt().mul_(bound)
+                    mean.clamp_(-most, most)

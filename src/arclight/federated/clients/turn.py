@@ -11,7 +11,17 @@ import torch
 
 from arclight.fabric.batches import counts_of
 from arclight.fabric.spread import own_part
-from arclight.federated.clients.keeping import MODEL, Keep, bind, drawn_anew, matches, moments_in, to_take, trained
+from arclight.federated.clients.keeping import (
+    MODEL,
+    Keep,
+    bind,
+    drawn_anew,
+    matches,
+    moments_in,
+    reconcile,
+    to_take,
+    trained,
+)
 from arclight.federated.errors import CancelledError
 from arclight.federated.masks.experts import Parts
 from arclight.trainer.callback import Callback
@@ -132,10 +142,11 @@ class Turn(Pause):
         if self._keep.reset_optimizer:
             for optimizer in trainer.optimizers:
                 optimizer.state.clear()
-        for state, moments in moments_in(
-            {key: self._weights[key] for key in taken if not key.startswith(MODEL)}
-        ).items():
+        came = moments_in({key: self._weights[key] for key in taken if not key.startswith(MODEL)})
+        for state, moments in came.items():
             bind_moments(trainer, state, moments, order.clock)
+        if came:
+            reconcile(trainer.optimizers)
         self._clock.set(order.clock)
 
     def _freeze(self, module: Module) -> None:

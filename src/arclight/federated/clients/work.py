@@ -132,13 +132,13 @@ def _changes(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What goes into the update, tensor by tensor: values, or what was before minus what is now.
 
-    Differences are taken in float32 at least: those of 16-bit weights would lose what is small beside the weight. A local state
-    that the server has not seen yet is sent as it is.
+    Differences are taken in float32 at least: those of 16-bit weights would lose what is small beside the weight. Local states
+    are sent as they are: small values beside large ones count in them.
     """
     for key in after:
         value = after[key]
         whole, expert = expert_of(key) or (key, None)
-        if order.form == "weights" or whole not in before:
+        if order.form == "weights" or whole not in before or not key.startswith("model/"):
             yield key, value
             continue
         wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype

@@ -82,8 +82,8 @@ def advance(chain: Chain | None, weights: Manifest, codec: Codec, longest: int, 
 
 
 def change(key: str, weight: torch.Tensor, seen: torch.Tensor, codec: Codec) -> Encoded:
-    """What to tell those who see ``seen`` of ``weight``."""
-    if not isinstance(codec, Lossy) or goes_raw(weight, codec):
+    """What to tell those who see ``seen`` of ``weight``. Local moments are told as they are, see `encoding.for_moments`."""
+    if not isinstance(codec, Lossy) or goes_raw(weight, codec) or not key.startswith("model/"):
         return encode(key, weight, Raw())[0]
     wide = torch.promote_types(weight.dtype, torch.float32)
     return encode(key, weight.to(wide) - seen.to(wide), replace(codec, feedback=0.0))[0]

@@ -69,16 +69,26 @@ def encode_all(
 
     ``residuals`` are those of the last message that arrived; the new ones come into ``left``. They are two, so that a message
     that never arrives can be said again: replace the old ones once the server has taken it. Residuals of keys that are not
-    among ``tensors`` (not their turn in this round) are in ``left`` unchanged.
+    among ``tensors`` (not their turn in this round) are in ``left`` unchanged. Local moments go as `for_moments` says.
     """
     left.update(residuals)
     for key, tensor in tensors:
-        encoded, remains = encode(key, tensor, codec, residuals.get(key))
+        how = codec if key.startswith("model/") else for_moments(codec)
+        encoded, remains = encode(key, tensor, how, residuals.get(key) if how is codec else None)
         if remains is None:
             left.pop(key, None)
         else:
             left[key] = remains
         yield key, encoded
+
+
+def for_moments(codec: Codec) -> Codec:
+    """What local optimizer states are written with: `BF16` in the place of a codec that loses more, and without feedback.
+
+    Optimizers divide by roots of them: each value counts by its own size, and a small one that became zero, or a residual
+    that made it negative, would throw its weight out of the model.
+    """
+    return codec if isinstance(codec, Raw) else BF16(feedback=0.0)
 
 
 def _encoded(target: Target, codec: Lossy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -55,7 +55,8 @@ class Masks:
     """Pattern to the rounds from one exchange to the next: in rounds between, a client goes on with its own values. A pattern
     is a whole key (``exp_avg/blocks.*``), a local state (``exp_avg``) or a name; where several match, they count in this order,
     and among several of a sort the longest. Longer periods for what changes slowly are DES-LOC (Iacob et al. 2026): exp_avg
-    every 3, exp_avg_sq every 6; see `half_life`."""
+    every 3, exp_avg_sq every 6; see `half_life`. All states go in the first round too, so that none
+    that is averaged is divided by the root of one that is still zero."""
     experts: Experts | None = None
     """Which experts a client trains and sends; none: all of them."""
 

@@ -88,7 +88,9 @@ class Travel:
         return matches(name, masks.send) and not matches(name, kept)
 
     def _due(self, key: str, round: int) -> bool:
-        return self._meet(self.period(key), self._fragments.get(key.partition("/")[2]), round)
+        fragment = self._fragments.get(key.partition("/")[2])
+        first = 1 <= round <= max(1, len(self._dealt)) and not key.startswith(MODEL)
+        return self._meet(1 if first else self.period(key), fragment, round)
 
     def _meet(self, period: int, fragment: int | None, round: int) -> bool:
         return round % period == 0 and (fragment is None or round % len(self._dealt) == fragment)

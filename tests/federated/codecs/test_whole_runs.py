@@ -1,0 +1,131 @@
+"""Federations with codecs and masks, from public server to trainers and back: bytes on the wire, and what comes of training."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.clients.sites import Rows
+from torch import nn
+
+from arclight import Module
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
+from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
+from arclight.federated.coordination.settings import Streaming
+from arclight.federated.masks.settings import Masks
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+
+class Wide(Module):
+    """Large enough for headers not to count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 256), nn.Linear(256, 256), nn.Linear(256, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:-1]:
+            x = torch.relu(block(x))
+        return self.blocks[-1](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
+
+
+def loss_of(weights: Any) -> dict[str, float]:
+    model = Wide()
+    model.load_state_dict({name: weights[name].clone() for name in model.state_dict()})
+    x, y = Rows(count=400).rows.tensors
+    with torch.no_grad():
+        return {"val/loss": float(nn.functional.cross_entropy(model(x), y))}
+
+
+def run(folder: Path, rounds: int = 4, **given: Any) -> Server:
+    """Two clients on two nodes, in threads."""
+    torch.manual_seed(1)
+    federation = Federation(clients=2, rounds=rounds, local_steps=6, keep_rounds=0, **given)
+    server = Server(federation, Wide(), folder=folder / "run", evaluate=loss_of, seed=3)
+    with server.opened() as opened:
+        nodes = []
+        for name in ("0", "1"):
+            client = Client(name, Wide(), Rows(seed=int(name), count=96), trainer={"accelerator": "cpu"}, seed=7)
+            nodes.append(Node(InProcess(opened.service), [client], folder / f"node-{name}", f"n{name}", ask=0.5))
+        threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
+        for thread in threads:
+            thread.start()
+        assert opened.driver.wait(90), "the run has not ended within 90 s"
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    return server
+
+
+FP32 = sum(p.numel() * 4 for p in Wide().parameters())
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "most_up", "most_down", "within"),
+    [
+        (Int8(), Int8(), 0.28, 0.28, 0.01),
+        (Int4(), BF16(), 0.17, 0.53, 0.05),
+        (TopK(), Raw(), 0.055, 1.02, 1.0),
+    ],
+)
+def test_bytes_are_few_and_training_gets_as_far(
+    tmp_path: Path, up: Codec, down: Codec, most_up: float, most_down: float, within: float
+) -> None:
+    """Biases and the small first and last weights of this model go raw: 2.8 % of its bytes."""
+    plain = run(tmp_path / "plain")
+    coded = run(tmp_path / "coded", up=up, down=down)
+    for number, here in enumerate(coded.history):
+        assert all(size <= most_up * FP32 for size in here.bytes_up.values())
+        if number > 1:  # the first weights come whole
+            assert all(size <= most_down * FP32 for size in here.bytes_down.values()), number
+    first, last, goal = (
+        loss_of(one)["val/loss"] for one in (coded.rounds.tensors(0, "model"), coded.weights(), plain.weights())
+    )
+    assert last < first
+    assert abs(last - goal) <= within * first, (first, last, goal)
+
+
+def test_nodes_hold_the_weights_that_the_server_says_they_see(tmp_path: Path) -> None:
+    server = run(tmp_path, up=TopK(share=0.1), down=Int8())
+    base = server.history[3].base
+    for node in ("node-0", "node-1"):
+        (held,) = (tmp_path / node).rglob(base)
+        assert held.parent.name == "weights"
+
+
+def test_local_moments_in_their_periods(tmp_path: Path) -> None:
+    """All go in the first round; coarse codecs leave them in bfloat16, as values."""
+    masks = Masks(periods={"exp_avg": 2, "exp_avg_sq": 3})
+    server = run(tmp_path, rounds=6, moments=("exp_avg", "exp_avg_sq"), masks=masks, up=Int8(), down=Int8())
+    sizes = [sum(here.bytes_up.values()) / (2 * FP32) for here in server.history]
+    expected = [0, 0.25 + 0.5 + 0.5, 0.25 + 0.5, 0.25 + 0.5, 0.25 + 0.5, 0.25, 0.25 + 0.5 + 0.5]
+    assert sizes == pytest.approx(expected, abs=0.08)
+    moments = server.rounds.tensors(6, "moments")
+    assert set(moments) == {f"{s}/{name}" for s in ("exp_avg", "exp_avg_sq") for name in Wide().state_dict()}
+    assert all(bool((value >= 0).all()) for key, value in moments.items() if key.startswith("exp_avg_sq/"))
+    assert loss_of(server.weights())["val/loss"] < loss_of(server.rounds.tensors(0, "model"))["val/loss"]
+
+
+def test_fragments_take_turns(tmp_path: Path) -> None:
+    server = run(tmp_path, rounds=6, streaming=Streaming(fragments=3, overlap=1, mix=0.5), up=Int8(), down=Int8())
+    before = server.rounds.tensors(0, "model")
+    for number in range(1, 7):
+        after = server.rounds.tensors(number, "model")
+        moved = {name.split(".")[1] for name in after if not torch.equal(after[name], before[name])}
+        assert moved == {str(number % 3)}
+        before = after
+    assert loss_of(before)["val/loss"] < loss_of(server.rounds.tensors(0, "model"))["val/loss"]
