@@ -148,9 +148,13 @@ class Travel:
             return keys
         own = (*self.masks.personal, *self.masks.randomised)
         lag = self.streaming.overlap if self.streaming is not None else 0
-        folded = range(max(since - lag, 1), round - lag)[-self.cycle :]
+        folded = range(max(since - lag, 1), round - lag)
+        telling = {
+            *folded[-self.cycle :],
+            *(n for n in folded[: len(self._dealt) or 1] if n <= (len(self._dealt) or 1)),
+        }
         taken = (key for key in keys if not matches(key.partition("/")[2], own))
-        return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in folded)]
+        return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in telling)]
 
     @cached_property
     def cycle(self) -> int:
