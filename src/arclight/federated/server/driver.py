@@ -31,6 +31,10 @@ _HELD_LONGER = 30.0
 """Seconds beyond an ask's own wait after which an answer that has not come is a fault of ours."""
 
 
+_LOOK = 0.25
+"""Seconds between attempts on a full disk."""
+
+
 class PausedError(LinkError):
     """The server waits for room on its disk; ask again."""
 
@@ -181,7 +185,7 @@ class Driver:
                 if not self._paused:
                     log.error("the run pauses, and goes on when there is room: %s", error)
                 self._paused = f"the server waits for room on its disk: {error}"
-                self._lock.wait(1.0)
+                self._lock.wait(_LOOK)
         if self._paused:
             self._paused_for += time.monotonic() - began
             self._paused = ""
@@ -248,4 +252,4 @@ class Driver:
                     log.error("%s waits, and goes on when there is room: %s", self._doing, error)
                 told = True
             with self._lock:
-                self._lock.wait_for(lambda: self._closing, 1.0)
+                self._lock.wait_for(lambda: self._closing, _LOOK)

@@ -146,15 +146,15 @@ class History:
                     setattr(self._rounds[number], name, entry.get(name, getattr(self._rounds[number], name)))
 
     def write(self, folder: Path) -> None:
-        """``history.json`` and ``metrics.csv``, each replaced in one step."""
-        replace_durably(folder / "history.json", json.dumps(self.to_list(), indent=1, allow_nan=False))
+        """``history.json`` and ``metrics.csv``, each replaced in one step; the journal and the checkpoints have all of it."""
+        replace_durably(folder / "history.json", json.dumps(self.to_list(), indent=1, allow_nan=False), synced=False)
         rows = [_row(here) for here in self.rounds]
         names = list(dict.fromkeys(name for row in rows for name in row))
         text = io.StringIO()
         table = csv.DictWriter(text, names, lineterminator="\n")
         table.writeheader()
         table.writerows(rows)
-        replace_durably(folder / "metrics.csv", text.getvalue())
+        replace_durably(folder / "metrics.csv", text.getvalue(), synced=False)
 
 
 def _row(here: Round) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""Full disks, doubles, and orders of arrival: the run pauses or refuses, and the weights do not show it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.federated.server.quadratic import Quadratic, Script
+
+from arclight.federated.coordination.settings import Waiting
+from arclight.federated.protocol import Ask, Close, Fit, Join, Receipt, Wait
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.strategies import FedNesterov
+from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_server import HttpServer
+from arclight.federated.transports.in_process import InProcess
+
+START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(5)}
+
+
+def settings(**given: object) -> Federation:
+    return Federation(**{"clients": 2, "rounds": 2, "local_steps": 3, **given})  # type: ignore[arg-type]
+
+
+def both() -> dict[str, Quadratic]:
+    return {"0": Quadratic(1.0), "1": Quadratic(-3.0, samples=5)}
+
+
+def undisturbed(folder: Path) -> list[str]:
+    server = Server(settings(), START, folder=folder / "undisturbed")
+    with server.opened() as run:
+        Script(InProcess(run.service), both()).work()
+        assert run.driver.wait(20)
+    return [here.base for here in server.history]
+
+
+class FullDisk:
+    """Writes at one point of the journal fail ``times`` times, as on a full disk."""
+
+    def __init__(self, line: int, times: int) -> None:
+        self.line, self.left = line, times
+
+    def __call__(self, point: str, line: int) -> None:
+        if point == "torn" and line == self.line and self.left:
+            self.left -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("line", [3, 4, 6, 7])
+def test_a_journal_without_room_pauses_the_run_until_there_is_some(
+    tmp_path: Path, line: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FullDisk(line, 2)
+    server = Server(settings(), START, folder=tmp_path / "run", inject=disk)
+    learners = both()
+    with caplog.at_level(logging.WARNING), server.opened() as run:
+        Script(InProcess(run.service), learners).work()
+        assert run.driver.wait(20)
+    assert disk.left == 0
+    assert "goes on when there is room" in caplog.text
+    assert "there is room again" in caplog.text
+    assert [here.base for here in server.history] == undisturbed(tmp_path)
+    assert [learner.steps for learner in learners.values()] == [6, 6]
+
+
+@pytest.mark.parametrize("where", ["rounds", "blobs"])
+def test_rounds_and_blobs_without_room_wait_for_it(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, real = [0], os.fsync
+
+    def fsync(file: int) -> None:
+        if left[0] and f"/run/{where}/" in os.readlink(f"/proc/self/fd/{file}"):
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    server = Server(settings(), START, folder=tmp_path / "run")
+    monkeypatch.setattr(os, "fsync", fsync)
+    learners = both()
+    with caplog.at_level(logging.WARNING), server.opened() as run:
+        left[0] = 2
+        script = Script(InProcess(run.service), learners)
+        script.join()
+        while not isinstance(order := script.ask(), Close):
+            if isinstance(order, Fit):
+                update = _patiently(lambda order=order: script.trained(order))
+                assert _patiently(lambda update=update: script.send(update)).accepted
+        assert run.driver.wait(20)
+    assert left == [0]
+    assert [here.base for here in server.history] == undisturbed(tmp_path)
+
+
+def _patiently(action):  # type: ignore[no-untyped-def]
+    """As a node does what a full disk on the server's side keeps it from doing."""
+    from arclight.federated.errors import LinkError
+
+    for _ in range(10):
+        try:
+            return action()
+        except (OSError, LinkError):
+            continue
+    raise AssertionError("no room after ten attempts")
+
+
+def test_the_order_of_arrival_and_the_transport_leave_no_trace(tmp_path: Path) -> None:
+    found = set()
+    for number, order in enumerate(itertools.permutations("012")):
+        server = Server(settings(clients=3, strategy=FedNesterov()), START, folder=tmp_path / str(number), run="run")
+        learners = {name: Quadratic(float(name) - 0.7, samples=int(name) + 3) for name in "012"}
+        with server.opened() as run, HttpServer(run.service, None, run.blobs) as http:
+            over_http = number % 2 == 1
+            nodes = {
+                name: Script(
+                    HttpLink(http.address, tmp_path / f"{number}{name}") if over_http else InProcess(run.service),
+                    {name: learners[name]},
+                    name=f"node {name}",
+                )
+                for name in order
+            }
+            for script in nodes.values():
+                script.join()
+            for _ in range(2):
+                updates = {name: script.trained(_fit(script)) for name, script in nodes.items()}
+                for name in order:
+                    assert nodes[name].send(updates[name]).accepted
+            assert run.driver.wait(20)
+        found.add(server.history[-1].base)
+    assert len(found) == 1
+
+
+def _fit(script: Script) -> Fit:
+    while not isinstance(order := script.ask(), Fit):
+        assert isinstance(order, Wait), order
+    return order
+
+
+def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path) -> None:
+    server = Server(settings(waiting=Waiting(beat_every=0.1)), START, folder=tmp_path / "run")
+    with server.opened() as run:
+        link = InProcess(run.service)
+        first, second = Script(link, both()), Script(link, both())
+        first.join()
+        order = first.ask()
+        assert isinstance(order, Fit)
+        answer = link.send(Join(node=second.name, clients=second.clients, process="another"))
+        assert isinstance(answer, Wait)
+        assert "another process" in answer.about
+        told = link.send(Ask(node=second.name, session="made up", wait=0.0))
+        assert isinstance(told, Receipt)
+        assert told.reason == "session"
+        assert first.send(first.trained(order)).accepted
+        first.work()
+        assert run.driver.wait(20)
+    assert [here.base for here in server.history] == undisturbed(tmp_path)
+
+
+def test_a_folder_has_one_server_at_a_time(tmp_path: Path) -> None:
+    server, second = (Server(settings(), START, folder=tmp_path / "run") for _ in range(2))
+    with server.opened(), pytest.raises(Exception, match="in use by another process"), second.opened():
+        pass
+
+
+def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> None:
+    going, folded = threading.Event(), threading.Event()
+
+    def evaluate(weights: object) -> dict[str, float]:
+        going.set()
+        assert folded.wait(20)
+        return {"val/loss": 1.0}
+
+    server = Server(settings(), START, folder=tmp_path / "run", evaluate=evaluate)
+    with server.opened() as run:
+        script = Script(InProcess(run.service), both())
+        script.join()
+        assert going.wait(20)  # the worker is at the weights that the run begins with
+        order = script.ask(wait=1.0)
+        assert isinstance(order, Fit)
+        assert script.send(script.trained(order)).accepted
+        folded.set()
+        script.work()
+        assert run.driver.wait(20)
