@@ -82,6 +82,8 @@ class Federation:
             raise ValueError(f"a round cannot draw {self.sampling.per_round} of {self.clients} clients")
         if self.buffered is not None and self.streaming is not None:
             raise ValueError("rounds are either buffered or streamed in fragments: give one of both")
+        if self.buffered is not None and self.send != "delta":
+            raise ValueError('updates of buffered rounds begin from different weights: set send = "delta"')
         if self.buffered is not None and self.buffered.size > (self.sampling.per_round or self.clients):
             raise ValueError(
                 f"a buffer of {self.buffered.size} updates is never full with {self.sampling.per_round or self.clients} clients at work"

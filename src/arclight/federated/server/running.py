@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -213,7 +214,9 @@ class Run:
         )
 
     def _weight(self, update: r.UpdateAccepted) -> float:
-        return {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self.federation.weigh_by]
+        """A stale update weighs 1 / sqrt(1 + its age in rounds) of a fresh one (FedBuff, Nguyen et al. 2022)."""
+        counted = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self.federation.weigh_by]
+        return counted / math.sqrt(1 + update.staleness)
 
     def _measure(self, work: events.Measure) -> events.Event:
         if self._evaluate is None:
