@@ -45,7 +45,8 @@ def trainer_maker(**arguments: Any) -> Callable[[list[Callback], Path], Trainer]
 
 class TrainerLearner:
     """Implements `Learner`. The client's state (optimizers, place in the data, random numbers, schedules, callbacks) stays in memory
-    between rounds; on the disk it is saved every ``Fit.journal_every`` steps and at each round's end, in ``folder``.
+    between rounds; on the disk it is saved every ``Fit.journal_every`` steps and at each round's end, in ``folder``. With 0 it never
+    is: a client whose process ends begins its next round with a new optimizer, at the beginning of its data.
 
     seed: of what the client draws and of the order of its data; by default it follows from the run's. All processes of a
     client that is trained by several make one each, with the same folder.

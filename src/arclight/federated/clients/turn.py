@@ -168,7 +168,7 @@ class Turn(Pause):
             return
         before, self._seen = self._done, trainer.global_step
         self._done, every = self._seen - self._start, self._order.journal_every
-        if self._done >= self._order.steps or (every and self._done // every > before // every):
+        if every and (self._done >= self._order.steps or self._done // every > before // every):
             self._save(trainer, self.position())
         if self._done < self._order.steps:
             self._tell(trainer)
