@@ -18,7 +18,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.clients.crew import Crew, InThisProcess
 from arclight.federated.clients.session import ClosedError, Session, told
-from arclight.federated.clients.state import Begun, ClientFolder, folder_name, read_json, write_text
+from arclight.federated.clients.state import Begun, ClientFolder, clients_in, folder_name, read_json, write_text
 from arclight.federated.clients.work import addressed
 from arclight.federated.codecs.downlink import Held as HeldWeights
 from arclight.federated.errors import CancelledError, LinkError, ProtocolError
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 """Times that an update which arrives damaged is sent."""
 _END = 30.0
+_PAUSE = 0.5
 
 
 @dataclass
@@ -56,6 +57,10 @@ class _Job:
     loss: float | None = None
     until: float | None = None
     cancelled: str = ""
+
+    @classmethod
+    def of(cls, order: Fit | Evaluate) -> _Job:
+        return cls(order.round, until=None if order.deadline is None else time.monotonic() + order.deadline)
 
     def progress(self, steps: int, loss: float | None) -> None:
         self.steps, self.loss = steps, self.loss if loss is None else loss
@@ -86,10 +91,11 @@ class Node:
         self._crew: Crew = InThisProcess(clients) if isinstance(clients, Sequence) else clients
         self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
         self._stopping, self._lock, self._down = threading.Event(), threading.Lock(), threading.Lock()
-        self._session = Session(link, name, self._crew.clients, self._held, patience, self._stopping)
+        self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
         self._jobs: dict[str, _Job] = {}
         self._folders: dict[str, ClientFolder] = {}
         self._committed = -1
+        self._speed: float | None = None
         self._error: BaseException | None = None
         self.closed = ""
         """Why the server ended the run for this node."""
@@ -97,14 +103,16 @@ class Node:
     def run(self) -> None:
         """Join, and work until the run is over or `stop` is called. Raises what ended the node otherwise."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        threads = [threading.Thread(target=self._beat, name="arclight-beat", daemon=True)]
+        threads += [
+            threading.Thread(target=self._work, args=(slot,), name=f"arclight-slot-{slot}", daemon=True)
+            for slot in range(1, self._crew.slots)
+        ]
         try:
             self._begin()
-            threads = [threading.Thread(target=self._beat, name="arclight-beat", daemon=True)]
-            threads += [
-                threading.Thread(target=self._work, args=(slot,), name=f"arclight-slot-{slot}", daemon=True)
-                for slot in range(1, self._crew.slots)
-            ]
-            for thread in threads:
+            threads[0].start()
+            self._send_what_was_left()
+            for thread in threads[1:]:
                 thread.start()
             self._work(0)
             for thread in threads:
@@ -134,18 +142,22 @@ class Node:
         run = self._session.join().run
         self._open(run)
         write_text(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
+
+    def _send_what_was_left(self) -> None:
         for client, folder in self._folders.items():
             for one in folder.account.finished:
                 if not one.taken:
                     log.info("node %s sends what client %s had finished of round %d", self.name, client, one.round)
-                    self._send(folder, folder.update_of(one))
+                    with self._job(client, _Job(one.round)):
+                        self._send(folder, folder.update_of(one))
 
     def _open(self, run: str) -> None:
         """The folders of a run; those of the last one are looked at before anybody says which it is."""
         if not run:
             return
         self._place = self._folder / folder_name(run)
-        self._folders = {name: ClientFolder(self._client(name), name, run) for name in self._crew.clients}
+        names = self._crew.clients or clients_in(self._place / "clients")
+        self._folders = {name: ClientFolder(self._client(name), name, run) for name in names}
         self._here = FolderStore(self._place / "weights")
         self._weights = HeldWeights(self._here, self._link.blobs)
         self._crew.open(self._place / "clients", run)
@@ -153,15 +165,15 @@ class Node:
     def _client(self, name: str) -> Path:
         return self._place / "clients" / folder_name(name)
 
-    def _held(self) -> list[Held]:
-        return [held for folder in self._folders.values() for held in folder.held()]
+    def _has(self) -> tuple[list[Held], float | None]:
+        return [held for folder in self._folders.values() for held in folder.held()], self._speed
 
     # -- working -----------------------------------------------------------------------------------------------------
 
     def _work(self, slot: int) -> None:
         """Ask and do, until the run is over."""
         try:
-            store = FolderStore(self._place / "slots" / str(slot))
+            store, about = FolderStore(self._place / "slots" / str(slot)), ""
             while not self._stopping.is_set():
                 answer = self._session.say(lambda session: Ask(node=self.name, session=session, wait=self._ask_for))
                 match answer:
@@ -170,7 +182,9 @@ class Node:
                     case Evaluate():
                         self._evaluate(answer, store)
                     case Wait():
-                        log.debug("node %s waits: %s", self.name, answer.about)
+                        if answer.about != about:
+                            about = answer.about
+                            log.info("node %s waits for %s", self.name, about or "work")
                         self._stopping.wait(answer.seconds)
                     case Close():
                         raise ClosedError(answer.why)
@@ -185,67 +199,76 @@ class Node:
 
     def _fit(self, order: Fit, store: FolderStore) -> None:
         folder = self._folder_of(order)
-        folder.committed(self._committed)
-        update = folder.finished(order)
-        if update is None:
-            with self._doing(order) as job:
-                if job is None:
-                    return
-                folder.begin(order)
-                self._session.patiently(partial(self._hand_out, order, store))
-                try:
-                    update = self._crew.fit(order, store, job.progress)
-                finally:  # it has been written to where the client is trained
-                    folder = self._folders[order.client] = ClientFolder(
-                        self._client(order.client), order.client, order.run
-                    )
-        if update is not None:
-            self._send(folder, update)
+        with self._job(order.client, _Job.of(order)) as job:
+            if job is None:
+                return
+            folder.committed(self._committed)
+            update = folder.finished(order)
+            if update is None:
+                with self._telling(order, job):
+                    folder.begin(order)
+                    self._session.patiently(partial(self._hand_out, order, store))
+                    try:
+                        update = self._crew.fit(order, store, job.progress)
+                    finally:  # it has been written to where the client is trained
+                        folder = self._folders[order.client] = ClientFolder(folder.folder, order.client, order.run)
+            if update is not None:
+                self._speed = update.steps / max(update.seconds, 1e-3)
+                self._send(folder, update)
 
     def _evaluate(self, order: Evaluate, store: FolderStore) -> None:
         self._folder_of(order)
-        with self._doing(order) as job:
+        with self._job(order.client, _Job.of(order)) as job:
             if job is None:
                 return
-            self._session.patiently(partial(self._hand_out, order, store))
-            evaluated = self._crew.evaluate(order, store)
-            self._receipt(lambda session: addressed(evaluated, self.name, session), f"measurement of {order.client}")
+            with self._telling(order, job):
+                self._session.patiently(partial(self._hand_out, order, store))
+                evaluated = self._crew.evaluate(order, store)
+                self._receipt(
+                    lambda session: addressed(evaluated, self.name, session), f"measurement of {order.client}"
+                )
 
     def _folder_of(self, order: Fit | Evaluate) -> ClientFolder:
         if order.run != self._session.welcome.run:
             raise ProtocolError(f"an order of run {order.run!r} in run {self._session.welcome.run!r}")
         if order.client not in self._folders:
-            raise ProtocolError(f"an order for client {order.client!r}; this node has {', '.join(self._crew.clients)}")
+            if self._crew.clients:
+                raise ProtocolError(
+                    f"an order for client {order.client!r}; this node has {', '.join(self._crew.clients)}"
+                )
+            self._folders[order.client] = ClientFolder(self._client(order.client), order.client, order.run)
         return self._folders[order.client]
 
     @contextmanager
-    def _doing(self, order: Fit | Evaluate) -> Iterator[_Job | None]:
-        """Let beats tell of a job; what goes wrong in it is told to the server and ends the job, not the node."""
-        job = _Job(order.round, until=None if order.deadline is None else time.monotonic() + order.deadline)
+    def _job(self, client: str, job: _Job) -> Iterator[_Job | None]:
+        """What beats name, from the order to the receipt; None where the client is busy."""
         with self._lock:
-            taken = order.client in self._jobs
-            if not taken:
-                self._jobs[order.client] = job
-        if taken:
-            log.warning("node %s was asked for client %s, which it is training already", self.name, order.client)
+            busy = self._jobs.setdefault(client, job) is not job
+        if busy:
+            log.warning("node %s was asked for client %s, which is busy", self.name, client)
+            self._stopping.wait(_PAUSE)
             yield None
             return
-        failed: BaseException | None = None
         try:
             yield job
+        finally:
+            with self._lock:
+                self._jobs.pop(client, None)
+
+    @contextmanager
+    def _telling(self, order: Fit | Evaluate, job: _Job) -> Iterator[None]:
+        """What goes wrong in a job is told to the server and ends the job, not the node."""
+        try:
+            yield
         except (ClosedError, LinkError):
             raise
         except CancelledError as error:
             log.info("node %s, client %s, round %d: %s", self.name, order.client, order.round, error)
-            failed = None if job.cancelled else error
+            if not job.cancelled:
+                self._tell_of(order, error)
         except Exception as error:  # whatever a client's own code raises is its own matter
             log.exception("node %s: client %s has failed in round %d", self.name, order.client, order.round)
-            failed = error
-        finally:
-            with self._lock:
-                self._jobs.pop(order.client, None)
-        if failed is not None:
-            self._tell_of(order, failed)
+            self._tell_of(order, error)
 
     def _tell_of(self, order: Fit | Evaluate, error: BaseException) -> None:
         what = told(error)

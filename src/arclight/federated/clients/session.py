@@ -33,7 +33,7 @@ class ClosedError(FederatedError):
 class Session:
     """Sends messages with the session's name in them.
 
-    held: what the node has begun and finished, asked for whenever it joins. patience: seconds for which a server that cannot be
+    has: what the node has begun and finished, and its steps per second, asked for whenever it joins. patience: seconds for which a server that cannot be
     reached, or does not let the node in, is tried again before LinkError is raised.
     """
 
@@ -42,11 +42,11 @@ class Session:
         link: Link,
         node: str,
         clients: tuple[str, ...],
-        held: Callable[[], list[Held]],
+        has: Callable[[], tuple[list[Held], float | None]],
         patience: float,
         stopping: threading.Event,
     ) -> None:
-        self._link, self.node, self._clients, self._held, self._patience = link, node, clients, held, patience
+        self._link, self.node, self._clients, self._has, self._patience = link, node, clients, has, patience
         self._process = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._welcome: Welcome | None = None
@@ -133,7 +133,10 @@ class Session:
             self.try_to_say(lambda session: Leave(node=self.node, session=session))
 
     def _join(self) -> Join:
-        return Join(node=self.node, clients=self._clients, held=tuple(self._held()), process=self._process)
+        held, speed = self._has()
+        return Join(
+            node=self.node, clients=self._clients, held=tuple(held), process=self._process, steps_per_second=speed
+        )
 
     def _reached(self, make: Callable[[], Message], until: float) -> Message:
         while True:

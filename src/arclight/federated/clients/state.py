@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from arclight.fabric import replacing
 from arclight.federated.blobs.folder import FolderStore
@@ -214,6 +214,13 @@ def write_text(path: Path, text: str) -> None:
 def folder_name(name: str) -> str:
     """A name as part of a path."""
     return quote(name, safe="").replace(".", "%2E") or "%"
+
+
+def clients_in(folder: Path) -> list[str]:
+    """Names of the clients whose folders lie in ``folder``."""
+    return (
+        [unquote(path.name) for path in sorted(folder.iterdir()) if (path / _FILE).exists()] if folder.is_dir() else []
+    )
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,52 @@
+"""Clients and the real server, in one process: one client is centralised training, and several learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.clients.sites import Net, Rows, centralised, weights_of
+
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+CPU = {"accelerator": "cpu"}
+
+
+def federated(folder: Path, federation: Federation, names: list[str], **trainer: Any) -> Server:
+    torch.manual_seed(1)
+    server = Server(federation, Net(norm=True), folder=folder / "run", clients=names)
+    clients = [Client(name, Net(norm=True), Rows(seed=len(name)), trainer={**CPU, **trainer}, seed=5) for name in names]
+    with server.opened() as run:
+        node = Node(InProcess(run.service), clients, folder / "node", "n")
+        node.run()
+        assert "done" in node.closed
+    return server
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_client_is_centralised_training(tmp_path: Path, accumulate: int) -> None:
+    """Dropout, AdamW, a schedule, batch norm, shuffled data over several epochs: 4 rounds of 7 steps are 28 steps."""
+    federation = Federation(clients=1, rounds=4, local_steps=7, send="weights", evaluate_on="clients")
+    server = federated(tmp_path, federation, ["a"], accumulate_grad_batches=accumulate)
+    torch.manual_seed(1)
+    whole = Net(norm=True)
+    centralised(tmp_path, whole, Rows(seed=1), 28, seed=5, accumulate_grad_batches=accumulate)
+    central = {key.removeprefix("model/"): value for key, value in weights_of(whole).items()}
+    weights = server.weights()
+    assert weights.keys() == central.keys()
+    for name, value in central.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_several_clients_learn_together(tmp_path: Path) -> None:
+    federation = Federation(clients=3, rounds=3, local_steps=8, evaluate_on="clients")
+    server = federated(tmp_path, federation, ["a", "bb", "ccc"])
+    losses = [one.metrics["val/loss"] for one in server.history if "val/loss" in one.metrics]
+    assert len(losses) >= 3
+    assert losses[-1] < losses[0]
