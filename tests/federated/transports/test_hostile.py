@@ -182,9 +182,14 @@ def test_without_a_session_nothing_is_told(running: Running) -> None:
 def test_a_node_speaks_for_itself(running: Running) -> None:
     other = running.say(Join(node="b", clients=("b",)))
     assert isinstance(other, Welcome)
-    for node, session in (("b", running.token), ("b", other.session), ("a", other.session)):
-        status, _, answer = running.ask("POST", "/v1/message", Beat(node=node, session=session).to_json().encode())
-        assert (status, "speaks for itself" in told(answer)) == (403, True)
+    for node, session, status, words in (
+        ("b", running.token, 403, "speaks for itself"),
+        ("b", other.session, 403, "speaks for itself"),
+        ("a", other.session, 401, "not its newest"),
+    ):
+        found, _, answer = running.ask("POST", "/v1/message", Beat(node=node, session=session).to_json().encode())
+        assert (found, words in told(answer)) == (status, True)
+    assert len(running.server.said) == 2
     status, _, answer = running.ask("POST", "/v1/message", Wait(seconds=1.0).to_json().encode())
     assert (status, "do not send 'wait'" in told(answer)) == (403, True)
 
