@@ -148,6 +148,14 @@ def test_a_message_of_the_former_session_is_told_so(link: HttpLink) -> None:
     assert link.send(Beat(node="a", session=newest)) == Receipt(accepted=True)
 
 
+def test_a_closed_link_stays_closed(link: HttpLink) -> None:
+    session = _session(link)
+    link.close()
+    link.close()
+    with pytest.raises(LinkError, match="was closed"):
+        link.send(Beat(node="a", session=session))
+
+
 @pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
 def test_bytes_that_change_once_are_sent_again(line: Line, link: HttpLink, store: FolderStore, up: bool) -> None:
     changed = falsify(line, up, times=1)
@@ -191,7 +199,7 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path
     line.change = lambda up, before, piece: None
     link = HttpLink(line.address, tmp_path / "cache", patience=1.0)
     began = time.monotonic()
-    with pytest.raises(LinkError, match=rf"{line.address} did not take part for \d\.\d s .* to answer 'join'.*is kept"):
+    with pytest.raises(LinkError, match=rf"{line.address} did not answer 'join' within \d\.\d s .*is kept"):
         link.send(Join(node="a", clients=()))
     assert time.monotonic() - began < 30
     assert 3 <= line.connections <= 40, "tried too seldom, or without a pause"

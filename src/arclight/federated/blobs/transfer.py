@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.store import BlobStore
 
 _AT_ONCE = 4
@@ -18,7 +19,8 @@ def transfer(digests: Iterable[str], source: BlobStore, target: BlobStore) -> No
 
     def one(digest: str) -> None:
         if target.size(digest) is None:
-            target.put(digest, source.file(digest))
+            file = source.file(digest)  # verified
+            target.adopt(digest, file) if isinstance(target, FolderStore) else target.put(digest, file)
         source.forget(digest)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-transfer") as pool:

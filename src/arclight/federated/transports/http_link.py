@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 import ssl
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ class HttpLink:
         if parts.scheme == "https":
             self._tls = lambda: self._pinned(fingerprint) if fingerprint else ssl.create_default_context(cafile=cafile)
         self._client_: httpx.Client | None = None
+        self._making, self._closed = threading.Lock(), False
         self._token = ""
         store = cache if isinstance(cache, FolderStore) else FolderStore(cache)
         self.blobs: BlobStore = blobs or HttpBlobs(self.request, store, self._patience, self.address)
@@ -80,9 +82,10 @@ class HttpLink:
         return answer
 
     def close(self) -> None:
-        if self._client_ is not None:
-            self._client_.close()
-            self._client_ = None
+        with self._making:
+            self._closed, client = True, self._client_
+        if client is not None:
+            client.close()
 
     def request(self, method: str, path: str, *, then: Callable[[httpx.Response], T], **options: Any) -> T:
         """What ``then`` makes of the response, whose body it may stream. Raises UnavailableError for what may pass.
@@ -133,17 +136,20 @@ class HttpLink:
         )
 
     def _client(self) -> httpx.Client:
-        if self._client_ is None:
-            httpx = require("httpx", extra="federated")
-            transport = httpx.HTTPTransport(
-                verify=self._tls() if self._tls else False,
-                limits=httpx.Limits(
-                    max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=60
-                ),
-                socket_options=_socket_options(),
-            )
-            self._client_ = httpx.Client(transport=transport, timeout=httpx.Timeout(60.0, connect=_CONNECT))
-        return self._client_
+        with self._making:
+            if self._closed:
+                raise LinkError(f"the link to {self.address} was closed; what was to be sent is kept")
+            self._client_ = self._client_ or self._new_client()
+            return self._client_
+
+    def _new_client(self) -> httpx.Client:
+        require("httpx", extra="federated")
+        import httpx
+
+        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=60)
+        context: ssl.SSLContext | bool = self._tls() if self._tls else False
+        transport = httpx.HTTPTransport(verify=context, limits=limits, socket_options=_socket_options())
+        return httpx.Client(transport=transport, timeout=httpx.Timeout(60.0, connect=_CONNECT))
 
     def _pinned(self, fingerprint: str) -> ssl.SSLContext:
         """A context that believes the server's own certificate, if that has the fingerprint, and no other."""

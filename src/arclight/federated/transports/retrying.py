@@ -47,7 +47,7 @@ class Patience:
                 wait = min(2 * wait, _SLOWEST)
                 if now + pause - since > self._seconds:
                     raise LinkError(
-                        f"{self._other} did not take part for {now - since:.1f} s ({tries} attempts in {now - began:.1f} s) to "
-                        f"{what}: {error}; what was to be sent is kept: see that the server runs and can be reached, then go on"
+                        f"{self._other} did not {what} within {now - since:.1f} s ({tries} attempts in {now - began:.1f} s): {error}; "
+                        f"what was to be sent is kept: see that the server runs and can be reached, then go on"
                     ) from error
                 time.sleep(pause)
