@@ -25,6 +25,8 @@ REPOSITORY = Path(__file__).parents[3]
 class Serving:
     """``folder``'s blobs, served by another process."""
 
+    module = "tests.federated.transports.serving"
+
     def __init__(
         self,
         folder: Path,
@@ -33,7 +35,7 @@ class Serving:
         keys: Sequence[Path] = (),
         before: Sequence[str] = (),
     ) -> None:
-        command = [*before, sys.executable, "-m", "tests.federated.transports.serving", str(folder), host, str(port)]
+        command = [*before, sys.executable, "-m", self.module, str(folder), host, str(port)]
         path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
         self.process = subprocess.Popen(
             [*command, *map(str, keys)],

@@ -1,7 +1,9 @@
 """A whole run over each transport gives the same weights, bit for bit, broken lines or not."""
 
 import random
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.federated.server.quadratic import Quadratic
-from tests.federated.transports.serving import Line
+from tests.federated.transports.serving import Line, Serving, wait_until
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
+from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.http_link import HttpLink
@@ -70,23 +73,32 @@ def _learner(client: str, folder: Path) -> Quadratic:
     return Quadratic(len(client) / 3)
 
 
-def weights_after(folder: Path, transport: str) -> dict[str, torch.Tensor]:
+def server_in(folder: Path, rounds: int = 4) -> Server:
     torch.manual_seed(5)
     start = {"layer.weight": torch.randn(300, 200), "layer.bias": torch.randn(300)}
-    federation = Federation(clients=len(CLIENTS), rounds=4, local_steps=3)
-    server = Server(federation, start, folder=folder / "run", clients=CLIENTS, run="run")
+    federation = Federation(clients=len(CLIENTS), rounds=rounds, local_steps=3)
+    return Server(federation, start, folder=folder / "run", clients=CLIENTS, run="run")
+
+
+def started(links: Links, folder: Path, stack: ExitStack) -> tuple[list[Node], list[threading.Thread]]:
+    """Two nodes at work."""
+    nodes = []
+    for name, clients in (("a", CLIENTS[:2]), ("b", CLIENTS[2:])):
+        learners = [Client(one, learner=partial(_learner, one)) for one in clients]
+        link = links(name)
+        stack.callback(link.close)
+        nodes.append(Node(link, learners, folder / name, name, ask=2.0))
+        stack.callback(nodes[-1].stop)
+    threads = [threading.Thread(target=node.run) for node in nodes]
+    for thread in threads:
+        thread.start()
+    return nodes, threads
+
+
+def weights_after(folder: Path, transport: str) -> dict[str, torch.Tensor]:
+    server = server_in(folder)
     with server.opened() as run, ExitStack() as stack:
-        links = TRANSPORTS[transport](run.service, folder, stack)
-        nodes = []
-        for name, clients in (("a", CLIENTS[:2]), ("b", CLIENTS[2:])):
-            learners = [Client(one, learner=partial(_learner, one)) for one in clients]
-            link = links(name)
-            stack.callback(link.close)
-            nodes.append(Node(link, learners, folder / name, name, ask=2.0))
-            stack.callback(nodes[-1].stop)
-        threads = [threading.Thread(target=node.run) for node in nodes]
-        for thread in threads:
-            thread.start()
+        nodes, threads = started(TRANSPORTS[transport](run.service, folder, stack), folder, stack)
         run.wait()
         for thread in threads:
             thread.join(60)
@@ -110,3 +122,43 @@ def test_every_transport_gives_the_same_weights(
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].equal(tensor), name
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_again_and_again_ends_with_the_same_weights(
+    tmp_path: Path, expected: dict[str, torch.Tensor]
+) -> None:
+    """A process of its own, killed whenever a further round is committed; the nodes here only find that it is away."""
+    with ExitStack() as stack:
+        line = Line(1)
+        stack.callback(line.close)
+        nodes, threads = started(
+            lambda node: HttpLink(line.address, tmp_path / node / "fetched", patience=60), tmp_path, stack
+        )
+        rounds = Rounds(tmp_path / "run")
+        for number in range(1, 5):
+            served = Served(tmp_path)
+            line.target = served.port
+            if number < 4:
+                wait_until(lambda number=number: (rounds.newest() or 0) >= number, f"round {number}", 100)  # type: ignore[misc]
+                time.sleep(random.Random(number).uniform(0, 0.1))
+                served.process.kill()
+            assert (served.process.wait(100) == 0) == (number == 4)
+            served.close()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a node did not hear that the run is over"
+        assert all(node.closed for node in nodes)
+    found = server_in(tmp_path).weights()
+    for name, tensor in expected.items():
+        assert found[name].equal(tensor), name
+
+
+class Served(Serving):
+    """The server of `server_in`, in a process of its own that ends with the run."""
+
+    module = "tests.federated.transports.test_whole_run"
+
+
+if __name__ == "__main__":
+    server_in(Path(sys.argv[1])).serve(ready=lambda http: print(http.address, flush=True))
