@@ -17,6 +17,7 @@ from arclight import Callback
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.crew import InThisProcess
 from arclight.federated.clients.node import Node
+from arclight.federated.clients.residuals import Residuals
 from arclight.federated.errors import FederatedError, LinkError
 from arclight.federated.protocol import Failed, Join, Leave, Message, Receipt, Update
 from arclight.federated.transports.in_process import InProcess
@@ -110,9 +111,10 @@ class Fails(Callback):
     """Raises at a step, once."""
 
     def __init__(self, at: int, error: BaseException) -> None:
-        self.at, self.error, self.done = at, error, False
+        self.at, self.error, self.done, self.steps = at, error, False, 0
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps += 1
         if trainer.global_step == self.at and not self.done:
             self.done = True
             raise self.error
@@ -145,6 +147,30 @@ def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
     assert [failed.again for failed in server.of(Failed)] == [True]
     clean = Scripted(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
     run(Node(InProcess(clean), [client_of("a")], tmp_path / "other", "n"))
+    assert_equal(server.weights, clean.weights)
+
+
+def test_an_update_that_could_not_be_written_is_not_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up between training and the update's last byte; what had been left unsaid before is not lost."""
+    order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}}
+    clean = Scripted(tmp_path / "clean", beginning(256), ("a",), rounds=3, steps=4, **order)
+    run(Node(InProcess(clean), [client_of("a", width=256)], tmp_path / "other", "n"))
+    server = Scripted(tmp_path / "server", beginning(256), ("a",), rounds=3, steps=4, **order)
+    left, save = [1], Residuals.save
+
+    def full(folder: Path, residuals: Any) -> None:
+        if server.round == 2 and left:
+            left.pop()
+            raise OSError(28, "No space left on device")
+        save(folder, residuals)
+
+    monkeypatch.setattr(Residuals, "save", staticmethod(full))
+    counting = Fails(10_000, RuntimeError())
+    run(Node(InProcess(server), [client_of("a", counting, width=256)], tmp_path / "node", "n"))
+    assert [(failed.round, failed.again) for failed in server.of(Failed)] == [(2, True)]
+    assert counting.steps == 12
     assert_equal(server.weights, clean.weights)
 
 

@@ -180,6 +180,25 @@ def test_a_round_that_was_finished_is_not_trained_again(tmp_path: Path) -> None:
     assert_equal(*({k: end.tensors[k] for k in end.tensors} for end in ends))
 
 
+def test_a_finished_round_that_is_asked_for_again_costs_no_state(tmp_path: Path) -> None:
+    """Not even where nothing is saved."""
+    torch.manual_seed(1)
+    begin = weights_of(Net())
+    ends = []
+    for again in (False, True):
+        learner = learner_of(tmp_path / str(again), Net())
+        first = learner.fit(fit_order(1, 7, 0, journal_every=0), begin, quiet)
+        weights = {key: first.tensors[key] for key in first.tensors}
+        if again:
+            repeated = learner.fit(fit_order(1, 7, 0, journal_every=0), begin, quiet)
+            assert_equal({key: repeated.tensors[key] for key in repeated.tensors}, weights)
+            assert repeated.samples == first.samples
+        second = learner.fit(fit_order(2, 7, 7, journal_every=0), weights, quiet)
+        ends.append({key: second.tensors[key] for key in second.tensors})
+        assert not (tmp_path / str(again) / "states").exists()
+    assert_equal(*ends)
+
+
 def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(1)
     begin = weights_of(Net())

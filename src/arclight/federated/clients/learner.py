@@ -23,8 +23,8 @@ class Outcome:
 
     tensors: Tensors = field(default_factory=dict)
     """Weights after training, and local moments where they were asked for, by manifest key (``model/...``); empty for measurements.
-    They may be read once each and in their order, until the learner is asked for something else: where several processes train
-    together, all of them read."""
+    They may be read until the learner is asked for something else; where several processes train together, all of them read
+    alike."""
     samples: int = 0
     tokens: int = 0
     steps: int = 0

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _ATTEMPTS = 3
 """Times that an update which arrives damaged is sent."""
 _END = 30.0
-_PAUSE = 0.5
+_LOOK = 0.5
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Node:
     ) -> None:
         self._crew: Crew = InThisProcess(clients) if isinstance(clients, Sequence) else clients
         self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
-        self._stopping, self._lock, self._down = threading.Event(), threading.Lock(), threading.Lock()
+        self._stopping, self._lock, self._down = threading.Event(), threading.Condition(), threading.Lock()
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
         self._jobs: dict[str, _Job] = {}
         self._folders: dict[str, ClientFolder] = {}
@@ -241,19 +241,23 @@ class Node:
 
     @contextmanager
     def _job(self, client: str, job: _Job) -> Iterator[_Job | None]:
-        """What beats name, from the order to the receipt; None where the client is busy."""
+        """What beats name, from the order to the receipt. What else there is to do for the client waits; None if the node stops first."""
         with self._lock:
-            busy = self._jobs.setdefault(client, job) is not job
-        if busy:
-            log.warning("node %s was asked for client %s, which is busy", self.name, client)
-            self._stopping.wait(_PAUSE)
+            while client in self._jobs and not self._stopping.is_set():
+                self._lock.wait(_LOOK)
+            if self._stopping.is_set():
+                job.cancelled = "the node was told to stop"
+            else:
+                self._jobs[client] = job
+        if job.cancelled:
             yield None
             return
         try:
             yield job
         finally:
             with self._lock:
-                self._jobs.pop(client, None)
+                del self._jobs[client]
+                self._lock.notify_all()
 
     @contextmanager
     def _telling(self, order: Fit | Evaluate, job: _Job) -> Iterator[None]:

@@ -86,7 +86,8 @@ class TrainerLearner:
                 if turn.cancelled is not None:
                     raise turn.cancelled
                 outcome = self._outcome(order)
-                self._memory = turn.state
+                untouched = state if isinstance(state, dict) else None  # where nothing was left to train
+                self._memory = untouched if turn.state is None else turn.state
                 return outcome
             finally:
                 turn.end()
