@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +45,7 @@ def test_shell(tmp_path: Path) -> None:
     for line in block("sh").strip().splitlines():
         run(["bash", "-c", line], tmp_path)
     assert (tmp_path / "runs" / "codes.json").exists()
-    for run_of in ("detect-qris", "lm-debug"):
+    for run_of in ("detect-qris", "lm-debug", "fed-lm"):
         assert (tmp_path / "runs" / run_of / "1" / "report.html").exists()
     assert (tmp_path / "runs" / "lm-hf" / "model.safetensors").exists()
 
@@ -55,6 +57,42 @@ def test_pipelines(tmp_path: Path) -> None:
     assert cuts.endswith("{'transformer.wte.weight': (0, 3)}")
     assert "transformer.h." in names
     assert "https://" not in (tmp_path / "predicted.html").read_text()
+
+
+def test_federated_across_processes(tmp_path: Path) -> None:
+    """The commands of the guide, with a recipe that is small and a port that is free."""
+    recipe = (ROOT / "recipes/fed-lm.toml").read_text()
+    small = {
+        "rounds = 8": "rounds = 2",
+        "local_steps = 25": "local_steps = 2",
+        "limit_val_batches = 20": "limit_val_batches = 2",
+    }
+    for before, after in small.items():
+        assert before in recipe
+        recipe = recipe.replace(before, after)
+    recipe = recipe.replace('model = "llama3-debug"', 'model = "llama3-debug"\noverrides = {layers = 1}')
+    recipe = recipe.replace('data = "stdlib"', 'data = "texts"\ntokenizer = "bytes"')
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/fed-lm.toml").write_text(recipe)
+    for source in range(5):
+        (tmp_path / f"texts/{source}").mkdir(parents=True)
+        for number in range(12):
+            (tmp_path / f"texts/{source}/{number}.txt").write_text(f"source {source} tells story {number}. " * 40)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    script = block("sh", "docs/federated.md").replace("8470", str(port))
+    said = run(["bash", "-ec", script], tmp_path)
+    assert "node site-b is done: all 2 rounds are done" in said
+    assert (tmp_path / "runs/fed-lm/1/report.html").exists()
+
+
+def test_federated_in_python(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(block("python", "docs/federated.md"))
+    weights, *simulated = run([sys.executable, "example.py"], tmp_path).strip().splitlines()
+    found = ast.literal_eval(weights)
+    assert abs(found["layer.weight"] - 2) < 0.3
+    assert abs(found["layer.bias"] - 1) < 0.3
+    assert simulated
 
 
 def test_make_targets_exist() -> None:

@@ -277,6 +277,26 @@ def test_a_server_that_is_killed_goes_on(lines: Path, typed: Typed, folder: Path
     assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
 
 
+def test_clients_whose_data_all_nodes_have_go_where_there_is_room(lines: Path, typed: Typed, folder: Path) -> None:
+    assert typed("federate lines.toml")[0] == 0
+    flags = ["--federation.waiting.nodes", "2", "--federation.waiting.lease", "0.5"]
+    server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0", *flags)
+    address = address_of(server)
+    killed, node = joined(address, name="a", FED_PAUSE="0.2"), joined(address, name="b", FED_PAUSE="0.2")
+    until = time.monotonic() + DEADLINE
+    while not (folder / "runs/lines/2/rounds/000001").is_dir():
+        assert time.monotonic() < until, "round 1 was not committed in time"
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait(DEADLINE)
+    said = ended(node)
+    out = ended(server)
+    assert {f"round 3: client {number} trains" for number in range(3)} <= {
+        line.partition(" 4 ")[0] for line in said.splitlines()
+    }
+    assert "node a is lost" in out
+
+
 def test_off_this_machine_tls_and_keys_are_needed(lines: Path, typed: Typed, folder: Path) -> None:
     status, _, err = typed("federate serve lines.toml --address 0.0.0.0:0")
     assert status == 2

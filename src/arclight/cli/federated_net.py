@@ -92,6 +92,7 @@ def join(arguments: list[str]) -> None:
         sys.path.append(os.getcwd())  # classes named as package.module:Class are looked for here too
 
     from arclight.federated.clients.client import Client
+    from arclight.federated.clients.crew import Anyone, InThisProcess
     from arclight.federated.clients.node import Node
     from arclight.federated.transports.http_link import HttpLink
     from arclight.federated.transports.keys import NodeKey
@@ -104,8 +105,12 @@ def join(arguments: list[str]) -> None:
         )
     )  # fmt: skip
     site = Site(link, options.data, overrides)
-    clients = [Client(name, learner=partial(site.learner, name)) for name in options.client]
-    node = Node(link, clients, folder, options.name, patience=options.patience)
+
+    def client(name: str) -> Client:
+        return Client(name, learner=partial(site.learner, name))
+
+    crew = InThisProcess([client(name) for name in options.client]) if options.client else Anyone(client)
+    node = Node(link, crew, folder, options.name, patience=options.patience)
     node.run()
     link.close()
     print(f"node {options.name} is done: {node.closed}")
@@ -157,7 +162,7 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--name", required=True, help="of this node, the same each time that it joins")
     parser.add_argument(
         "--client", action="append", default=[], metavar="N",
-        help="number of a client whose data are here, may be repeated (default: any that the server gives)",
+        help="number of a client whose data are here alone, may be repeated (default: any that the server gives this node)",
     )  # fmt: skip
     parser.add_argument(
         "--data", metavar="PATH",

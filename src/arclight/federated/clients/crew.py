@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,7 @@ class Crew(Protocol):
     """Trains some clients, as many at once as it has slots; called from one thread for each slot."""
 
     clients: tuple[str, ...]
+    """Those whose data are here alone; empty for a crew that trains any client of the run."""
     slots: int
 
     def open(self, folder: Path, run: str) -> None:
@@ -83,3 +84,16 @@ class InThisProcess:
             folder = self._folder / folder_name(client)
             self._works[client] = Work(self._made[client].learner(folder), folder, client, self._run)
         return self._works[client]
+
+
+class Anyone(InThisProcess):
+    """Any client of a run whose data every node can read: ``make`` gives the client of a name when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Client]) -> None:
+        super().__init__([])
+        self._make = make
+
+    def _work(self, client: str) -> Work:
+        if client not in self._made:
+            self._made[client] = self._make(client)
+        return super()._work(client)
