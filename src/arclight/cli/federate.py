@@ -81,6 +81,7 @@ def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
             node.stop()
             worker.join(60.0)
         worker.check()
+        run.wait(0.0)  # raises where the run could not go on
 
 
 class Worker(threading.Thread):
@@ -128,8 +129,6 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
         try:
             with server.opened() as run:
                 yield run, progress
-                if run.driver.ended is not None and run.driver.ended.failed:
-                    failure = run.driver.ended.why
         except BaseException as error:
             failure = f"{type(error).__name__}: {error}"
             raise

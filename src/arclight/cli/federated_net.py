@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from arclight.federated.transports.settings import Listening
 
 DEFAULT_PORT = 8470
-LINGER = 20.0
-"""Seconds for which a server whose run is over still answers, so that every node hears of it."""
 OF_THE_NODE = ("task.", "trainer.")
 """Settings that a node may have otherwise than the server: where its data lie, what it computes on."""
 
@@ -52,15 +50,14 @@ def serve(arguments: list[str]) -> None:
     from arclight.federated.transports.http_server import HttpServer
 
     folder = folder_of(recipe, options)
-    with opened(recipe, folder, options) as (run, progress):
-        watched = Watched(run.service, progress)
-        with HttpServer(watched, where, run.blobs) as server:
-            progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
-            progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
-            while not run.driver.wait(1.0):
-                pass
-            if unheard := watched.wait_until_left(LINGER):
-                progress.say(f"the run is over; nodes that have not heard of it: {', '.join(unheard)}")
+    with (
+        opened(recipe, folder, options) as (run, progress),
+        HttpServer(Watched(run.service, progress), where, run.blobs) as server,
+    ):
+        progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
+        progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
+        run.wait()
+        run.let_nodes_hear()
 
 
 def listening(options: Namespace) -> Listening:

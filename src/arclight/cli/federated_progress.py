@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from arclight.cli.style import bold, dim
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
-from arclight.federated.protocol import Beat, Close, Join, Leave, Welcome
+from arclight.federated.protocol import Beat
 from arclight.trainer.callbacks.progress_clock import clock_text
 from arclight.trainer.curves import number_text
 from arclight.trainer.report import size_text
@@ -187,29 +187,12 @@ def _columns() -> int:
 
 
 class Watched:
-    """A server whose nodes are seen: their beats on the way, and who is still there."""
+    """A server whose nodes' beats are seen on their way."""
 
     def __init__(self, server: Answers, progress: Progress) -> None:
         self._server, self._progress, self.blobs = server, progress, server.blobs
-        self._there = threading.Condition()
-        self._sessions: dict[str, str] = {}
 
     def answer(self, message: Message) -> Message:
         if isinstance(message, Beat):
             self._progress.beat(message)
-        answer = self._server.answer(message)
-        with self._there:
-            if isinstance(message, Join) and isinstance(answer, Welcome):
-                self._sessions[message.node] = answer.session
-            elif isinstance(message, Leave) or isinstance(answer, Close):
-                self._sessions = {
-                    node: its for node, its in self._sessions.items() if its != getattr(message, "session", "")
-                }
-            self._there.notify_all()
-        return answer
-
-    def wait_until_left(self, timeout: float) -> list[str]:
-        """Give nodes time to hear that a run is over; the names of those that have not within ``timeout`` seconds."""
-        with self._there:
-            self._there.wait_for(lambda: not self._sessions, timeout)
-            return sorted(self._sessions)
+        return self._server.answer(message)

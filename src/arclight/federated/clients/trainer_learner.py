@@ -16,6 +16,7 @@ from arclight.federated.clients.learner import Outcome
 from arclight.federated.clients.states import States
 from arclight.federated.clients.turn import ENTRY, Measuring, Position, Taken, Turn
 from arclight.federated.errors import FederatedError
+from arclight.trainer.datamodule import DataModule
 from arclight.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ class TrainerLearner:
         *,
         seed: int | None = None,
     ) -> None:
-        self.module, self.datamodule, self._seed = module, datamodule, seed
+        own = datamodule is None or isinstance(datamodule, DataModule)
+        self.module, self.datamodule, self._seed = module, datamodule if own else Loaders(datamodule), seed
         self._states = States(Path(folder) / "states")
         self._turn = Turn()
         self.trainer = (make_trainer or trainer_maker())([self._turn], Path(folder) / "runs")
@@ -162,6 +164,20 @@ class TrainerLearner:
         except KeyError as error:
             raise FederatedError(str(error.args[0])) from error
         return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)
+
+
+class Loaders(DataModule):
+    """A loader to train with, or a pair of one to train and one to validate with, as a data module."""
+
+    def __init__(self, loaders: Any) -> None:
+        super().__init__()
+        self._train, self._val = loaders if isinstance(loaders, tuple) else (loaders, [])
+
+    def train_dataloader(self) -> Any:
+        return self._train
+
+    def val_dataloader(self) -> Any:
+        return self._val
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
