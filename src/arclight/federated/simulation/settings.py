@@ -55,7 +55,9 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a server takes for its work. The defaults are of one core of a common server; `measure` gives those of this machine."""
+    """What a server takes for its work. The defaults are of two cores of a common server; `measuring.measured_costs`
+    gives those of this machine.
+    """
 
     check: float = 1.5e-9
     """Seconds per byte of an update that arrives: hashing, writing, checking values."""
