@@ -56,6 +56,7 @@ class HttpLink:
         patience: float = 120.0,
         blobs: BlobStore | None = None,
     ) -> None:
+        require("httpx", extra="federated")
         self.address, self._key = address.rstrip("/"), key
         self._patience = Patience(self.address, patience)
         parts = urlsplit(self.address)
@@ -143,7 +144,6 @@ class HttpLink:
             return self._client_
 
     def _new_client(self) -> httpx.Client:
-        require("httpx", extra="federated")
         import httpx
 
         limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=60)

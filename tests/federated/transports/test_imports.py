@@ -1,0 +1,38 @@
+"""What HTTP needs is imported by those who use it, and named where it is missing."""
+
+import subprocess
+import sys
+
+HEAVY = ("httpx", "starlette", "uvicorn", "cryptography", "fsspec", "flwr")
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout
+
+
+def test_nothing_is_imported_before_it_is_used() -> None:
+    code = (
+        "import sys, arclight.federated.transports.http_link, arclight.federated.transports.http_server\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    assert run(code) == "[]\n"
+
+
+def test_where_to_listen_is_set_without_torch() -> None:
+    code = "import sys, arclight.federated.transports.settings\nprint('torch' in sys.modules)"
+    assert run(code) == "False\n"
+
+
+def test_what_is_missing_is_named_with_its_extra() -> None:
+    code = (
+        "import sys, tempfile\n"
+        "from pathlib import Path\n"
+        "sys.modules['httpx'] = None\n"
+        "from arclight.fabric.extras import MissingExtraError\n"
+        "from arclight.federated.transports.http_link import HttpLink\n"
+        "try:\n"
+        "    HttpLink('http://127.0.0.1:1', Path(tempfile.mkdtemp()))\n"
+        "except MissingExtraError as error:\n"
+        "    print(error)\n"
+    )
+    assert 'pip install "arclight[federated]"' in run(code)
