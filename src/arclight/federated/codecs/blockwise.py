@@ -28,7 +28,7 @@ def encode_int8(target: Target) -> Parts:
     for where, chunk in target.chunks():
         scale = _settled(target.largest(chunk)) / 127.0
         scales[_rows(where, target.block)] = scale.view(-1)
-        rounded = (chunk * _inverse(scale)).round_()
+        rounded = torch.mul(chunk, _inverse(scale), out=target.spare(chunk)).round_()
         values[where] = rounded.view(-1)[: where.stop - where.start]
         target.said(where, chunk, rounded.mul_(scale))
     return {"": values, "scale": scales}
@@ -53,7 +53,8 @@ def encode_int4(target: Target) -> Parts:
     for where, chunk in target.chunks():
         scale = _settled(target.largest(chunk))
         scales[_rows(where, target.block)] = scale.view(-1)
-        place = (chunk * _inverse(scale)).mul_(_STEPS).round_().to(torch.int32).add_(_STEPS)
+        scaled = torch.mul(chunk, _inverse(scale), out=target.spare(chunk))
+        place = scaled.mul_(_STEPS).round_().to(torch.int32).add_(_STEPS)
         codes = _nearest().index_select(0, place.view(-1)).view(-1, 2)
         packed = codes[:, 0] | (codes[:, 1] << 4)
         values[_bytes(where)] = packed[: (where.stop - where.start + 1) // 2]

@@ -12,13 +12,15 @@ from arclight.checkpoint.tensorfile import DTYPES, NAMES
 from arclight.federated.blobs.packing import Encoded
 from arclight.federated.codecs import blockwise, sparse
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Lossy, Raw, TopK
-from arclight.federated.codecs.target import LARGEST, Target, check_finite, chunks_of
+from arclight.federated.codecs.target import LARGEST, Target, chunks_of
 from arclight.federated.errors import BlobError, FederatedError
 
 SMALL = 1024
 """Tensors of fewer elements are sent as they are."""
 VECTOR = 1 << 16
 """So are vectors of at most as many: norms and biases weigh next to nothing and are sensitive."""
+_ROW = 4096
+"""Values that are looked at together where no block is called for."""
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _PARTS = {"raw": ("",), "bf16": ("",), "int8": ("", "scale"), "int4": ("", "scale"), "topk": ("index", "value", "level")}  # fmt: skip
 
@@ -48,7 +50,7 @@ def encode(
         raise ValueError(f"{key} is {tuple(tensor.shape)}, its residual {tuple(residual.shape)}")
     if not isinstance(codec, Lossy) or goes_raw(tensor, codec):
         return Encoded.raw(_raw(key, tensor, residual)), None
-    block = 1 if isinstance(codec, BF16) else codec.block
+    block = _ROW if isinstance(codec, BF16) else codec.block
     target = Target(key, tensor, residual, codec.feedback, block)
     parts, settings = _encoded(target, codec)
     shape = tuple(tensor.shape)
@@ -73,8 +75,10 @@ def encode_all(
     """
     left.update(residuals)
     for key, tensor in tensors:
-        how = codec if key.startswith("model/") else for_moments(codec)
-        encoded, remains = encode(key, tensor, how, residuals.get(key) if how is codec else None)
+        weight = key.startswith("model/")
+        encoded, remains = encode(
+            key, tensor, codec if weight else for_moments(codec), residuals.get(key) if weight else None
+        )
         if remains is None:
             left.pop(key, None)
         else:
@@ -101,9 +105,11 @@ def _encoded(target: Target, codec: Lossy) -> tuple[dict[str, torch.Tensor], dic
         return sparse.encode_topk(target, codec.keep, codec.bits), settings
     values = torch.empty(target.numel, dtype=torch.bfloat16)
     for where, chunk in target.chunks():
-        check_finite(target.key, chunk.abs().amax())
-        values[where] = chunk.view(-1)
-        target.said(where, chunk, values[where].to(torch.float32))
+        target.largest(chunk)
+        rounded = chunk.to(torch.bfloat16)
+        values[where] = rounded.view(-1)[: where.stop - where.start]
+        if target.left is not None:
+            target.said(where, chunk, rounded.to(torch.float32))
     return {"": values}, {}
 
 
@@ -167,10 +173,12 @@ def _widened(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype not in _FLOATS:
         raise BlobError("only floating point numbers are sent as bfloat16")
     flat, out = part.reshape(-1), torch.empty(part.numel(), dtype=dtype)
-    for where in chunks_of(part.numel(), 1):
-        if not bool((flat[where].abs() <= LARGEST).all()):
+    for where in chunks_of(part.numel(), _ROW):
+        wide = flat[where].to(torch.float32)
+        low, high = wide.aminmax()
+        if not -LARGEST <= low.item() <= high.item() <= LARGEST:
             raise BlobError("it has values that are not finite, or beyond 2^126")
-        out[where] = flat[where]
+        out[where] = wide
     return out
 
 

@@ -19,18 +19,20 @@ def encode_topk(target: Target, keep: int, bits: int) -> Parts:
     """``keep`` values of a whole block; of a last, shorter one as large a share."""
     indices, codes, levels = [], [], []
     for where, chunk in target.chunks():
-        decoded = torch.zeros_like(chunk)
+        left = target.said_few(where, chunk)
         for rows, width, some in _evenly(where.stop - where.start, target.block, keep):
-            values, out = chunk[rows, :width], decoded[rows, :width]
-            index = _largest(target.key, values, some)
+            values = chunk[rows, :width]
+            index = _largest(target, values, some)
             chosen = values.gather(1, index)
             code, means = _grouped(chosen.abs(), bits - 1)
             code += torch.signbit(chosen).to(torch.int64) << (bits - 1)
-            out.scatter_(1, index, _signed(means).gather(1, code))
             indices.append(index.to(torch.int32).view(-1))
             codes.append(code.to(torch.uint8).view(-1))
             levels.append(means.view(-1))
-        target.said(where, chunk, decoded)
+            if left is not None:
+                seen = narrowed(_signed(means).gather(1, code), target.dtype).to(torch.float32)
+                begin = rows.start * target.block
+                left[begin : begin + values.numel()].view(values.shape).scatter_(1, index, chosen - seen)
     return {
         "index": packing.pack(torch.cat(indices), packing.width_for(target.block)),
         "value": packing.pack(torch.cat(codes), bits),
@@ -78,16 +80,16 @@ def _share(rest: int, block: int, keep: int) -> int:
     return -(-keep * rest // block)
 
 
-def _largest(key: str, values: torch.Tensor, keep: int) -> torch.Tensor:
+def _largest(target: Target, values: torch.Tensor, keep: int) -> torch.Tensor:
     """Rising places of the ``keep`` largest magnitudes of each row.
 
     The keep largest lie in the keep groups with the largest maxima; finding those first leaves far less to sort. Magnitudes are
     compared as the integers that their bits are, which have the same order.
     """
-    magnitudes = values.abs()
+    magnitudes = torch.abs(values, out=target.spare(values))
     rows, width = magnitudes.shape
-    check_finite(key, magnitudes.amax(1))
-    order = magnitudes.view(torch.int32) if magnitudes.is_contiguous() else magnitudes.contiguous().view(torch.int32)
+    check_finite(target.key, magnitudes.amax(1))
+    order = magnitudes.view(torch.int32)
     groups = width // 8
     if width % 8 or groups <= keep:
         index = order.topk(keep, dim=1, sorted=False).indices

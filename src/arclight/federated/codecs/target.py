@@ -28,6 +28,10 @@ class Target:
         self._flat = tensor.detach().reshape(-1)
         self._residual = residual.detach().reshape(-1) if residual is not None and feedback else None
         self._feedback = feedback
+        size = min(next(chunks_of(self.numel, block)).stop + block, self.numel + block) if self.numel else block
+        self._sum, self._spare = (
+            torch.empty(size) for _ in range(2)
+        )  # fresh memory for each chunk costs as much as the work
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Where in the flat tensor, and the values there, shape (rows, block), the last row filled up with zeros. Not to be changed."""
@@ -35,10 +39,14 @@ class Target:
             count = where.stop - where.start
             some = self._flat[where].to("cpu", torch.float32)
             if self._residual is not None:
-                some = torch.add(some, self._residual[where], alpha=self._feedback)
+                some = torch.add(some, self._residual[where], alpha=self._feedback, out=self._sum[:count])
             if count % self.block:
                 some = torch.nn.functional.pad(some, (0, -count % self.block))
             yield where, some.view(-1, self.block)
+
+    def spare(self, chunk: torch.Tensor) -> torch.Tensor:
+        """Memory for values that are needed until the next call, of the chunk's shape."""
+        return self._spare[: chunk.numel()].view(chunk.shape)
 
     def largest(self, chunk: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of each row, shape (rows, 1). Raises FederatedError for values that are no finite numbers."""
@@ -52,6 +60,13 @@ class Target:
             count = where.stop - where.start
             seen = narrowed(decoded.view(-1)[:count], self.dtype).to(torch.float32)
             torch.sub(chunk.view(-1)[:count], seen, out=self.left[where])
+
+    def said_few(self, where: slice, chunk: torch.Tensor) -> torch.Tensor | None:
+        """As if nothing were read for ``chunk``: its flat residual, in which those who do say something note what is left of it."""
+        if self.left is None:
+            return None
+        left = self.left[where]
+        return left.copy_(chunk.view(-1)[: where.stop - where.start])
 
 
 def check_finite(key: str, largest: torch.Tensor) -> None:
