@@ -3,6 +3,9 @@
 import contextlib
 import json
 import math
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -192,3 +195,10 @@ def test_tables_and_recipes_bring_masks_back() -> None:
 def test_half_lives(beta: float, steps: float) -> None:
     assert half_life(beta) == pytest.approx(steps, rel=1e-3)
     assert period_of(beta, 10) == max(1, int(steps // 10))
+
+
+def test_the_guides_settings_are_settings() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "federated.md").read_text(encoding="utf-8")
+    tables = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)]
+    federations = [read(Federation, table["federation"]) for table in tables if "federation" in table]
+    assert any(one.masks.experts is not None and one.masks.periods for one in federations)
