@@ -205,6 +205,21 @@ def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> Non
     assert "round 3" in out
 
 
+def test_a_run_that_cannot_go_on_says_why(lines: Path, typed: Typed, folder: Path) -> None:
+    """Every client's loss becomes infinite, so that no update is taken."""
+    task = folder / "fed_task.py"
+    task.write_text(
+        task.read_text().replace(
+            '.square().mean()\n        self.log("train', '.square().mean() * 1e38**2\n        self.log("train'
+        )
+    )
+    status, out, err = typed("federate lines.toml --federation.waiting.retries 0")
+    assert status == 2
+    assert "could not go on" in err
+    assert "client 0 is refused" in out or "client 0 is left out" in out
+    assert "The run did not finish" in (folder / "runs/lines/1/report.html").read_text()
+
+
 def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
     for flags, words in (
         ("--task.kind fed_task:NoSites --task.lr 0.1", "no method site(number, count)"),
@@ -337,6 +352,29 @@ def test_a_node_may_only_say_what_is_its_own(typed: Typed, folder: Path) -> None
     status, _, err = typed("federate join http://127.0.0.1:1 --name a --data here")
     assert status == 2
     assert "--client N" in err
+
+
+def test_an_app_for_flower_does_what_the_recipe_says(
+    lines: Path, typed: Typed, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Flower: what the app builds, run in this process, comes to the weights of the recipe."""
+    import importlib
+
+    assert typed("federate lines.toml --federation.rounds 2")[0] == 0
+    status, out, err = typed("federate flower lines.toml --federation.rounds 2 --out app")
+    assert status == 0, err
+    assert "flwr run app" in out
+    assert (folder / "app/pyproject.toml").exists()
+    monkeypatch.syspath_prepend(str(folder / "app"))
+    building = importlib.import_module("lines.building")
+    server = building.server(folder / "under-flower", {})
+    server.run([building.client(str(number), {}) for number in range(3)])
+    assert digest(folder / "under-flower", 2) == digest(folder / "runs/lines/1", 2)
+    assert typed("federate report under-flower")[0] == 0
+    assert typed("federate report app")[0] == 2
+    assert typed("federate flower lines.toml --out app")[0] == 2  # nothing is overwritten
+    for name in [name for name in sys.modules if name == "lines" or name.startswith("lines.")]:
+        del sys.modules[name]
 
 
 # -- the page ------------------------------------------------------------------------------------------------------

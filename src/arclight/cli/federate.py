@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import threading
@@ -22,21 +23,28 @@ if TYPE_CHECKING:
     from arclight.federated.server.server import Server
     from arclight.trainer import RunFolder
 
+VERBS = {
+    "serve": "arclight.cli.federated_net",
+    "join": "arclight.cli.federated_net",
+    "keys": "arclight.cli.federated_net",
+    "flower": "arclight.cli.federated_flower",
+    "report": "arclight.cli.federated_report",
+}
 ENDING = 30.0
 """Seconds between the end that nodes hear of and the server's own."""
 ABOUT = """
 Train one model on the data of many sites, of which only changes of weights travel. As it is typed above, all of it happens in
 this process. Across processes and machines: `arclight federate serve` where the server is, `arclight federate join` at each
-site, `arclight federate keys` for certificates and keys; each has a --help of its own.
+site, `arclight federate keys` for certificates and keys, `arclight federate flower` for an app that Flower starts, `arclight
+federate report` to write a run's page anew; each has a --help of its own.
 """
 
 
 def federate(arguments: list[str]) -> None:
-    """Whatever the first word says: serve, join, keys, or a recipe to run here."""
-    if arguments and arguments[0] in ("serve", "join", "keys"):
-        from arclight.cli import federated_net
-
-        return getattr(federated_net, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
+    """Whatever the first word says: one of VERBS, or a recipe to run here."""
+    if arguments and arguments[0] in VERBS:
+        module = importlib.import_module(VERBS[arguments[0]])
+        return getattr(module, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
     parser = run_parser("federate", ABOUT)
     recipe, options = read_as(FederatedRecipe, parser, arguments)
     return run_here(recipe, options)
@@ -125,15 +133,14 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
             recipe=as_tables(recipe),
             told=progress.told,
         )
-        failure = None
         try:
             with server.opened() as run:
                 yield run, progress
         except BaseException as error:
-            failure = f"{type(error).__name__}: {error}"
+            why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
+            failed(folder, options, f"{why}. --resume {folder.path} goes on with it.")
             raise
-        finally:
-            finish(recipe, folder, server, options, measuring, failure)
+        finish(recipe, folder, server, options, measuring)
 
 
 def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
@@ -151,26 +158,27 @@ def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
 
 
 def finish(
-    recipe: FederatedRecipe,
-    folder: RunFolder,
-    server: Server,
-    options: Namespace,
-    measuring: Measuring | None,
-    failure: str | None,
+    recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, measuring: Measuring | None
 ) -> None:
     """The last weights as a checkpoint for every other verb, and the report."""
     from arclight.cli.federated_report import federated_report
 
-    done = server.rounds.newest()
-    if done is not None and failure is None and measuring is not None:
-        kept = measuring.keep(server.weights(), server.history[-1].clock)
-        print(f"\nThe run is in {folder.path}\nIts weights are in {kept}")
-    if not (folder.path / "history.json").exists():
-        return
-    beside = options.beside
-    if options.centralised and failure is None:
-        beside = centralised(recipe)
-    print(f"The report is {federated_report(folder.path, beside=beside, failure=failure)}")
+    print(f"\nThe run is in {folder.path}")
+    if measuring is not None:
+        print(f"Its weights are in {measuring.keep(server.weights(), server.history[-1].clock)}")
+    beside = centralised(recipe) if options.centralised else options.beside
+    print(f"The report is {federated_report(folder.path, beside=beside)}")
+
+
+def failed(folder: RunFolder, options: Namespace, why: str) -> None:
+    """Let the report say how the run ended. One that cannot be written does not hide why."""
+    from arclight.cli.federated_report import federated_report
+
+    try:
+        if (folder.path / "history.json").exists():
+            federated_report(folder.path, beside=options.beside, failure=why)
+    except OSError as error:
+        logging.getLogger("arclight").warning("the report could not be written: %s", error)
 
 
 def centralised(recipe: FederatedRecipe) -> Path:

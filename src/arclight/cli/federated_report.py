@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.federated_charts import Stack, stacked_bars
 from arclight.trainer.curves import Chart, best_point, last_finite, number_text
 from arclight.trainer.loggers.csv_logger import read_metrics
@@ -23,6 +24,19 @@ MOST_CLIENTS = 8
 PHASES = ("waiting", "fold", "evaluate")
 """In the order in which they come: until the updates are there, until the weights are committed, until they are measured."""
 _BEST = "val/loss"
+
+
+def report(arguments: list[str]) -> None:
+    """``arclight federate report``: a run's page anew, at any time, also of a run that is going on."""
+    parser = Parser(prog="arclight federate report", description="Write the page of a federated run anew.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument(
+        "--beside", type=Path, metavar="RUN", help="a centralised run whose curves are shown beside these"
+    )
+    options = parser.parse_args(arguments)
+    if not (options.run / "history.json").exists():
+        raise UsageError(f"{options.run} has no history.json: give the folder of a federated run")
+    print(f"The report is {federated_report(options.run, beside=options.beside)}")
 
 
 def federated_report(folder: str | Path, *, beside: str | Path | None = None, failure: str | None = None) -> Path:
