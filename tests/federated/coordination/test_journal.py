@@ -54,7 +54,8 @@ def test_a_journal_cut_at_any_byte_opens_with_the_whole_lines_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = filled(tmp_path / "whole")
-    for cut in range(len(data)):
+    ends = [n + 1 for n, byte in enumerate(data) if byte == ord("\n")]
+    for cut in sorted({*range(0, len(data), 5), *ends, *(end - 1 for end in ends)} - {len(data)}):
         (tmp_path / "cut").write_bytes(data[:cut])
         whole = data[:cut].count(b"\n")
         caplog.clear()

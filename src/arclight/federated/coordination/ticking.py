@@ -124,14 +124,14 @@ def _settle(c: Coordinator, event: Event, open: Open, now: float) -> Decision:
 
 def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) -> Decision:
     """Ask others, or those that have come back; or end the run."""
-    need, waiting = c.rules.need(open.wanted), c.settings.waiting
+    need, waiting, alone = c.rules.need(open.wanted), c.settings.waiting, c.present.alone_since
+    if not c.present.sessions and alone is not None and alone + waiting.join > now:
+        return Decision(event=event, now=now)  # somebody may come
     why = f"round {open.round} has {len(open.accepted)} of the {need} updates that its quorum needs"
     if late:
         why += f" after {waiting.deadline} s"
     why += _blame(c, open)
     if not c.present.sessions:
-        if c.present.alone_since is not None and c.present.alone_since + waiting.join > now:
-            return Decision(event=event, now=now)  # somebody may come
         return end(c, event, now, f"{why}; no node is here", failed=True)
     if open.attempt >= waiting.retries:
         return end(c, event, now, f"{why}; it was tried {open.attempt + 1} times", failed=True)
