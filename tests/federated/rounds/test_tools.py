@@ -14,6 +14,7 @@ from arclight.federated.clients.client import Client
 from arclight.federated.coordination.journal import read
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds import tools
+from arclight.federated.rounds.centralised import moments_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
@@ -190,3 +191,20 @@ def test_the_journal_of_a_fork_begins_where_the_round_was(finished: Path, tmp_pa
     Server(settings(), folder=tmp_path / "fork").run(clients())
     committed = [record for record in read(tmp_path / "fork" / "journal.jsonl") if hasattr(record, "checkpoint")]
     assert [(record.round, record.clock) for record in committed] == [(2, 6), (3, None)]
+
+
+def test_moments_of_a_centralised_run_are_where_clients_begin(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict()], "progress": {"global_step": 1}}
+    checkpoint.save(tmp_path / "central", state)
+    asked = settings(moments=("exp_avg",), strategy=FedAvg())
+    server = Server(asked, tmp_path / "central", folder=tmp_path / "run")
+    with server.opened():
+        kept = server.rounds.tensors(0, "moments")
+    assert kept.keys() == {"exp_avg/weight", "exp_avg/bias"}
+    assert torch.equal(kept["exp_avg/weight"], optimizer.state[model.weight]["exp_avg"])
+    with pytest.raises(FederatedError, match="keeps 'momentum_buffer'"):
+        moments_of(tmp_path / "central", ["momentum_buffer"])

@@ -16,6 +16,7 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.journal import Injection
 from arclight.federated.errors import FederatedError
+from arclight.federated.rounds.centralised import moments_of, steps_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.history import Round
 from arclight.federated.server.running import Measurement, Run, Start
@@ -41,7 +42,7 @@ class Server:
     """One federated run.
 
     weights: what it begins with: a module, tensors by parameter name, or the path of a checkpoint of a centralised run (whose
-    averaged weights are taken where it has some). Not used where the run goes on, and not needed then.
+    averaged weights are taken where it has some, and its optimizer's states for the federation's moments). Not used where the run goes on, and not needed then.
     folder: the run's own. A run that was stopped, killed or failed in it goes on from its newest round and the updates that had
     come since; another run's folder is refused.
     clients: their names; by default "0", "1", ... as many as ``federation.clients``.
@@ -156,17 +157,17 @@ class Server:
         return self.history
 
     def _start(self) -> Start:
-        given, clock = self._weights, 0
+        given, clock, moments = self._weights, 0, self._moments
         if given is None:
             return Start()
         if isinstance(given, torch.nn.Module):
             found: Weights = {name: tensor.detach() for name, tensor in named_weights(given).items()}
         elif isinstance(given, str | Path):
-            found = checkpoint.load_weights(given)
-            clock = _steps_of(given)
+            found, clock = checkpoint.load_weights(given), steps_of(given)
+            moments = moments or moments_of(given, self.federation.moments)
         else:
             found = given
-        return Start(weights={k: v.detach().cpu() for k, v in found.items()}, moments=self._moments, clock=clock)
+        return Start(weights={k: v.detach().cpu() for k, v in found.items()}, moments=moments, clock=clock)
 
     def _measured(self, number: int, weights: Weights) -> Measurement:
         assert self._evaluate is not None
@@ -176,9 +177,3 @@ class Server:
         for name in [name for name, value in found.items() if not math.isfinite(value)]:
             log.warning("round %d: %s is %s, and is left out of the history", number, name, found.pop(name))
         return samples, found
-
-
-def _steps_of(path: str | Path) -> int:
-    """Optimizer steps behind a checkpoint's weights; 0 where it does not say."""
-    where = checkpoint.remote.place(path)
-    return (checkpoint.inspect(path).step or 0) if where.is_dir() else 0
