@@ -1,10 +1,15 @@
 import itertools
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arclight.checkpoint.files import PlacedFile
+from arclight.checkpoint.stored import Piece, StoredTensor
+from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.scale import Contribution
 from arclight.federated.errors import FederatedError
@@ -124,3 +129,30 @@ def test_each_experts_mean_is_over_the_samples_of_those_that_have_it() -> None:
     after = merge(means, before)
     assert after["model/e.w"].tolist() == [[2.0, 2.0], [5.0, 5.0], [6.0, 6.0], [-1.0, -1.0]]
     assert after["model/router"].tolist() == [5.0] * 4
+
+
+def test_one_entry_of_a_stored_tensor_is_read_alone(tmp_path: Path) -> None:
+    whole = torch.arange(24, dtype=torch.float32).view(4, 2, 3)
+    (tmp_path / "one").write_bytes(b"head" + memory_of(as_bytes(whole)).tobytes())
+
+    class Noting(PlacedFile):
+        read: ClassVar[list[int]] = []
+
+        def read_at(self, position: int, target: memoryview) -> None:
+            self.read.append(len(target))
+            super().read_at(position, target)
+
+    source = Noting(tmp_path / "one")
+    stored = StoredTensor((4, 2, 3), torch.float32, [Piece(source, 4, (0, 0, 0), (4, 2, 3))])
+    for number in range(4):
+        row = stored.row(number)
+        assert isinstance(row, StoredTensor)
+        assert not Noting.read
+        assert torch.equal(row.read(), whole[number])
+        assert Noting.read == [24]
+        Noting.read.clear()
+    halves = [Piece(source, 4, (0, 0, 0), (2, 2, 3)), Piece(source, 4 + 48, (2, 0, 0), (2, 2, 3))]
+    split_up = StoredTensor((4, 2, 3), torch.float32, halves)
+    assert all(torch.equal(split_up.row(number), whole[number]) for number in range(4))
+    with pytest.raises(IndexError):
+        stored.row(4)

@@ -10,7 +10,8 @@ import torch
 from tests.federated.server.quadratic import Quadratic, Script
 
 from arclight.federated.clients import Outcome
-from arclight.federated.codecs.settings import Int8
+from arclight.federated.codecs.encoding import decode, encode
+from arclight.federated.codecs.settings import BF16, Int8, Raw, to_table
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.experts import Parts
 from arclight.federated.masks.settings import Experts, Masks
@@ -151,3 +152,26 @@ def test_experts_steps_and_states_are_their_own(tmp_path: Path) -> None:
 def test_a_federation_whose_masks_do_not_fit_does_not_begin(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match=r"'hed\.', which matches no parameter; did you mean head\.\?"):
         run(tmp_path, {"0": Quadratic(1.0)}, masks=Masks(personal=("hed.",)))
+
+
+def test_a_fleet_may_mix_codecs(tmp_path: Path) -> None:
+    """One client writes its changes raw, one in bfloat16, one in eight bits: what is averaged is what each of them said."""
+
+    class Mixed(Masked):
+        def packed(self, order: Fit, change, outcome: Outcome) -> Update:
+            codec = {"0": Raw(), "1": BF16(), "2": Int8()}[order.client]
+            return super().packed(dataclasses.replace(order, codec=to_table(codec)), change, outcome)
+
+    start = {"w": torch.linspace(-1, 1, 4096).reshape(64, 64)}
+    learners = {str(number): Quadratic(float(number)) for number in range(3)}
+    server = Server(Federation(clients=3, rounds=1, local_steps=4), start, folder=tmp_path / "run")
+    with server.opened() as opened:
+        Mixed(InProcess(opened.service), learners).work()
+        assert opened.driver.wait(20)
+    after = [moved(start["w"], float(number), 1) for number in range(3)]
+    said = [
+        decode("w", encode("w", start["w"] - w, codec)[0])
+        for w, codec in zip(after, (Raw(), BF16(), Int8()), strict=True)
+    ]
+    mean = sum(change.double() for change in said) / 3
+    torch.testing.assert_close(server.weights()["w"], (start["w"].double() - mean).float(), rtol=1e-6, atol=1e-6)
