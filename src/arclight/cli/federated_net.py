@@ -16,6 +16,7 @@ from arclight.federated.protocol import Evaluate, Fit, Message, Receipt, Update,
 from arclight.trainer.report import size_text
 
 if TYPE_CHECKING:
+    from arclight.federated.blobs import BlobStore
     from arclight.federated.clients import Learner
     from arclight.federated.transports.link import Link
     from arclight.federated.transports.settings import Listening
@@ -117,7 +118,11 @@ class Told:
     """A link that remembers what the server has said of the run, and says in a line what is asked of this node."""
 
     def __init__(self, link: Link) -> None:
-        self._link, self.blobs, self.recipe, self._shown = link, link.blobs, dict[str, Any](), ""
+        self._link, self.recipe, self._shown = link, dict[str, Any](), ""
+
+    @property
+    def blobs(self) -> BlobStore:
+        return self._link.blobs
 
     def send(self, message: Message) -> Message:
         answer = self._link.send(message)

@@ -58,6 +58,8 @@ class Federation:
     """Rounds between evaluations; 0 never evaluates."""
     evaluate_on: Literal["clients", "server"] = "server"
     """Whose validation data measure the weights: those of every client, weighed by samples, or the server's."""
+    blobs_at: str | None = None
+    """Address of an object store (``s3://bucket/folder``) through which tensors travel; none: over the server's own line."""
     keep_rounds: int = 3
     """Newest rounds whose checkpoints are kept; 0 keeps all."""
     checks: Checks = field(default_factory=Checks)

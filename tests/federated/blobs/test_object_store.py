@@ -14,6 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from arclight.federated.blobs.mirrored import MirroredStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError
 
@@ -115,3 +116,28 @@ def test_large_blobs_go_up_in_parts(bucket: str, tmp_path: Path) -> None:
     ObjectStore(bucket, tmp_path / "here").put(digest, content)
     assert "-" in fsspec.filesystem("s3").info(f"bucket/run/blobs/{digest}")["ETag"], "it went up in one piece"
     assert ObjectStore(bucket, tmp_path / "there").file(digest).read_bytes() == content
+
+
+def test_a_mirrored_folder_and_the_bucket_are_one(bucket: str, tmp_path: Path) -> None:
+    """What a server puts is where its nodes look, and what they put is where it looks."""
+    address = "s3://bucket/mirrored"
+    server, node = MirroredStore(tmp_path / "server", address), ObjectStore(address, tmp_path / "node")
+    content = [os.urandom(1000 + number) for number in range(4)]
+    names = [hashlib.sha256(one).hexdigest() for one in content]
+    source = tmp_path / "source"
+    source.write_bytes(content[0])
+    server.adopt(names[0], source)
+    assert server.file(names[0]).samefile(source)
+    with server.create() as file:
+        file.write(content[1])
+    server.put(names[2], content[2])
+    assert [node.file(name).read_bytes() for name in names[:3]] == content[:3]
+    node.put(names[3], content[3])
+    assert sorted(server) == sorted(names[:3]), "those that are here"
+    assert server.size(names[3]) == len(content[3])
+    assert b"".join(server.read(names[3], 5, 10)) == content[3][5:15]
+    assert sorted(server) == sorted(names)
+    for name in names:
+        server.remove(name)
+    assert list(node) == []
+    assert source.read_bytes() == content[0]

@@ -11,6 +11,7 @@ import pytest
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
+from arclight.federated.blobs.mirrored import MirroredStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError
@@ -26,6 +27,7 @@ STORES: dict[str, Callable[[Path], BlobStore]] = {
     "folder": lambda folder: FolderStore(folder / "blobs"),
     "memory": lambda folder: MemoryStore(),
     "object store": lambda folder: ObjectStore(f"memory://{uuid.uuid4().hex}/blobs", folder / "cache"),
+    "mirrored": lambda folder: MirroredStore(folder / "blobs", f"memory://{uuid.uuid4().hex}/blobs"),
 }
 
 

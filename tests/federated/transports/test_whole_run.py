@@ -66,17 +66,37 @@ def _check_broken(line: Line) -> None:
     assert line.connections > 10, "nothing was broken"
 
 
-TRANSPORTS = {"in process": in_process, "http": http, "https": https, "http that breaks": http_that_breaks}
+def http_and_object_store(service: Answers, folder: Path, stack: ExitStack) -> Links:
+    """The server tells nodes where blobs are; its own line carries none."""
+    served = stack.enter_context(HttpServer(service))
+    line = Line(served.port)
+    stack.callback(line.close)
+    stack.callback(lambda: _check_small(line))
+    return lambda node: HttpLink(line.address, folder / node / "fetched", patience=30)
+
+
+def _check_small(line: Line) -> None:
+    assert line.connections > 0
+    assert line.up + line.down < 200_000, "tensors went over the server's line"
+
+
+TRANSPORTS = {
+    "in process": in_process,
+    "http": http,
+    "https": https,
+    "http that breaks": http_that_breaks,
+    "object store": http_and_object_store,
+}
 
 
 def _learner(client: str, folder: Path) -> Quadratic:
     return Quadratic(len(client) / 3)
 
 
-def server_in(folder: Path, rounds: int = 4) -> Server:
+def server_in(folder: Path, blobs_at: str | None = None) -> Server:
     torch.manual_seed(5)
     start = {"layer.weight": torch.randn(300, 200), "layer.bias": torch.randn(300)}
-    federation = Federation(clients=len(CLIENTS), rounds=rounds, local_steps=3)
+    federation = Federation(clients=len(CLIENTS), rounds=4, local_steps=3, blobs_at=blobs_at)
     return Server(federation, start, folder=folder / "run", clients=CLIENTS, run="run")
 
 
@@ -96,7 +116,7 @@ def started(links: Links, folder: Path, stack: ExitStack) -> tuple[list[Node], l
 
 
 def weights_after(folder: Path, transport: str) -> dict[str, torch.Tensor]:
-    server = server_in(folder)
+    server = server_in(folder, "memory://whole-run/blobs" if transport == "object store" else None)
     with server.opened() as run, ExitStack() as stack:
         nodes, threads = started(TRANSPORTS[transport](run.service, folder, stack), folder, stack)
         run.wait()

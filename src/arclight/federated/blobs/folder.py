@@ -82,8 +82,8 @@ class FolderStore:
 
         It must not be changed in place afterwards. On another file system it is copied, and verified on the way.
         """
-        if self.size(digest) is None and not self._link(digest, path, path.stat()):
-            self._copy(digest, pieces_of(path))
+        if self.size(digest) is None:
+            self._link_or_copy(digest, path)
 
     @contextmanager
     def create(self, digest: str | None = None) -> Iterator[HashedFile]:
@@ -148,6 +148,10 @@ class FolderStore:
 
     def _path(self, digest: str) -> Path:
         return self.folder / checked(digest)
+
+    def _link_or_copy(self, digest: str, path: Path) -> None:
+        if not self._link(digest, path, path.stat()):
+            self._copy(digest, pieces_of(path))
 
     def _copy(self, digest: str, pieces: Iterable[bytes]) -> None:
         with self.create(digest) as file:

@@ -26,7 +26,7 @@ class BlobStore(Protocol):
         """A local, complete and verified file with the blob's content, fetched first where need be. Raises BlobError."""
 
     def forget(self, digest: str) -> None:
-        """Give back the room of what lies here only because it was fetched from elsewhere; the blob itself stays where it is."""
+        """Give back the room of a copy that lies here beside the blob itself elsewhere, which stays; nothing where there is none."""
 
     def remove(self, digest: str) -> None:
         """Forget a blob; nothing happens where it is not there."""

@@ -12,7 +12,7 @@ _AT_ONCE = 4
 
 
 def transfer(digests: Iterable[str], source: BlobStore, target: BlobStore) -> None:
-    """Put the blobs that ``target`` does not have yet, and give back the room that fetching them took.
+    """Put the blobs that ``target`` does not have yet, and give back the room that copies on the way took.
 
     All are tried; then the first error is raised: BlobError, LinkError, OSError (ENOSPC) as the stores raise them.
     """
@@ -22,6 +22,7 @@ def transfer(digests: Iterable[str], source: BlobStore, target: BlobStore) -> No
             file = source.file(digest)  # verified
             target.adopt(digest, file) if isinstance(target, FolderStore) else target.put(digest, file)
         source.forget(digest)
+        target.forget(digest)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-transfer") as pool:
         done = [pool.submit(one, digest) for digest in digests]

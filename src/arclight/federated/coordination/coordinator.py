@@ -26,7 +26,16 @@ from arclight.federated.coordination.sampling import Roster, Sampler
 from arclight.federated.errors import Reason
 from arclight.federated.settings import Federation
 
-_FREE = {"rounds", "waiting", "journal_every", "evaluate_every", "evaluate_on", "keep_rounds", "down_changes"}
+_FREE = {
+    "rounds",
+    "waiting",
+    "journal_every",
+    "evaluate_every",
+    "evaluate_on",
+    "keep_rounds",
+    "down_changes",
+    "blobs_at",
+}
 """Settings that may change when a run is taken up again."""
 
 

@@ -167,6 +167,8 @@ class Welcome(Message):
     """A node that has been silent three times as long counts as lost."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The run's recipe as tables, for nodes that build their task from it."""
+    blobs: str = ""
+    """Address of the object store where blobs are; empty: at the server."""
 
 
 @dataclass(frozen=True, kw_only=True)

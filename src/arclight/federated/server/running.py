@@ -17,6 +17,7 @@ import torch
 
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.mirrored import MirroredStore
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
@@ -71,7 +72,8 @@ class Run:
         self.folder, self.federation, self.seed, self.name = folder, federation, seed, name
         self._start, self._evaluate, self._told, self._inject = start, evaluate, told, inject
         self.rounds = Rounds(folder)
-        self.blobs = FolderStore(folder / "blobs")
+        at = federation.blobs_at
+        self.blobs = MirroredStore(folder / "blobs", at) if at else FolderStore(folder / "blobs")
         self.shelf = Shelf(folder, self.rounds, self.blobs, federation)
         self.service = Service(federation, name, self.blobs, self.shelf, recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)

@@ -148,7 +148,11 @@ class Service:
             return Wait(seconds=1.0, about=str(error))
         if isinstance(plan, events.Welcoming):
             return Welcome(
-                session=plan.session, run=self.run, beat_every=self.federation.waiting.beat_every, recipe=self.recipe
+                session=plan.session,
+                run=self.run,
+                beat_every=self.federation.waiting.beat_every,
+                recipe=self.recipe,
+                blobs=self.federation.blobs_at or "",
             )
         return self._said(plan)
 

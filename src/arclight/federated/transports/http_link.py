@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from arclight.fabric.extras import require
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import FederatedError, LinkError
 from arclight.federated.protocol import Ask, Join, Message, Welcome, read
 from arclight.federated.transports.guard import signed_text
@@ -71,8 +72,14 @@ class HttpLink:
         self._client_: httpx.Client | None = None
         self._making, self._closed = threading.Lock(), False
         self._token = ""
-        store = cache if isinstance(cache, FolderStore) else FolderStore(cache)
-        self.blobs: BlobStore = blobs or HttpBlobs(self.request, store, self._patience, self.address)
+        self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache)
+        self._blobs: BlobStore = blobs or HttpBlobs(self.request, self._cache, self._patience, self.address)
+        self._elsewhere = ""
+
+    @property
+    def blobs(self) -> BlobStore:
+        """Where blobs are: with the server, or where it said that they are when this node joined."""
+        return self._blobs
 
     def send(self, message: Message) -> Message:
         """As `Link.send`. Raises SessionError where the server does not know this node's session any more: join again."""
@@ -80,6 +87,8 @@ class HttpLink:
         answer = self._patience.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
         if isinstance(answer, Welcome):
             self._token = answer.session
+            if answer.blobs and answer.blobs != self._elsewhere:
+                self._blobs, self._elsewhere = ObjectStore(answer.blobs, self._cache), answer.blobs
         return answer
 
     def close(self) -> None:

@@ -11,8 +11,9 @@ from arclight.federated.protocol import Message
 class Link(Protocol):
     """Where a node sends its messages, and gets and puts blobs."""
 
-    blobs: BlobStore
-    """The server's blobs, as they are seen from here."""
+    @property
+    def blobs(self) -> BlobStore:
+        """The server's blobs, as they are seen from here; where they are may change when the node joins."""
 
     def send(self, message: Message) -> Message:
         """The server's answer. Attempts are repeated until a deadline, so messages may arrive twice.
