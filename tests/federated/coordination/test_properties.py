@@ -291,6 +291,21 @@ def test_a_killed_node_goes_on_where_it_was_and_the_contributors_are_the_same() 
             assert all(len(agent.fits) == len(set(agent.fits)) for agent in agents)
 
 
+@pytest.mark.parametrize("at", [0, 3, 9, 20])
+def test_of_thirty_two_clients_on_two_nodes_none_is_missing_when_one_node_dies(at: int) -> None:
+    world = World(Federation(clients=32, rounds=2, local_steps=6, waiting=Waiting(lease=5.0, join=60.0)), 32).begin()
+    agents = [Agent(world, "first"), Agent(world, "second")]
+    for beat in range(400):
+        if world.coordinator.state.ended is not None:
+            break
+        world.pass_(0.4)
+        for agent in agents if beat < at else agents[1:]:
+            agent.step()
+    assert {round: len(clients) for round, clients in world.closed().items()} == {1: 32, 2: 32}
+    assert agents[1].fits
+    assert len(set(agents[1].fits)) == len(agents[1].fits)
+
+
 def test_closing_tells_everybody() -> None:
     world = World(Federation(clients=1, rounds=1), 1).begin()
     node = world.node("n")
