@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -16,8 +17,11 @@ from pathlib import Path
 
 import pytest
 
+from arclight.cli.federated_progress import Progress
 from arclight.cli.federated_report import federated_report
 from arclight.cli.federated_schema import FederatedRecipe
+from arclight.federated.coordination import events, records
+from arclight.federated.protocol import Beat
 from arclight.recipe import RecipeError, read
 from arclight.trainer.loggers.csv_logger import read_metrics
 
@@ -205,6 +209,16 @@ def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> Non
     assert "round 3" in out
 
 
+def test_clients_may_measure_in_place_of_the_server(lines: Path, typed: Typed, folder: Path) -> None:
+    status, _, err = typed("federate lines.toml --federation.evaluate_on clients --federation.rounds 2")
+    assert status == 0, err
+    history = json.loads((folder / "runs/lines/1/history.json").read_text())
+    assert sorted(history[2]["metrics_by_client"]) == ["0", "1", "2"]
+    each = [values["val/loss"] for values in history[2]["metrics_by_client"].values()]
+    assert history[2]["metrics"]["val/loss"] == pytest.approx(sum(each) / 3, rel=1e-5)  # all have as many samples
+    assert "val/loss by client" in (folder / "runs/lines/1/report.html").read_text()
+
+
 def test_a_run_that_cannot_go_on_says_why(lines: Path, typed: Typed, folder: Path) -> None:
     """Every client's loss becomes infinite, so that no update is taken."""
     task = folder / "fed_task.py"
@@ -273,6 +287,7 @@ def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: P
     assert (folder / "runs/lines/2/report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_goes_on(lines: Path, typed: Typed, folder: Path) -> None:
     assert typed("federate lines.toml")[0] == 0
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
@@ -292,6 +307,7 @@ def test_a_server_that_is_killed_goes_on(lines: Path, typed: Typed, folder: Path
     assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
 
 
+@pytest.mark.slow
 def test_clients_whose_data_all_nodes_have_go_where_there_is_room(lines: Path, typed: Typed, folder: Path) -> None:
     assert typed("federate lines.toml")[0] == 0
     flags = ["--federation.waiting.nodes", "2", "--federation.waiting.lease", "0.5"]
@@ -322,6 +338,7 @@ def test_off_this_machine_tls_and_keys_are_needed(lines: Path, typed: Typed, fol
     assert "not encrypted" in err
 
 
+@pytest.mark.slow
 def test_certificates_and_keys_are_made_and_used(lines: Path, typed: Typed, folder: Path) -> None:
     pytest.importorskip("cryptography")
     status, out, err = typed("federate keys server keys localhost 127.0.0.1")
@@ -375,6 +392,55 @@ def test_an_app_for_flower_does_what_the_recipe_says(
     assert typed("federate flower lines.toml --out app")[0] == 2  # nothing is overwritten
     for name in [name for name in sys.modules if name == "lines" or name.startswith("lines.")]:
         del sys.modules[name]
+
+
+# -- what is told --------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self._moves = moves
+
+    def isatty(self) -> bool:
+        return self._moves
+
+
+def accepted(client: str, **more: object) -> records.UpdateAccepted:
+    given = {
+        "round": 1,
+        "digest": "d",
+        "samples": 8,
+        "tokens": 0,
+        "steps": 4,
+        "seconds": 1.0,
+        "bytes": 2_500_000,
+        "norm": 1.0,
+    }
+    return records.UpdateAccepted(client=client, **{**given, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
+    seconds = iter(range(1000))
+    stream = Terminal(moves)
+    told = Progress(3, stream, clock=lambda: float(next(seconds)))
+    told.told(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
+    told.beat(Beat(node="a", session="s", steps={"0": 3, "7": 9}, losses={"0": 2.5}))
+    told.told(accepted("1", metrics={"train/loss": 1.5}))
+    assert ("waiting for clients 0 at 3 of 4 (loss 2.500)" in stream.getvalue()) == moves
+    told.told(records.UpdateRefused(round=1, client="0", reason="not_finite", message="w has 3 values that are none"))
+    told.told(accepted("0", metrics={"train/loss": 2.5}))
+    told.sent_down = {1: 4_000_000}.__getitem__
+    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0, drift={"0": 0.5, "1": 0.7}))
+    told.told(events.Lost(node="a", session="s", why="silent for 1.5 s"))
+    text = re.sub(r"\x1b\[[0-9;]*[mK]", "", stream.getvalue())
+    lines = [line.rpartition("\r")[2] for line in text.split("\n")]
+    assert lines[0] == "round 1: client 0 is refused (not_finite): w has 3 values that are none"
+    assert lines[1].startswith(
+        "round 1/3  train/loss 2  2 of 2 clients  8 steps  5.0 MB up, 4.0 MB down  agreement 0.60  "
+    )
+    assert lines[2] == "node a is lost: silent for 1.5 s"
 
 
 # -- the page ------------------------------------------------------------------------------------------------------

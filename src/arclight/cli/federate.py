@@ -135,6 +135,7 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
         )
         try:
             with server.opened() as run:
+                progress.sent_down = lambda number: sum(run.service.history.at(number).bytes_down.values())
                 yield run, progress
         except BaseException as error:
             why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
@@ -164,7 +165,11 @@ def finish(
     from arclight.cli.federated_report import federated_report
 
     print(f"\nThe run is in {folder.path}")
-    if measuring is not None:
+    if measuring is None:
+        newest = server.rounds.newest()
+        assert newest is not None
+        print(f"Its weights are in {server.rounds.path(newest)}")
+    else:
         print(f"Its weights are in {measuring.keep(server.weights(), server.history[-1].clock)}")
     beside = centralised(recipe) if options.centralised else options.beside
     print(f"The report is {federated_report(folder.path, beside=beside)}")

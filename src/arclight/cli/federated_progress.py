@@ -57,7 +57,8 @@ class Progress:
         self._metrics: dict[int, dict[str, float]] = {}
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._cost: Callable[[int], str] = lambda number: ""
+        self.sent_down: Callable[[int], int] = lambda number: 0
+        """Bytes that nodes have fetched for a round."""
 
     def __enter__(self) -> Progress:
         self._thread = threading.Thread(target=self._keep, name="arclight-progress", daemon=True)
@@ -78,6 +79,7 @@ class Progress:
         with self._lock:
             match what:
                 case r.RoundOpened():
+                    self._waiting = ""
                     self._open = _Open(what.round, what.clients, what.steps, self._clock())
                 case r.UpdateAccepted() if self._is_open(what.round):
                     assert self._open is not None
@@ -131,7 +133,7 @@ class Progress:
             f"train/loss {number_text(sum(losses) / len(losses))}" if losses else "",
             f"{len(updates)} of {len(here.clients)} clients",
             f"{sum(u.steps for u in updates):,} steps",
-            f"{size_text(sum(u.bytes for u in updates))} up",
+            f"{size_text(sum(u.bytes for u in updates))} up, {size_text(self.sent_down(here.number))} down",
             f"agreement {sum(record.drift.values()) / len(record.drift):.2f}" if record.drift else "",
             clock_text(self._clock() - here.began),
         ]
@@ -148,15 +150,17 @@ class Progress:
         here = self._open
         if here is None:
             return self._waiting
-        shares = [
-            f"{client} {here.done.get(client, 0)}/{here.steps}"
-            + (f" ({here.losses[client]:.3f})" if client in here.losses else "")
-            for client in here.clients
-            if client not in here.arrived
-        ]
+        shares = [self._whereabouts(here, client) for client in here.clients if client not in here.arrived]
         more = f" and {len(shares) - MOST_NAMED} more" if len(shares) > MOST_NAMED else ""
         waited = f"waiting for clients {', '.join(shares[:MOST_NAMED])}{more}" if shares else "folding"
         return f"round {here.number}/{self._rounds}  {waited}"
+
+    @staticmethod
+    def _whereabouts(here: _Open, client: str) -> str:
+        """A client, and how far it is where it has begun."""
+        done, loss = here.done.get(client, 0), here.losses.get(client)
+        begun = f" at {done} of {here.steps}" if done else ""
+        return client + begun + (f" (loss {loss:.3f})" if begun and loss is not None else "")
 
     def _draw(self) -> None:
         if self._moves:
