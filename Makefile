@@ -43,6 +43,7 @@ bench: setup
 	$(BIN)/python benchmarks/text.py
 	$(BIN)/python benchmarks/moe.py
 	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.federated
 
 # Flower pins older versions of packages that .venv has newer (rich, packaging, typer): its environment finds its own first and
 # everything else in .venv behind them, torch as well. The line in the .pth file is added last, so that pip never sees .venv.

@@ -72,6 +72,9 @@ class Deployment:
     def _start(self) -> None:
         if self.secure:
             _keys(self.folder, self.names)
+        if not self.secure:  # they try until the SuperLink is there
+            for number in range(len(self.names)):
+                self.supernode(number)
         self.superlink()
         where = f'address = "127.0.0.1:{self.port}"'
         trust = f'root-certificates = "{self.folder / "ca.crt"}"' if self.secure else "insecure = true"
@@ -80,8 +83,8 @@ class Deployment:
             for name in self.names:
                 done = self.flwr("supernode", "register", str(self.folder / f"{name}.pub"), "here", wait=60)
                 assert done.returncode == 0, done.stdout
-        for number in range(len(self.names)):
-            self.supernode(number)
+            for number in range(len(self.names)):
+                self.supernode(number)
 
     def superlink(self) -> None:
         """Start the SuperLink (again), and wait until it takes connections."""

@@ -198,14 +198,17 @@ def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, monkeypa
     from arclight.federated.transports.detached import Detached, Orders
 
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3]))
+    wrong = Detached(Orders(build="tests.federated.transports.quadratics:nothing", folder=str(tmp_path / "run")))
     with pytest.raises(FederatedError, match="builds a server"):
-        Detached(Orders(build="tests.federated.transports.quadratics:nothing", folder=str(tmp_path / "run")))
+        wrong.ended(60)
     served = Detached(Orders(build="tests.federated.transports.quadratics:server", folder=str(tmp_path / "other")))
+    until((tmp_path / "other" / "journal.jsonl").exists, 60, "the run to begin")
     assert served.ended(0.1) is None
-    os.kill(served.place.process, 9)
+    os.kill(served.process, 9)
     with pytest.raises(FederatedError, match="has ended with status -9"):
         served.ended(30)
     again = Detached(Orders(build="tests.federated.transports.quadratics:server", folder=str(tmp_path / "other")))
+    assert again.ended(0.1) is None
     again.stop()
     assert (over := again.ended(5)) is not None
     assert (over.round, over.failed) == (0, False)

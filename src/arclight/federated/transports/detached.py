@@ -1,8 +1,8 @@
 """A server in a process of its own: it tells whoever started it where it is, and need not end when that one dies.
 
-What starts it writes one line of JSON to its standard input (`Orders`), then ``stop`` if it is to end early; the end of the input
-without that word means that the other side is gone, and the run goes on. It writes one line when nodes may come (`Place`) and one
-when the run is over (`Ended`); its log is ``<folder>/server.log``.
+What starts it has bound the socket already, so nodes may be sent there at once, and writes one line of JSON to its standard input
+(`Orders`), then ``stop`` if it is to end early; the end of the input without that word means that the other side is gone, and the run
+goes on. It writes one line when the run is over (`Ended`); its log is ``<folder>/server.log``.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import importlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 from typing import IO, TYPE_CHECKING, Any
 
 from arclight.federated.errors import FederatedError
-from arclight.federated.transports.keys import Registry, make_certificate
+from arclight.federated.transports.http_server import HttpServer, bind
+from arclight.federated.transports.keys import fingerprint_of, make_certificate
 from arclight.federated.transports.settings import Listening, is_loopback
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_UP = 120.0
 _STOPPING = 60.0
 
 
@@ -54,10 +54,8 @@ class Place:
 
     address: str
     fingerprint: str | None
-    nodes: str
-    """File of the keys that may join, which its reader may add to."""
-    run: str
-    process: int
+    nodes: Path
+    """File of the keys that may join, which whoever reads this may add to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,22 +74,35 @@ class Detached:
         self.orders, self.folder = orders, Path(orders.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lines: Queue[dict[str, Any] | None] = Queue()
-        with (self.folder / "server.log").open("ab") as logged:
+        bound = bind(orders.host, orders.port)
+        self.place = _place(orders, bound.getsockname()[1])
+        with (self.folder / "server.log").open("ab") as logged, bound:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "arclight.federated.transports.detached"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=logged, start_new_session=True,
+                [sys.executable, "-m", "arclight.federated.transports.detached", str(bound.fileno())],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=logged, pass_fds=[bound.fileno()], start_new_session=True,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )  # fmt: skip
         threading.Thread(target=self._listen, name="arclight-detached", daemon=True).start()
         self._say(json.dumps(asdict(orders)))
-        self.place = Place(**self._line(_UP, "the server to come up"))
+
+    @property
+    def process(self) -> int:
+        return self._process.pid
 
     def ended(self, seconds: float) -> Ended | None:
         """How the run went, once it is over; None where it is not yet after so many seconds. Raises FederatedError where it died."""
         try:
-            return Ended(**self._line(seconds, "the run"))
+            said = self._lines.get(timeout=seconds)
         except Empty:
             return None
+        if said is not None:
+            return Ended(**said)
+        code = self._process.wait(_STOPPING)
+        last = (self.folder / "server.log").read_text(errors="replace").strip().splitlines()[-1:]
+        raise FederatedError(
+            f"the server's process has ended with status {code} before its run did: {''.join(last)} (all of it is in "
+            f"{self.folder / 'server.log'}). Its folder holds all that was finished: start the run again to go on"
+        )
 
     def stop(self) -> None:
         """End the run, which can go on later; kill the process where it does not end within a minute."""
@@ -115,22 +126,23 @@ class Detached:
             self._lines.put(json.loads(line))
         self._lines.put(None)
 
-    def _line(self, seconds: float, about: str) -> dict[str, Any]:
-        """The next line of the server's. Raises Empty where none comes in time, FederatedError where none can come."""
-        try:
-            said = self._lines.get(timeout=seconds)
-        except Empty:
-            if about == "the run":
-                raise
-            raise FederatedError(f"waited {seconds:.0f} s for {about}: see {self.folder / 'server.log'}") from None
-        if said is None:
-            code = self._process.wait(_STOPPING)
-            last = (self.folder / "server.log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise FederatedError(
-                f"the server's process has ended with status {code} before {about} did: {''.join(last)} (all of it is in "
-                f"{self.folder / 'server.log'}). Its folder holds all that was finished: start the run again to go on"
-            )
-        return said
+
+def _place(orders: Orders, port: int) -> Place:
+    """Where the server will be: on loopback in the clear, elsewhere with a certificate of its own; only registered nodes join."""
+    keys, host = Path(orders.folder) / "keys", orders.known_as or orders.host
+    keys.mkdir(parents=True, exist_ok=True)
+    nodes = keys / "nodes"
+    nodes.touch(mode=0o600)
+    certificate = _certificate(orders)
+    if certificate is not None and not certificate.exists():
+        make_certificate(keys, [host])
+    scheme = "http" if certificate is None else "https"
+    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return Place(address=address, fingerprint=None if certificate is None else fingerprint_of(certificate), nodes=nodes)
+
+
+def _certificate(orders: Orders) -> Path | None:
+    return None if is_loopback(orders.host) else Path(orders.folder) / "keys" / "server.pem"
 
 
 # -- inside the process ------------------------------------------------------------------------------------------------
@@ -142,9 +154,18 @@ def main() -> None:
     orders = Orders(**json.loads(sys.stdin.readline()))
     stop = threading.Event()
     threading.Thread(target=_obey, args=(sys.stdin, stop), daemon=True).start()
+    from arclight.federated.server.memory import give_back_freed_memory
+
+    give_back_freed_memory()
     server = _built(orders)
-    with _at(orders, server) as (place, run):
-        _tell(asdict(place))
+    certificate = _certificate(orders)
+    listening = Listening(
+        host=orders.host, port=orders.port, nodes=Path(orders.folder) / "keys" / "nodes", certificate=certificate,
+        private_key=None if certificate is None else certificate.with_suffix(".key"),
+    )  # fmt: skip
+    bound = socket.socket(fileno=int(sys.argv[1]))
+    with server.opened() as run, HttpServer(run.service, listening, run.blobs, bound):
+        log.info("run %s is served at port %d by process %d", run.name, bound.getsockname()[1], os.getpid())
         while not run.driver.wait(0.5) and not stop.is_set():
             pass
         over = run.driver.ended
@@ -153,30 +174,6 @@ def main() -> None:
         newest = server.rounds.newest()
     why, failed = ("it was stopped", False) if over is None else (over.why, over.failed)
     _tell(asdict(Ended(round=-1 if newest is None else newest, why=why, failed=failed)))
-
-
-@contextlib.contextmanager
-def _at(orders: Orders, server: Server) -> Iterator[tuple[Place, Any]]:
-    """The server, listening: on loopback in the clear, elsewhere with a certificate of its own; only registered nodes join."""
-    from arclight.federated.transports.http_server import HttpServer
-
-    keys = Path(orders.folder) / "keys"
-    keys.mkdir(parents=True, exist_ok=True)
-    nodes, host = keys / "nodes", orders.known_as or orders.host
-    nodes.touch(mode=0o600)
-    Registry(nodes)
-    tls = not is_loopback(orders.host)
-    certificate, private = (keys / "server.pem", keys / "server.key") if tls else (None, None)
-    if certificate is not None and not certificate.exists():
-        make_certificate(keys, [host])
-    listening = Listening(host=orders.host, port=orders.port, nodes=nodes, certificate=certificate, private_key=private)
-    with server.opened() as run, HttpServer(run.service, listening) as at:
-        scheme = "https" if tls else "http"
-        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{at.port}"
-        yield (
-            Place(address=address, fingerprint=at.fingerprint, nodes=str(nodes), run=run.name, process=os.getpid()),
-            run,
-        )
 
 
 def _built(orders: Orders) -> Server:

@@ -89,7 +89,7 @@ def _serve_sessions(build: BuildServer, grid: Any, config: Mapping[str, Any], fo
     )  # fmt: skip
     parent, served = os.getppid(), Detached(orders)
     place = served.place
-    log.info("run %s is served at %s by process %d, in %s", place.run, place.address, place.process, folder)
+    log.info("the run in %s is served at %s by process %d", folder, place.address, served.process)
     sessions = _Sessions(grid, served, ttl=86400 * float(config["days"]))
     try:
         while (over := served.ended(_LOOK)) is None:
@@ -100,8 +100,8 @@ def _serve_sessions(build: BuildServer, grid: Any, config: Mapping[str, Any], fo
         raise
     sessions.finish()
     if over.failed:
-        raise FederatedError(f"run {place.run} failed after round {over.round}: {over.why}")
-    log.info("run %s is over after round %d: %s", place.run, over.round, over.why)
+        raise FederatedError(f"the run in {folder} failed after round {over.round}: {over.why}")
+    log.info("the run in %s is over after round %d: %s", folder, over.round, over.why)
 
 
 @dataclass
@@ -143,8 +143,7 @@ class _Sessions:
         app, key, place = _flower("app"), NodeKey.once(), self.served.place
         self._register(_name(node), key.line(_name(node)))
         said = {
-            "address": place.address, "fingerprint": place.fingerprint or "", "run": place.run,
-            "node": _name(node), "key": key.secret,
+            "address": place.address, "fingerprint": place.fingerprint or "", "node": _name(node), "key": key.secret,
         }  # fmt: skip
         content = app.RecordDict({_SESSION: app.ConfigRecord(said)})
         message = app.Message(content, dst_node_id=node, message_type="train", ttl=self.ttl)
@@ -170,7 +169,7 @@ class _Sessions:
         self.keys.pop(name, None)
         if line is not None:
             self.keys[name] = line
-        path = Path(self.served.place.nodes)
+        path = self.served.place.nodes
         new = path.with_name(path.name + ".new")
         new.touch(mode=0o600)
         new.write_text("".join(f"{line}\n" for line in self.keys.values()))

@@ -28,10 +28,17 @@ _IDLE = 75
 class HttpServer:
     """Answers nodes from a thread of its own, from `start` to `stop` (or in a ``with`` block).
 
-    spool: where blobs come in, if ``server.blobs`` is no folder; a temporary one by default.
+    spool: where blobs come in, if ``server.blobs`` is no folder; a temporary one by default. bound: a socket that listens already,
+    in the place of one at ``listening``'s host and port: connections may wait there before the server is up.
     """
 
-    def __init__(self, server: Answers, listening: Listening | None = None, spool: FolderStore | None = None) -> None:
+    def __init__(
+        self,
+        server: Answers,
+        listening: Listening | None = None,
+        spool: FolderStore | None = None,
+        bound: socket.socket | None = None,
+    ) -> None:
         self._listening = listening or Listening()
         registry = Registry(self._listening.nodes) if self._listening.nodes else None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -43,7 +50,7 @@ class HttpServer:
         self._app = App(server, Guard(registry), self._listening.limits, spool)
         self._uvicorn: Any = None
         self._thread: threading.Thread | None = None
-        self._socket: socket.socket | None = None
+        self._socket = bound
 
     def __enter__(self) -> HttpServer:
         self.start()
@@ -74,11 +81,8 @@ class HttpServer:
         """Bind and answer. Raises OSError where the address is taken, FederatedError where it does not come up."""
         uvicorn = require("uvicorn", extra="federated")
         host, port = self._listening.host, self._listening.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family, backlog=1024)
-        except OSError as error:
-            raise OSError(error.errno, f"{host}:{port} cannot be listened on: {error.strerror}") from error
+        if self._socket is None:
+            self._socket = bind(host, port)
         config = uvicorn.Config(
             self._app.starlette(),
             http=_protocol(self._listening.limits.silence),
@@ -118,6 +122,15 @@ class HttpServer:
         self._app.close()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises OSError where the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(error.errno, f"{host}:{port} cannot be listened on: {error.strerror}") from error
 
 
 def _protocol(patience: float) -> Any:

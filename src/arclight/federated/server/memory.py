@@ -1,0 +1,22 @@
+"""Memory of a process that only serves: what is freed goes back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+
+_ARENAS, _MAPPED_FROM = -8, -3  # M_ARENA_MAX and M_MMAP_THRESHOLD of glibc's malloc.h
+_LARGE = 1 << 20
+
+
+def give_back_freed_memory() -> bool:
+    """Have glibc map large blocks one by one, and keep few pools for small ones; False where the C library is another.
+
+    By itself it takes to pooling blocks of up to 32 MB once some were freed, in a pool for each few threads: a server that handles
+    many clients' tensors then holds more with every client. Training allocates the same blocks again and again and wants the
+    pools, so this is for processes that do nothing else.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(_ARENAS, 2)) and bool(mallopt(_MAPPED_FROM, _LARGE))
