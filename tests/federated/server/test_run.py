@@ -9,10 +9,13 @@ import torch
 from tests.federated.server.quadratic import Quadratic, Script
 
 from arclight.federated.clients.client import Client
+from arclight.federated.codecs.settings import Int8
 from arclight.federated.errors import FederatedError
+from arclight.federated.protocol import Fit
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
+from arclight.federated.strategies import FedNesterov
 from arclight.federated.transports.in_process import InProcess
 
 START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.zeros(5)}
@@ -88,3 +91,54 @@ def test_a_run_that_was_stopped_goes_on_and_other_settings_are_refused(tmp_path:
     undisturbed.run(clients({"0": Quadratic(1.0), "1": Quadratic(-3.0)}))
     assert [here.base for here in server.history] == [here.base for here in undisturbed.history]
     assert [learner.steps for learner in learners.values()] == [12, 12]
+
+
+@pytest.mark.parametrize("given", [{"down": Int8()}, {"down": Int8(), "up": Int8(), "strategy": FedNesterov()}])
+def test_what_is_written_down_in_few_bits_goes_on_after_a_stop(tmp_path: Path, given: dict[str, object]) -> None:
+    start = {"w": torch.randn(40, 64, generator=torch.Generator().manual_seed(1)), "b": torch.zeros(5)}
+    asked = settings(rounds=5, keep_rounds=2, **given)
+
+    def evaluate(weights: object) -> dict[str, float]:
+        if Rounds(tmp_path / "run").newest() == 3 and not stopped:
+            stopped.append(True)
+            raise RuntimeError("stop")
+        return {}
+
+    stopped: list[bool] = []
+    learners = {"0": Quadratic(1.0), "1": Quadratic(-3.0)}
+    with pytest.raises(RuntimeError, match="stop"):
+        Server(asked, start, folder=tmp_path / "run", evaluate=evaluate).run(clients(learners))
+    server = Server(asked, folder=tmp_path / "run")
+    server.run(clients(learners))
+    other = Server(asked, start, folder=tmp_path / "other", run="run")
+    other.run(clients({"0": Quadratic(1.0), "1": Quadratic(-3.0)}))
+    assert [here.base for here in server.history] == [here.base for here in other.history]
+    assert [learner.steps for learner in learners.values()] == [20, 20]
+    whole = sum(tensor.numel() * 4 for tensor in start.values())
+    assert sum(other.history[5].bytes_down.values()) < 0.35 * whole  # one node fetches for both clients
+    assert other.history[5].base != other.rounds.weights(5).digest  # clients see a little less than all
+
+
+def test_a_round_under_way_counts_what_had_come_before_a_stop(tmp_path: Path) -> None:
+    learners = {"0": Quadratic(1.0), "1": Quadratic(-3.0)}
+    with Server(settings(rounds=1), START, folder=tmp_path / "run").opened() as run:
+        script = Script(InProcess(run.service), learners)
+        script.join()
+        order = script.ask()
+        assert isinstance(order, Fit)
+        assert script.send(script.trained(order)).accepted
+    server = Server(settings(rounds=1), folder=tmp_path / "run")
+    trained(server, learners)
+    assert sorted(learner.steps for learner in learners.values()) == [4, 4]
+    assert server.history[1].contributors == ["0", "1"]
+
+
+def test_weights_of_one_client_are_its_own_bit_for_bit(tmp_path: Path) -> None:
+    server = Server(settings(clients=1, rounds=2, send="weights"), START, folder=tmp_path / "run")
+    server.run(clients({"0": Quadratic(0.3)}))
+    expected = {name: tensor.clone() for name, tensor in START.items()}
+    for _ in range(8):
+        for tensor in expected.values():
+            tensor.sub_(0.1 * (tensor - 0.3))
+    for name, tensor in server.weights().items():
+        assert torch.equal(tensor, expected[name])
