@@ -8,7 +8,7 @@ from typing import Literal
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.masks.settings import Masks
-from arclight.federated.privacy.settings import Noise, NormBound, Robust
+from arclight.federated.privacy.settings import Noise, NormBound, Robust, SecureSum
 from arclight.federated.server.settings import Checks
 from arclight.federated.strategies import FedAvg, Strategies
 
@@ -33,6 +33,8 @@ class Federation:
     """A mean that a few broken or hostile clients cannot take anywhere, instead of the plain one."""
     noise: Noise | None = None
     """Differential privacy of clients: their changes are clipped and the sum gets noise."""
+    secure: SecureSum | None = None
+    """The server learns the sum of the clients' changes and no single one."""
     moments: tuple[str, ...] = ()
     """Local optimizer states that are averaged too, as exp_avg."""
     masks: Masks = field(default_factory=Masks)
@@ -72,6 +74,8 @@ class Federation:
             raise ValueError('norm bounds are for changes: set send = "delta"')
         if self.noise is not None:
             self._check_noise(self.noise)
+        if self.secure is not None:
+            self._check_secure(self.secure)
         if self.down_changes < 0 or (self.down_changes == 0 and not isinstance(self.down, Raw)):
             raise ValueError(
                 f"down = {self.down} sends changes: down_changes must be at least 1, got {self.down_changes}"
@@ -103,3 +107,21 @@ class Federation:
             raise ValueError("noise goes with whole rounds of plain means: leave robust, buffered and streaming out")
         if noise.by == "clients" and not isinstance(self.up, Raw):
             raise ValueError('noise by clients needs up = "raw": what a codec leaves for later was not clipped')
+
+    def _check_secure(self, secure: SecureSum) -> None:
+        """What can be summed without being seen: whole rounds of all clients' same tensors."""
+        if self.send != "delta" or not isinstance(self.up, Raw) or self.moments or self.masks != Masks():
+            raise ValueError(
+                'secure sums are of changes as they are: set send = "delta" and up = "raw", leave moments and masks'
+            )
+        if self.robust is not None or self.buffered is not None or self.streaming is not None:
+            raise ValueError(
+                "secure sums go with whole rounds of plain means: leave robust, buffered and streaming out"
+            )
+        if self.waiting.quorum < secure.threshold:
+            raise ValueError(
+                f"rounds may close with {self.waiting.quorum:g} of their clients (waiting.quorum), a secure sum needs "
+                f"{secure.threshold:g} (secure.threshold): raise the one or lower the other"
+            )
+        if self.noise is not None and self.noise.by != "clients":
+            raise ValueError('in a secure sum the server cannot clip: set noise.by = "clients"')

@@ -63,10 +63,9 @@ class Gathered:
     def statistics(self) -> Statistics:
         means = {key: norm for key, norm in self.mean_by_key.items() if self.counts(key)}
         norms = {
-            told.client: math.hypot(
-                *(self.by_key[key][told.client] for key in means if told.client in self.by_key[key])
-            )
+            told.client: math.hypot(*(of[told.client] for of in found if told.client in of))
             for told in self.contributors
+            if (found := [self.by_key[key] for key in means if key in self.by_key])
         }
         return Statistics(
             norm=math.hypot(*means.values()),
@@ -94,7 +93,7 @@ class Gathered:
         return max(-1.0, min(1.0, math.fsum(shares)))
 
     def _noise(self, keys: list[str]) -> float | None:
-        shared = [key for key in keys if len(self.by_key[key]) == len(self.contributors)]
+        shared = [key for key in keys if len(self.by_key.get(key, ())) == len(self.contributors)]
         norms = [math.hypot(*(self.by_key[key][told.client] for key in shared)) for told in self.contributors]
         return noise_scale(
             norms,

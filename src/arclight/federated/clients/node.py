@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +16,13 @@ from typing import TYPE_CHECKING
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.clients.crew import Crew, InThisProcess
+from arclight.federated.clients.jobs import Job
+from arclight.federated.clients.securing import Securing
 from arclight.federated.clients.session import ClosedError, Session, told
 from arclight.federated.clients.state import Begun, ClientFolder, clients_in, folder_name, read_json, write_text
 from arclight.federated.clients.work import addressed
 from arclight.federated.codecs.downlink import Held as HeldWeights
-from arclight.federated.errors import CancelledError, LinkError, ProtocolError
+from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError
 from arclight.federated.protocol import (
     Ask,
     Beat,
@@ -48,28 +49,6 @@ _END = 30.0
 _LOOK = 0.5
 
 
-@dataclass
-class _Job:
-    """What is being done for a client."""
-
-    round: int
-    steps: int = 0
-    loss: float | None = None
-    until: float | None = None
-    cancelled: str = ""
-
-    @classmethod
-    def of(cls, order: Fit | Evaluate) -> _Job:
-        return cls(order.round, until=None if order.deadline is None else time.monotonic() + order.deadline)
-
-    def progress(self, steps: int, loss: float | None) -> None:
-        self.steps, self.loss = steps, self.loss if loss is None else loss
-        if self.until is not None and time.monotonic() > self.until:
-            raise CancelledError(f"round {self.round} has run out of time after {steps} steps")
-        if self.cancelled:
-            raise CancelledError(self.cancelled)
-
-
 class Node:
     """Works for a server until it says that the run is over.
 
@@ -92,7 +71,7 @@ class Node:
         self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
         self._stopping, self._lock, self._down = threading.Event(), threading.Condition(), threading.Lock()
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._folders: dict[str, ClientFolder] = {}
         self._committed = -1
         self._speed: float | None = None
@@ -148,8 +127,8 @@ class Node:
             for one in folder.account.finished:
                 if not one.taken:
                     log.info("node %s sends what client %s had finished of round %d", self.name, client, one.round)
-                    with self._job(client, _Job(one.round)):
-                        self._send(folder, folder.update_of(one))
+                    with self._job(client, Job(one.round)):
+                        self._send(folder, folder.update_of(one), folder.blobs_of(one))
 
     def _open(self, run: str) -> None:
         """The folders of a run; those of the last one are looked at before anybody says which it is."""
@@ -158,6 +137,10 @@ class Node:
         self._place = self._folder / folder_name(run)
         names = self._crew.clients or clients_in(self._place / "clients")
         self._folders = {name: ClientFolder(self._client(name), name, run) for name in names}
+        for folder in self._folders.values():  # what was to be masked: its masks have gone with the process
+            for one in folder.account.finished:
+                if not one.taken and folder.update_of(one).secure:
+                    folder.drop(one)
         self._here = FolderStore(self._place / "weights")
         self._weights = HeldWeights(self._here, self._link.blobs)
         self._crew.open(self._place / "clients", run)
@@ -199,7 +182,7 @@ class Node:
 
     def _fit(self, order: Fit, store: FolderStore) -> None:
         folder = self._folder_of(order)
-        with self._job(order.client, _Job.of(order)) as job:
+        with self._job(order.client, Job.of(order)) as job:
             if job is None:
                 return
             folder.committed(self._committed)
@@ -214,11 +197,14 @@ class Node:
                         folder = self._folders[order.client] = ClientFolder(folder.folder, order.client, order.run)
             if update is not None:
                 self._speed = update.steps / max(update.seconds, 1e-3)
-                self._send(folder, update)
+                if update.secure:
+                    self._send_masked_beside(order, folder, update)
+                else:
+                    self._send(folder, update, folder.blobs_of(Begun.of(order)))
 
     def _evaluate(self, order: Evaluate, store: FolderStore) -> None:
         self._folder_of(order)
-        with self._job(order.client, _Job.of(order)) as job:
+        with self._job(order.client, Job.of(order)) as job:
             if job is None:
                 return
             with self._telling(order, job):
@@ -240,7 +226,7 @@ class Node:
         return self._folders[order.client]
 
     @contextmanager
-    def _job(self, client: str, job: _Job) -> Iterator[_Job | None]:
+    def _job(self, client: str, job: Job) -> Iterator[Job | None]:
         """What beats name, from the order to the receipt. What else there is to do for the client waits; None if the node stops first."""
         with self._lock:
             while client in self._jobs and not self._stopping.is_set():
@@ -255,12 +241,54 @@ class Node:
         try:
             yield job
         finally:
-            with self._lock:
+            self._done(client, job)
+
+    def _done(self, client: str, job: Job) -> None:
+        with self._lock:
+            if self._jobs.get(client) is job:
                 del self._jobs[client]
                 self._lock.notify_all()
 
+    def _send_masked_beside(self, order: Fit, folder: ClientFolder, update: Update) -> None:
+        """Clients of a secure sum wait for each other: not in this thread, which others of this node may need."""
+        with self._lock:
+            job = self._jobs[order.client] = Job(order.round, update.steps)
+        name = f"arclight-secure-{order.client}"
+        threading.Thread(target=self._send_masked, args=(order, folder, update, job), name=name, daemon=True).start()
+
+    def _send_masked(self, order: Fit, folder: ClientFolder, update: Update, job: Job) -> None:
+        place, sent = folder.folder / "masked", False
+        with self._ending():
+            try:
+                with self._telling(order, job):
+                    securing = Securing(self.name, order, self._session.say, self._stopping)
+                    masked = securing.masked(update, folder.blobs_of(Begun.of(order)), place)
+                    sent = self._send(folder, masked, FolderStore(place))
+                if sent:
+                    self._done(order.client, job)
+                    securing.reveal()
+            except (ClosedError, LinkError):
+                raise
+            except FederatedError as error:
+                log.error("node %s: %s gives no parts in round %d: %s", self.name, order.client, order.round, error)
+            finally:
+                shutil.rmtree(place, ignore_errors=True)
+                self._done(order.client, job)
+
     @contextmanager
-    def _telling(self, order: Fit | Evaluate, job: _Job) -> Iterator[None]:
+    def _ending(self) -> Iterator[None]:
+        """What ends a thread of the node ends the node."""
+        try:
+            yield
+        except ClosedError as closed:
+            self.closed = self.closed or str(closed)
+            self.stop()
+        except BaseException as error:
+            self._error = self._error or error
+            self.stop()
+
+    @contextmanager
+    def _telling(self, order: Fit | Evaluate, job: Job) -> Iterator[None]:
         """What goes wrong in a job is told to the server and ends the job, not the node."""
         try:
             yield
@@ -301,19 +329,19 @@ class Node:
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
-    def _send(self, folder: ClientFolder, update: Update) -> None:
-        """Put an update's blobs and say so until there is a receipt; then what becomes of it here."""
+    def _send(self, folder: ClientFolder, update: Update, blobs: FolderStore) -> bool:
+        """Put an update's blobs and say so until there is a receipt; then what becomes of it here. Whether it was taken."""
         one, about = (
             Begun(update.round, str(update.manifest.base), update.fragment),
             f"{update.client}, round {update.round}",
         )
         for attempt in range(1, _ATTEMPTS + 1):
-            self._session.patiently(partial(transfer, update.manifest.blobs, folder.blobs_of(one), self._link.blobs))
+            self._session.patiently(partial(transfer, update.manifest.blobs, blobs, self._link.blobs))
             receipt = self._receipt(lambda session: addressed(update, self.name, session), f"update of {about}")
             if receipt.accepted or receipt.reason == "duplicate":
                 folder.taken(one)
                 folder.committed(max(receipt.committed, self._committed))
-                return
+                return True
             if receipt.reason != "damaged":
                 break
             log.warning(
@@ -324,6 +352,7 @@ class Node:
             log.warning("the update of %s came too late: %s", about, receipt.message)
         else:
             log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)
+        return False
 
     def _receipt(self, make: Callable[[str], Message], about: str) -> Receipt:
         answer = self._session.say(make)
@@ -333,13 +362,13 @@ class Node:
             raise ProtocolError(f"the server answered {answer.kind!r} to the {about}")
         return answer
 
-    def _pulse(self, jobs: dict[str, _Job], session: str) -> Beat:
+    def _pulse(self, jobs: dict[str, Job], session: str) -> Beat:
         losses = {c: job.loss for c, job in jobs.items() if job.loss is not None and math.isfinite(job.loss)}
         return Beat(node=self.name, session=session, steps={c: job.steps for c, job in jobs.items()}, losses=losses)
 
     def _beat(self) -> None:
         """Say that the node lives and how far it is, and hear what is no longer wanted."""
-        try:
+        with self._ending():
             while not self._stopping.wait(self._session.welcome.beat_every):
                 with self._lock:
                     jobs = dict(self._jobs)
@@ -352,12 +381,5 @@ class Node:
                 self._committed = max(self._committed, answer.committed)
                 for client in answer.cancel:
                     if client in jobs:
-                        jobs[
-                            client
-                        ].cancelled = f"the server no longer waits for round {jobs[client].round} of {client}"
-        except ClosedError as closed:
-            self.closed = self.closed or str(closed)
-            self.stop()
-        except BaseException as error:
-            self._error = self._error or error
-            self.stop()
+                        round = jobs[client].round
+                        jobs[client].cancelled = f"the server no longer waits for round {round} of {client}"

@@ -57,7 +57,7 @@ class Work:
 
         ``order.weights`` lie in ``store``. What was finished before is not trained again.
         """
-        if unknown := sorted(set(order.privacy) - {"noise"}):
+        if unknown := sorted(set(order.privacy) - {"noise", "secure"}):
             raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(unknown)}")
         folder = ClientFolder(self._folder, self._client, self._run, writes=self._leads)
         if (done := folder.finished(order)) is not None:
@@ -97,6 +97,7 @@ class Work:
                 seconds=seconds,
                 metrics=outcome.metrics,
                 fragment=order.fragment,
+                secure="secure" in order.privacy,
             )
             write_text(staging / "update.json", update.to_json())
         return update

@@ -98,6 +98,8 @@ class SecureSum:
     enough for thousands."""
     largest: float = 8.0
     """Size that values of a change may have; larger ones are cut off and counted."""
+    patience: float = 120.0
+    """Seconds for which the others of a round are waited for at each step, once the first has come to it."""
     most_weight: int = 1 << 20
     """Largest weight of a client (samples, tokens); larger ones count as this."""
 
@@ -106,7 +108,5 @@ class SecureSum:
             raise ValueError(f"threshold must be in (0.5, 1], got {self.threshold}")
         if self.partners is not None and (self.partners < 2 or self.partners % 2):
             raise ValueError(f"partners must be an even number of at least 2, got {self.partners}")
-        if not 0 < self.largest < math.inf or self.most_weight < 1:
-            raise ValueError(
-                f"largest must be positive and most_weight at least 1, got {self.largest} and {self.most_weight}"
-            )
+        if not 0 < self.largest < math.inf or self.most_weight < 1 or not 0 < self.patience < math.inf:
+            raise ValueError(f"largest, patience and most_weight must be positive, got {self}")

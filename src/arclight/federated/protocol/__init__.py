@@ -14,6 +14,8 @@ from arclight.federated.protocol.messages import (
     Leave,
     Message,
     Receipt,
+    Secure,
+    Secured,
     Update,
     Wait,
     Welcome,

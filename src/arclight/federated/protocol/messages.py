@@ -121,6 +121,29 @@ class Update(Message):
     metrics: Metrics = field(default_factory=dict)
     """Logged values of training, ``train/loss`` among them."""
     fragment: int | None = None
+    secure: bool = False
+    """Whether its values are masked before they leave the node, for a secure sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secure(Message):
+    """One client's part in a round's secure sum: what it says to the others, and an ask for what it is to know next.
+
+    Binary values are hexadecimal. Each part may be said again; the first counts. See `arclight.federated.privacy.masks`.
+    """
+
+    node: str
+    session: str
+    client: str
+    round: int
+    keys: dict[str, str] | None = None
+    """Public keys: ``mask``, ``cipher``, ``seal``."""
+    letters: dict[str, str] | None = None
+    """By partner, sealed."""
+    seeds: dict[str, str] | None = None
+    """Parts of seeds, by the client that they are of."""
+    parts: dict[str, str] | None = None
+    """Parts of mask keys of those that dropped out, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +250,22 @@ class Wait(Message):
     seconds: float
     about: str = ""
     """What is waited for, for logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Secured(Message):
+    """How far a round's secure sum is, as far as it concerns one client; None is what is not settled yet."""
+
+    circle: tuple[str, ...] | None = None
+    """Clients that take part."""
+    keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Theirs, once there is a circle and until letters are settled."""
+    letters: dict[str, str] | None = None
+    """To this client, by sender."""
+    here: tuple[str, ...] | None = None
+    """Clients whose masked values are in the sum."""
+    over: bool = False
+    """Whether the round needs nothing more of this client."""
 
 
 @dataclass(frozen=True, kw_only=True)

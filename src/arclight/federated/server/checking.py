@@ -12,6 +12,7 @@ import torch
 from arclight.checkpoint.tensorfile import DTYPES
 from arclight.federated.aggregation.scale import measure
 from arclight.federated.blobs import BlobStore
+from arclight.federated.blobs.opening import open_manifest
 from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.masks.experts import Parts
 from arclight.federated.masks.serving import sendable
@@ -36,6 +37,8 @@ class Asked:
     """What the client may send of them; see `arclight.federated.masks`."""
     form: str = "delta"
     """"delta" or "weights"."""
+    masked: bool = False
+    """Whether values are masked integers of a secure sum, of which nothing can be told."""
     round: int
     steps: int
     weigh_by: str
@@ -71,6 +74,8 @@ def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobS
         raise RefusedError("stale", f"{who} is not a change of the weights that it was asked to begin from")
     _check_numbers(who, update, asked, seen, limits)
     _check_layout(who, update, asked, limits)
+    if asked.masked:
+        return _check_masked(who, update, store)
     try:
         tensors = Decoded(update.manifest, store)
         measured = measure(update.client, tensors)
@@ -81,6 +86,17 @@ def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobS
         raise RefusedError("damaged", f"{who}: {error}") from error
     _check_norm(who, norm, asked, seen, limits)
     return Checked(norm=norm, largest=measured.largest)
+
+
+def _check_masked(who: str, update: Update, store: BlobStore) -> Checked:
+    """What there is to check of masked values: that they are all there."""
+    if not update.secure:
+        raise RefusedError("wrong_names", f"{who} is not masked: this run takes secure sums only")
+    try:
+        open_manifest(update.manifest, store)
+    except (FederatedError, FileNotFoundError) as error:
+        raise RefusedError("damaged", f"{who}: {error}") from error
+    return Checked(norm=0.0, largest=dict.fromkeys(update.manifest.tensors))
 
 
 def _check_numbers(who: str, update: Update, asked: Asked, seen: Seen, limits: Checks) -> None:
@@ -122,7 +138,11 @@ def _check_layout(who: str, update: Update, asked: Asked, limits: Checks) -> Non
         assert base is not None
         if tuple(entry.shape) != tuple(base.shape):
             raise RefusedError("wrong_shape", f"{who}: {key} is of shape {list(entry.shape)}, not {list(base.shape)}")
-        if not _fits(DTYPES.get(entry.dtype), DTYPES[base.dtype], asked.form):
+        if asked.masked:
+            fits = entry.dtype == "I64" and entry.codec == "raw" and DTYPES[base.dtype].is_floating_point
+        else:
+            fits = _fits(DTYPES.get(entry.dtype), DTYPES[base.dtype], asked.form)
+        if not fits:
             raise RefusedError("wrong_shape", f"{who}: {key} is of type {entry.dtype}, not {base.dtype}")
         whole += math.prod(base.shape) * max(4, DTYPES[base.dtype].itemsize)
     most = int(limits.bytes_times * whole) + _SLACK

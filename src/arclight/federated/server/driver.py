@@ -117,6 +117,18 @@ class Driver:
         with self._lock:
             return self.coordinator.rules.accepted(client, number) == digest
 
+    def knows(self, session: str) -> bool:
+        """Whether a node is here by that name of its session."""
+        with self._lock:
+            found = self.coordinator.present.sessions.get(session)
+            return found is not None and found.lost is None
+
+    def expected(self, number: int) -> set[str]:
+        """Clients that were drawn for a round that is not committed, without those that have failed."""
+        with self._lock:
+            found = self.coordinator.state.open.get(number)
+            return set() if found is None else set(found.drawn) - set(found.failed)
+
     def bases(self) -> frozenset[str]:
         """Digests of weights that somebody may still be told to begin from."""
         with self._lock:

@@ -10,11 +10,13 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.mirrored import MirroredStore
@@ -25,8 +27,10 @@ from arclight.federated.coordination.journal import Injection, Journal
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
+from arclight.federated.privacy.masks import Unmasking
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
+from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
 from arclight.federated.server.shelf import Shelf, manifest_of
 from arclight.federated.server.stepping import Given, Stepper, begin
@@ -82,12 +86,27 @@ class Run:
             store=self.blobs,
             strategy=federation.strategy,
             form=federation.send,
-            folding=robust.folding(federation.robust) if federation.noise is None else noise.folding(federation.noise),
+            folding=self._folding(),
             is_stack=Travel(masks=federation.masks).is_stack,
         )
         self._budget = noise.budget(federation, len(self.coordinator.roster))
         self._since: dict[tuple[str, int], float] = {}
         self._began, self._resumed = time.monotonic(), False
+
+    def _folding(self) -> Callable[..., Fold]:
+        asked = self.federation
+        if asked.secure is not None:
+            path = self.folder / "secure.json"
+            self.service.exchange = Exchange(asked.secure, self.name, path, self._expected)
+            return partial(SecureFold, asked.secure, most(asked), self._unmasking)
+        return robust.folding(asked.robust) if asked.noise is None else noise.folding(asked.noise)
+
+    def _expected(self, number: int) -> set[str]:
+        return self.driver.expected(number)
+
+    def _unmasking(self, here: Sequence[str]) -> Unmasking:
+        assert self.service.exchange is not None
+        return self.service.exchange.open(self._round, here)
 
     def __enter__(self) -> Run:
         if self._budget is not None:
@@ -180,7 +199,7 @@ class Run:
 
     def _step(self, fold: events.Fold) -> events.Event:
         began = time.monotonic()
-        before = self.coordinator.state.committed
+        before, self._round = self.coordinator.state.committed, fold.round
         given = []
         for update in fold.updates:
             checked = self.service.checked.get(update.digest)

@@ -27,11 +27,13 @@ from arclight.federated.protocol import (
     Leave,
     Message,
     Receipt,
+    Secure,
     Update,
     Wait,
     Welcome,
     digest_of,
 )
+from arclight.federated.server import secure
 from arclight.federated.server.checking import Asked, Checked, Seen, check
 from arclight.federated.server.decoded import Decoded
 from arclight.federated.server.driver import NO_ROOM, Driver, PausedError
@@ -63,6 +65,7 @@ class Service:
         self.recipe = recipe or {}
         self.history = History()
         self.driver: Driver
+        self.exchange: secure.Exchange | None = None
         self.travels = Travels(federation, seed, self._place)
         self.shelf = shelf
         self._norms: deque[float] = deque(maxlen=_REMEMBERED)
@@ -124,6 +127,8 @@ class Service:
                         again=message.again,
                     )
                 )
+            case Secure():
+                return self._secure(message)
             case Leave():
                 return self._tell(lambda to: events.Left(to=to, session=message.session))
         raise ProtocolError(
@@ -198,7 +203,7 @@ class Service:
             deadline=plan.deadline,
             journal_every=asked.journal_every,
             keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
-            privacy=noise.order(asked),
+            privacy={**noise.order(asked), **secure.order(asked)},
             fragment=plan.fragment,
         )
 
@@ -245,6 +250,7 @@ class Service:
             travel=self.travels.of(message.client, message.round, base),
             round=message.round,
             form=self.federation.send,
+            masked=self.federation.secure is not None,
             steps=opened.steps,
             weigh_by=self.federation.weigh_by,
         )
@@ -253,6 +259,13 @@ class Service:
                 norms=tuple(self._norms), samples_per_step=tuple(self._samples), tokens_per_step=tuple(self._tokens)
             )
         return check(message, asked, seen, self.federation.checks, self.blobs)
+
+    def _secure(self, message: Secure) -> Message:
+        if self.exchange is None:
+            raise ProtocolError(f"run {self.run} has no secure sums")
+        if not self.driver.knows(message.session):
+            return Receipt(accepted=False, reason="session", message="this session is not known here: join again")
+        return self.exchange.hear(message)
 
     def _evaluated(self, message: Evaluated) -> Message:
         if message.samples < 0:

@@ -1,0 +1,140 @@
+"""A client's side of a round's secure sum: its update leaves the node masked, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arclight.checkpoint.tensorfile import DTYPES
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.opening import open_manifest
+from arclight.federated.blobs.packing import write_blobs
+from arclight.federated.clients.session import ClosedError
+from arclight.federated.codecs.encoding import decode
+from arclight.federated.errors import ClientError, ProtocolError
+from arclight.federated.privacy.agreement import Circle, Keys
+from arclight.federated.privacy.masks import Participant, shift_of, terms
+from arclight.federated.privacy.settings import SecureSum
+from arclight.federated.protocol import Close, Fit, Manifest, Message, Secure, Secured, Update
+
+_PAUSE = 0.1
+
+
+class Securing:
+    """One client in one round. ``say`` sends a message made for the session of the moment; ``order`` is what asked for it."""
+
+    def __init__(
+        self, node: str, order: Fit, say: Callable[[Callable[[str], Message]], Message], stopping: threading.Event
+    ) -> None:
+        asked = dict(order.privacy["secure"])
+        self._clients = int(asked.pop("clients"))
+        self._settings = SecureSum(**asked)
+        self._node, self._order, self._say, self._stopping = node, order, say, stopping
+        self._me = Participant(order.client)
+
+    def masked(self, update: Update, blobs: FolderStore, into: Path) -> Update:
+        """The update with its values masked, their blobs below ``into``. Raises ClientError where the others do not come."""
+        mine = self._me.keys
+        said = self._until(
+            lambda told: told.circle is not None,
+            "the other clients' keys",
+            keys={"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()},
+        )
+        circle = Circle(
+            run=self._order.run,
+            number=self._order.round,
+            clients=said.circle or (),
+            partners=self._settings.partners,
+            threshold=self._settings.threshold,
+        )
+        keys = {
+            name: Keys(client=name, **{what: bytes.fromhex(text) for what, text in told.items()})
+            for name, told in said.keys.items()
+        }
+        letters = self._me.share(circle, keys)
+        said = self._until(
+            lambda told: told.letters is not None,
+            "the other clients' letters",
+            letters={name: text.hex() for name, text in letters.items()},
+        )
+        received = {name: bytes.fromhex(text) for name, text in (said.letters or {}).items()}
+        values = _Terms(update, blobs, self._weight(update), shift_of(self._settings, self._clients), self._settings)
+        masked = self._me.mask(received, values)
+        shapes = {key: update.manifest.tensors[key].shape for key in values}
+        manifest: Manifest = write_blobs(
+            ((key, sums.view(shapes[key])) for key, sums in masked),
+            FolderStore(into),
+            kind="update",
+            base=update.manifest.base,
+        )
+        cut = sum(values.cut.values())
+        return dataclasses.replace(update, manifest=manifest, metrics={**update.metrics, "privacy/cut": float(cut)})
+
+    def reveal(self) -> None:
+        """Wait until the server says whose values have come, and give this client's parts of their secrets."""
+        said = self._until(lambda told: told.here is not None or told.over, "the round to be closed", patience=None)
+        if said.here is None or said.over:
+            return
+        parts = self._me.reveal(said.here)
+        self._hear(
+            seeds={name: f"{part:x}" for name, part in parts.seeds.items()},
+            parts={name: f"{part:x}" for name, part in parts.keys.items()},
+        )
+
+    def _weight(self, update: Update) -> int:
+        whole = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self._order.weigh_by]
+        return min(whole, self._settings.most_weight)
+
+    def _until(
+        self, settled: Callable[[Secured], bool], what: str, patience: float | None = 3.0, **said: Any
+    ) -> Secured:
+        """Say it, then ask until the server has settled it. ``patience``: times the settings' that is waited; None waits for ever."""
+        until = None if patience is None else time.monotonic() + patience * self._settings.patience
+        told = self._hear(**said)
+        while not settled(told):
+            if told.over:
+                raise ClientError(f"the secure sum of round {self._order.round} goes on without {self._order.client}")
+            if self._stopping.wait(_PAUSE):
+                raise ClosedError("the node was told to stop")
+            if until is not None and time.monotonic() > until:
+                raise ClientError(f"{self._order.client} has waited for {what} in round {self._order.round} in vain")
+            told = self._hear()
+        if told.over and patience is not None:
+            raise ClientError(f"the secure sum of round {self._order.round} goes on without {self._order.client}")
+        return told
+
+    def _hear(self, **said: Any) -> Secured:
+        answer = self._say(
+            lambda session: Secure(
+                node=self._node, session=session, client=self._order.client, round=self._order.round, **said
+            )
+        )
+        if isinstance(answer, Close):
+            raise ClosedError(answer.why)
+        if not isinstance(answer, Secured):
+            raise ProtocolError(f"the server answered {answer.kind!r} to a client of a secure sum")
+        return answer
+
+
+class _Terms(Mapping[str, torch.Tensor]):
+    """A client's terms in fixed point by key, each made when it is asked for. Integers are not sent."""
+
+    def __init__(self, update: Update, blobs: FolderStore, weight: int, shift: int, settings: SecureSum) -> None:
+        self._opened, self._how = open_manifest(update.manifest, blobs), (weight, shift, settings)
+        self.cut: dict[str, int] = {}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        made, self.cut[key] = terms(decode(key, self._opened[key]), *self._how)
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, entry in self._opened.manifest.tensors.items() if DTYPES[entry.dtype].is_floating_point)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

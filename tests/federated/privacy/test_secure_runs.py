@@ -1,0 +1,188 @@
+"""Secure sums in whole runs: several clients of several nodes, some of which drop out, seen through the public server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.server.quadratic import Quadratic
+
+from arclight import recipe
+from arclight.federated.clients import Outcome
+from arclight.federated.clients.node import Node
+from arclight.federated.coordination.settings import Waiting
+from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.privacy.agreement import Keys
+from arclight.federated.privacy.masks import Participant
+from arclight.federated.privacy.settings import SecureSum
+from arclight.federated.protocol import Message, Secure, Secured, Update
+from arclight.federated.server.secure import Exchange, circle_of
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+START = {"w": torch.linspace(-1, 1, 3000).reshape(30, 100), "seen": torch.tensor(3)}
+
+
+class Fails(Quadratic):
+    """Breaks down in a round."""
+
+    def fit(self, order: Any, weights: Mapping[str, torch.Tensor], progress: Any) -> Outcome:
+        if order.round == 2:
+            raise RuntimeError("this site has lost power")
+        return super().fit(order, weights, progress)
+
+
+@dataclass
+class Site:
+    """A client as a node's crew takes it, whose learner is known in closed form."""
+
+    name: str
+    goal: float
+    kind: type[Quadratic] = Quadratic
+
+    def learner(self, folder: Path) -> Quadratic:
+        return self.kind(self.goal, samples=int(self.name) + 3)
+
+
+@dataclass
+class Tapped(InProcess):
+    """A link that keeps what goes over it."""
+
+    service: Any
+    said: list[Message] = field(default_factory=list)
+    lost: tuple[str, int] = ("", 0)
+    """A client whose masked values do not get through, and in which round."""
+
+    def __post_init__(self) -> None:
+        super().__init__(self.service)
+
+    def send(self, message: Message) -> Message:
+        self.said.append(message)
+        if isinstance(message, Update) and (message.client, message.round) == self.lost:
+            raise RuntimeError("its line is cut")
+        return super().send(message)
+
+
+def trained(server: Server, nodes: list[list[Site]], lost: tuple[str, int] = ("", 0)) -> list[Message]:
+    said: list[Message] = []
+    with server.opened() as run:
+        threads = []
+        for number, sites in enumerate(nodes):
+            link = Tapped(run.service, said, lost)
+            crew: list[Any] = list(sites)
+            node = Node(link, crew, Path(server.folder) / f"node{number}", f"n{number}", ask=1.0)
+            threads.append(threading.Thread(target=node.run, daemon=True))
+            threads[-1].start()
+        run.driver.wait(60)
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a node has not ended within 60 s"
+    return said
+
+
+def settings(**given: Any) -> Federation:
+    return Federation(**{"clients": 3, "rounds": 3, "local_steps": 4, "secure": SecureSum(patience=5.0), **given})
+
+
+def test_a_secure_run_is_the_plain_one_and_shows_no_single_change(tmp_path: Path) -> None:
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
+    plain = Server(settings(secure=None), START, folder=tmp_path / "plain")
+    trained(plain, [sites])
+    server = Server(settings(keep_rounds=0), START, folder=tmp_path / "run")
+    said = trained(server, [sites[:2], sites[2:]])
+    torch.testing.assert_close(server.weights()["w"], plain.weights()["w"], rtol=1e-6, atol=1e-7)
+    assert torch.equal(server.weights()["seen"], START["seen"]), "integers are not sent"
+    updates = [one for one in said if isinstance(one, Update)]
+    assert len(updates) == 9
+    assert {entry.dtype for one in updates for entry in one.manifest.tensors.values()} == {"I64"}
+    assert [here.norms for here in server.history][1:] == [{"0": 0.0, "1": 0.0, "2": 0.0}] * 3
+    assert server.history[3].norm == pytest.approx(plain.history[3].norm, rel=1e-6)
+    assert not list((tmp_path / "run").glob("node*/**/masked/*"))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_client_that_drops_out_is_left_out_of_the_sum(tmp_path: Path, early: bool) -> None:
+    """In round 2 the third client breaks down, before it has given keys, or once the others have masked for it."""
+    some = {"waiting": Waiting(quorum=0.6, grace=20.0), "secure": SecureSum(threshold=0.6, patience=5.0)}
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5, Fails if early else Quadratic)]
+    plain = Server(settings(**{**some, "secure": None}), START, folder=tmp_path / "plain")
+    trained(plain, [[*sites[:2], Site("2", 0.5, Fails)]])
+    server = Server(settings(**some), START, folder=tmp_path / "run")
+    said = trained(server, [sites], ("", 0) if early else ("2", 2))
+    letters = {one.client for one in said if isinstance(one, Secure) and one.round == 2 and one.letters is not None}
+    assert letters == ({"0", "1"} if early else {"0", "1", "2"})
+    assert [here.contributors for here in server.history] == [here.contributors for here in plain.history]
+    assert server.history[2].contributors == ["0", "1"]
+    torch.testing.assert_close(server.weights()["w"], plain.weights()["w"], rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_never_masked_is_refused_and_what_cannot_be_secure_is_said() -> None:
+    for table, said in (
+        ({"send": "weights"}, "send"),
+        ({"up": "int8"}, "up"),
+        ({"robust": "median"}, "robust"),
+        ({"masks": {"frozen": ["w"]}}, "masks"),
+        ({"noise": {"clip": 1, "multiplier": 1}, "weigh_by": "equal"}, "noise.by"),
+        ({"waiting": {"quorum": 0.5}}, "secure.threshold"),
+    ):
+        with pytest.raises(recipe.RecipeError, match=said):
+            recipe.read(Federation, {"secure": {}, **table})
+    assert recipe.read(Federation, {"secure": {"partners": 4}}).secure == SecureSum(partners=4)
+
+
+def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> None:
+    """Killed at every step of a round: keys, letters, and parts that came before it are in its file."""
+    names, asked = ["a", "b", "c"], SecureSum(threshold=0.6, patience=0.5)
+    path = tmp_path / "secure.json"
+    people = {name: Participant(name) for name in names}
+
+    def restarted() -> Exchange:
+        return Exchange(asked, "run", path, lambda number: set(names))
+
+    def hear(client: str, **said: Any) -> Secured:
+        return restarted().hear(Secure(node="n", session="s", client=client, round=1, **said))
+
+    for name, person in people.items():
+        keys = person.keys
+        hear(name, keys={"mask": keys.mask.hex(), "cipher": keys.cipher.hex(), "seal": keys.seal.hex()})
+    circle = circle_of(asked, "run", 1, names)
+    for name, person in people.items():
+        told = hear(name)
+        assert told.circle == tuple(names)
+        given = {
+            other: Keys(client=other, **{what: bytes.fromhex(text) for what, text in keys.items()})
+            for other, keys in told.keys.items()
+        }
+        hear(name, letters={to: text.hex() for to, text in person.share(circle, given).items()})
+    values = {name: torch.tensor([10 * k, -k]) for k, name in enumerate(names)}
+    sums = torch.zeros(2, dtype=torch.int64)
+    for name in ("a", "b"):
+        received = {sender: bytes.fromhex(text) for sender, text in (hear(name).letters or {}).items()}
+        sums += dict(people[name].mask(received, {"model/x": values[name]}))["model/x"]
+    with pytest.raises(FederatedError, match="not heard of: a, b"):
+        restarted().open(1, ["a", "b"])
+    assert hear("c").over, "its values have not come in time"
+    for name in ("a", "b"):
+        here = hear(name).here
+        assert here == ("a", "b")
+        parts = people[name].reveal(here)
+        told = hear(
+            name,
+            seeds={of: f"{part:x}" for of, part in parts.seeds.items()},
+            parts={of: f"{part:x}" for of, part in parts.keys.items()},
+        )
+        assert told.over
+    restarted().open(1, ["a", "b"]).take_away("model/x", sums)
+    assert torch.equal(sums, values["a"] + values["b"])
+    changed = Participant("a").keys
+    with pytest.raises(ProtocolError, match="a has given other keys"):
+        hear("a", keys={"mask": changed.mask.hex(), "cipher": changed.cipher.hex(), "seal": changed.seal.hex()})
+    path.unlink()
+    with pytest.raises(FederatedError, match=r"what opens them is gone: .*secure\.json"):
+        restarted().open(1, ["a", "b"])
