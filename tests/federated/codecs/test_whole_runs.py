@@ -16,7 +16,7 @@ from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from arclight.federated.coordination.settings import Streaming
-from arclight.federated.masks.settings import Masks
+from arclight.federated.masks.settings import Experts, Masks
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
@@ -133,3 +133,44 @@ def test_fragments_take_turns(tmp_path: Path) -> None:
         assert moved == {str(number % 3)}
         before = after
     assert loss_of(before)["val/loss"] < loss_of(server.rounds.tensors(0, "model"))["val/loss"]
+
+
+class Mixture(Wide):
+    """With something like experts, all of which act on every input."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.experts = nn.ParameterDict({"w": nn.Parameter(torch.randn(count, 2, 2))})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self.experts["w"].mean(0)
+
+
+@pytest.mark.parametrize("form", ["weights", "delta"])
+@pytest.mark.parametrize("held", [4, 2])
+def test_experts_of_clients_come_together(tmp_path: Path, form: str, held: int) -> None:
+    """Each expert has one client, so the server's are the clients' own: bit for bit where weights are sent."""
+    masks = Masks(experts=Experts(tensors=("experts.",), per_client=2))
+    federation = Federation(clients=2, rounds=2, local_steps=3, send=form, masks=masks, moments=("exp_avg",))  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    server, modules = Server(federation, Mixture(), folder=tmp_path / "run"), [Mixture(held), Mixture(held)]
+    with server.opened() as opened:
+        clients = [
+            Client(str(n), module, Rows(seed=n), trainer={"accelerator": "cpu"}) for n, module in enumerate(modules)
+        ]
+        node = threading.Thread(
+            target=Node(InProcess(opened.service), clients, tmp_path / "node", "n", ask=0.5).run, daemon=True
+        )
+        node.start()
+        assert opened.driver.wait(60)
+        node.join(30)
+        assert not node.is_alive()
+    after = server.weights()["experts.w"]
+    own = [module.experts["w"].detach() for module in modules]
+    expected = torch.cat([own[0][:2], own[1][-2:]])
+    if form == "weights":
+        assert torch.equal(after, expected)
+    else:
+        torch.testing.assert_close(after, expected, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(after[0], server.rounds.tensors(1, "model")["experts.w"][0])
+    assert server.rounds.tensors(2, "moments")["exp_avg/experts.w"].shape == (4, 2, 2)

@@ -60,6 +60,20 @@ def to_take(weights: Mapping[str, torch.Tensor], keep: Keep, round: int, last: i
     return keep.travel.down(weights, round, last)
 
 
+def for_module(
+    module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Iterable[str], travel: Travel
+) -> dict[str, torch.Tensor]:
+    """Those of ``weights``, and local moments; of stacks of experts what a module with the client's own ones only has."""
+    own, found = named_weights(module), {}
+    for key in keys:
+        here, value = own.get(key.partition("/")[2]), weights[key]
+        if travel.experts is not None and travel.is_stack(key) and here is not None and here.dim():
+            fewer = here.shape[0] == len(travel.experts) < len(value)
+            value = to_local(value, travel.experts) if fewer else value
+        found[key] = value
+    return found
+
+
 @torch.no_grad()
 def bind(
     module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Sequence[str], travel: Travel, mix: float
@@ -69,13 +83,7 @@ def bind(
     A module that has a client's own experts only gets these out of the stacks of all.
     """
     own = named_weights(module)
-    given = {}
-    for key in keys:
-        name, value = key.removeprefix(MODEL), weights[key]
-        if travel.experts is not None and travel.is_stack(key) and name in own:
-            held = own[name].shape[0] if own[name].dim() else 0
-            value = to_local(value, travel.experts) if held == len(travel.experts) < len(value) else value
-        given[name] = value
+    given = {key.removeprefix(MODEL): value for key, value in for_module(module, weights, keys, travel).items()}
     mixed = [name for name in given if mix and name in own and own[name].is_floating_point()]
     before = {name: own_part(own[name]).detach().clone() for name in mixed}
     bind_weights(module, given)

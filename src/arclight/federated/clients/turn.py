@@ -16,6 +16,7 @@ from arclight.federated.clients.keeping import (
     Keep,
     bind,
     drawn_anew,
+    for_module,
     matches,
     moments_in,
     reconcile,
@@ -142,7 +143,8 @@ class Turn(Pause):
         if self._keep.reset_optimizer:
             for optimizer in trainer.optimizers:
                 optimizer.state.clear()
-        came = moments_in({key: self._weights[key] for key in taken if not key.startswith(MODEL)})
+        moment_keys = [key for key in taken if not key.startswith(MODEL)]
+        came = moments_in(for_module(module, self._weights, moment_keys, travel))
         for state, moments in came.items():
             bind_moments(trainer, state, moments, order.clock)
         if came:
