@@ -159,7 +159,7 @@ class Scripted:
             opened = open_manifest(update.manifest, self.blobs)
             for key in opened:
                 value = decode(key, opened[key])
-                if self.form == "delta":
+                if self.form == "delta" and key.startswith("model/"):
                     value = (self.weights[key].to(value.dtype) - value).to(self.weights[key].dtype)
                 share = value if only else value.double() * (update.samples / total)
                 sums[key] = share if key not in sums else sums[key] + share

@@ -107,6 +107,17 @@ def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert all(update.samples == 16 and update.metrics["train/loss"] > 0 for update in together.of(Update))
 
 
+@pytest.mark.parametrize("journal_every", [50, 0])
+def test_clients_that_do_not_fit_into_memory_go_on_from_the_disk(tmp_path: Path, journal_every: int) -> None:
+    """Those whose progress is not saved stay in memory."""
+    names, order = ("a", "bb", "ccc"), {"rounds": 3, "steps": 4, "form": "delta", "journal_every": journal_every}
+    servers = [Scripted(tmp_path / f"server-{i}", beginning(), names, **order) for i in range(2)]
+    for number, (server, resident) in enumerate(zip(servers, (None, 1), strict=True)):
+        crew = InThisProcess([client_of(name) for name in names], resident=resident)
+        run(Node(InProcess(server), crew, tmp_path / f"node-{number}", "n"))
+    assert_equal(servers[0].weights, servers[1].weights)
+
+
 class Fails(Callback):
     """Raises at a step, once."""
 

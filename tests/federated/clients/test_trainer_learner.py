@@ -199,6 +199,20 @@ def test_a_finished_round_that_is_asked_for_again_costs_no_state(tmp_path: Path)
     assert_equal(*ends)
 
 
+def test_what_another_process_has_trained_since_counts(tmp_path: Path) -> None:
+    """Two workers take turns with one client: neither goes on from what it remembers of earlier rounds."""
+    torch.manual_seed(1)
+    begin = weights_of(Net())
+    alone, turns = learner_of(tmp_path / "alone", Net()), [learner_of(tmp_path / "both", Net()) for _ in range(2)]
+    left, right = begin, begin
+    for number in range(1, 6):
+        one = alone.fit(fit_order(number, 4, 4 * number - 4), left, quiet)
+        left = {key: one.tensors[key] for key in one.tensors}
+        other = turns[number % 2].fit(fit_order(number, 4, 4 * number - 4), right, quiet)
+        right = {key: other.tensors[key] for key in other.tensors}
+    assert_equal(left, right)
+
+
 def test_a_damaged_state_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(1)
     begin = weights_of(Net())
@@ -314,3 +328,22 @@ def test_limits_of_the_trainer_are_told(tmp_path: Path) -> None:
     learner.fit(fit_order(0, 4, 0), begin, quiet)
     with pytest.raises(FederatedError, match="came to its end after 2 of 4 steps of round 1"):
         learner.fit(fit_order(1, 4, 4), begin, quiet)
+
+
+def test_loaders_will_do(tmp_path: Path) -> None:
+    """In the place of a data module: the same bits."""
+    torch.manual_seed(1)
+    begin = weights_of(Net())
+    data = Rows()
+    ends = []
+    for number, given in enumerate((data, data.train_dataloader(), (data.train_dataloader(), data.val_dataloader()))):
+        learner = TrainerLearner(Net(), given, trainer_maker(**CPU), tmp_path / str(number), seed=5)
+        outcome = learner.fit(fit_order(1, 11, 0), begin, quiet)
+        ends.append({key: outcome.tensors[key] for key in outcome.tensors})
+    assert_equal(ends[0], ends[1])
+    assert_equal(ends[0], ends[2])
+    assert learner.evaluate(evaluate_order(1), begin).samples == 36
+    with pytest.raises(FederatedError, match="has no validation_step or no validation data"):
+        TrainerLearner(Net(), data.train_dataloader(), trainer_maker(**CPU), tmp_path / "none").evaluate(
+            evaluate_order(1), begin
+        )

@@ -20,6 +20,7 @@ from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.clients.workers import Workers
 from arclight.federated.errors import FederatedError
+from arclight.federated.masks.travel import Travel
 from arclight.federated.protocol import Failed, Update
 from arclight.federated.transports.in_process import InProcess
 
@@ -155,8 +156,9 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[Workers]) -> None:
-    """Two ranks share a client's model (FSDP); one of them is killed in the second round."""
-    order: dict[str, Any] = {"rounds": 2, "steps": 6, "form": "delta", "journal_every": 2}
+    """Two ranks share a client's model (FSDP), and its moments travel; one of them is killed in the second round."""
+    keep = Travel(moments=("exp_avg", "exp_avg_sq")).to_table()
+    order: dict[str, Any] = {"rounds": 2, "steps": 6, "form": "delta", "journal_every": 2, "keep": keep}
     ends = []
     for disturbed in (False, True):
         folder = tmp_path / str(disturbed)
@@ -175,6 +177,8 @@ def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[Wor
     # each process reads 18 of the 36 rows an epoch, in batches of 4, 4, 4, 4 and 2
     assert [update.samples for update in ends[0].of(Update)] == [44, 44]
     assert [update.samples for update in ends[1].of(Update)] == [44, 44]
+    assert {key.partition("/")[0] for key in ends[0].weights} == {"model", "exp_avg", "exp_avg_sq"}
+    assert ends[0].weights["exp_avg_sq/net.0.weight"].shape == (16, 8)
     losses = [ends[0].measured[number]["a"].metrics["val/loss"] for number in (1, 3)]
     assert losses[1] < losses[0]
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from arclight.federated.clients.state import folder_name
-from arclight.federated.clients.work import Work
+from arclight.federated.clients.work import Works
 from arclight.federated.errors import FederatedError
 
 if TYPE_CHECKING:
     from arclight.federated.blobs.folder import FolderStore
     from arclight.federated.clients.client import Client
-    from arclight.federated.clients.learner import Progress
+    from arclight.federated.clients.learner import Learner, Progress
     from arclight.federated.protocol import Evaluate, Evaluated, Fit, Update
 
 
@@ -47,53 +46,46 @@ class InThisProcess:
     slots = 1
     _one_at_a_time = threading.Lock()
 
-    def __init__(self, clients: Sequence[Client]) -> None:
+    def __init__(self, clients: Sequence[Client], *, resident: int | None = None) -> None:
+        """``resident``: how many clients' learners stay in memory, by default all."""
         self._made = {client.name: client for client in clients}
         if len(self._made) != len(clients):
             raise FederatedError(f"two clients have one name: {', '.join(client.name for client in clients)}")
         self.clients = tuple(self._made)
-        self._works: dict[str, Work] = {}
-        self._folder, self._run = Path(), ""
+        self._works = Works(self._learner, resident)
 
     def open(self, folder: Path, run: str) -> None:
-        if (folder, run) != (self._folder, self._run):
-            self.close()
-            self._folder, self._run = folder, run
+        self._works.open(folder, run)
 
     def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
         with self._one_at_a_time:
-            update = self._work(order.client).fit(order, weights, progress)
+            update = self._works.fit(order, weights, progress)
         assert update is not None
         return update
 
     def evaluate(self, order: Evaluate, weights: FolderStore) -> Evaluated:
         with self._one_at_a_time:
-            evaluated = self._work(order.client).evaluate(order, weights)
+            evaluated = self._works.evaluate(order, weights)
         assert evaluated is not None
         return evaluated
 
     def close(self) -> None:
-        for work in self._works.values():
-            work.close()
-        self._works.clear()
+        self._works.close()
 
-    def _work(self, client: str) -> Work:
-        if client not in self._works:
-            if client not in self._made:
-                raise FederatedError(f"this node has no client {client!r}; it has {', '.join(self.clients)}")
-            folder = self._folder / folder_name(client)
-            self._works[client] = Work(self._made[client].learner(folder), folder, client, self._run)
-        return self._works[client]
+    def _learner(self, client: str, folder: Path) -> Learner:
+        if client not in self._made:
+            raise FederatedError(f"this node has no client {client!r}; it has {', '.join(self.clients)}")
+        return self._made[client].learner(folder)
 
 
 class Anyone(InThisProcess):
     """Any client of a run whose data every node can read: ``make`` gives the client of a name when it is first asked for."""
 
-    def __init__(self, make: Callable[[str], Client]) -> None:
-        super().__init__([])
+    def __init__(self, make: Callable[[str], Client], *, resident: int | None = None) -> None:
+        super().__init__([], resident=resident)
         self._make = make
 
-    def _work(self, client: str) -> Work:
+    def _learner(self, client: str, folder: Path) -> Learner:
         if client not in self._made:
             self._made[client] = self._make(client)
-        return super()._work(client)
+        return super()._learner(client, folder)

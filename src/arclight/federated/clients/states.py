@@ -53,6 +53,12 @@ class States:
         self._next += 1
         return path
 
+    def moved_on(self) -> bool:
+        """Whether another process has saved a state since this one last saved or looked."""
+        newest = max((number for number, _ in self._all()), default=0)
+        moved, self._next = newest >= self._next, max(self._next, newest + 1)
+        return moved
+
     def prune(self) -> None:
         """Remove all but the newest sound ones, and what killed processes left."""
         if self.folder.is_dir():

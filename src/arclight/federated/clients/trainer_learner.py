@@ -115,14 +115,15 @@ class TrainerLearner:
 
     def close(self) -> None:
         self._memory = self._turn.state = None
-        for logger in self.trainer.loggers:
+        for logger in self.trainer.loggers if self.trainer.global_step else []:
             logger.finalize("success")
 
     # -- state -----------------------------------------------------------------------------------------------------
 
     def _newest(self) -> tuple[dict[str, Any] | Path | None, Position | None]:
         """What the next fit goes on from, and where it was made."""
-        if self._memory is not None:
+        moved_on = self._states.moved_on()
+        if self._memory is not None and not moved_on:
             return self._memory, Position.read(self._memory[ENTRY])
         path = self._states.newest()
         return path, Position.read(checkpoints.load(path, only=ENTRY)[ENTRY]) if path is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -16,7 +16,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.opening import open_manifest
 from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.clients.residuals import Residuals
-from arclight.federated.clients.state import ClientFolder, write_text
+from arclight.federated.clients.state import ClientFolder, folder_name, write_text
 from arclight.federated.codecs.encoding import decode, encode_all
 from arclight.federated.codecs.settings import from_table
 from arclight.federated.errors import FederatedError, ProtocolError
@@ -118,6 +118,58 @@ class Work:
 
     def close(self) -> None:
         self.learner.close()
+
+
+class Works:
+    """The works of a process's clients, made when they are first asked for.
+
+    resident: how many stay in memory; of more, those that have waited longest are closed and go on from the disk. A client whose
+    progress is not saved stays.
+    """
+
+    def __init__(
+        self, learner: Callable[[str, Path], Learner], resident: int | None = None, leads: bool = True
+    ) -> None:
+        self._learner, self._resident, self._leads = learner, resident, leads
+        self._folder, self._run = Path(), ""
+        self._works: dict[str, Work] = {}
+        self._saved: set[str] = set()
+
+    def open(self, folder: Path, run: str) -> None:
+        """From here on clients' folders lie in ``folder``."""
+        if (folder, run) != (self._folder, self._run):
+            self.close()
+            self._folder, self._run = folder, run
+
+    def fit(self, order: Fit, store: BlobStore, progress: Progress) -> Update | None:
+        update = self._of(order.client).fit(order, store, progress)
+        if order.journal_every:
+            self._saved.add(order.client)
+        return update
+
+    def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:
+        return self._of(order.client).evaluate(order, store)
+
+    def forget(self, client: str) -> None:
+        """Close a client's learner; its next work goes on from the disk."""
+        self._saved.discard(client)
+        if (work := self._works.pop(client, None)) is not None:
+            work.close()
+
+    def close(self) -> None:
+        for client in list(self._works):
+            self.forget(client)
+
+    def _of(self, client: str) -> Work:
+        work = self._works.pop(client, None)
+        if work is None:
+            waiting = [one for one in self._works if one in self._saved]
+            while self._resident is not None and len(self._works) >= self._resident and waiting:
+                self.forget(waiting.pop(0))
+            folder = self._folder / folder_name(client)
+            work = Work(self._learner(client, folder), folder, client, self._run, leads=self._leads)
+        self._works[client] = work  # the last is the one that was asked for last
+        return work
 
 
 M = TypeVar("M", Update, Evaluated, Failed)

@@ -23,7 +23,6 @@ from arclight.federated.errors import CancelledError, FederatedError
 
 if TYPE_CHECKING:
     from arclight.federated.clients.client import Client
-    from arclight.federated.clients.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -32,19 +31,21 @@ _TELL_EVERY = 0.1
 _ENDED = 3
 
 
-def main(clients: Sequence[Client], pipe: Connection, environment: Mapping[str, str]) -> None:
-    """What a worker process runs. ``environment``: torchrun's variables where it is one of several ranks."""
+def main(clients: Sequence[Client], pipe: Connection, environment: Mapping[str, str], resident: int | None) -> None:
+    """What a worker process runs. ``environment``: torchrun's variables where it is one of several ranks. ``resident``: see `Works`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the node decides what ends
     os.environ.update(environment)
-    _Worker({client.name: client for client in clients}, pipe, int(environment.get("RANK", "0")) == 0).run()
+    made = {client.name: client for client in clients}
+    _Worker(made, pipe, int(environment.get("RANK", "0")) == 0, resident).run()
 
 
 class _Worker:
-    def __init__(self, clients: Mapping[str, Client], pipe: Connection, leads: bool) -> None:
-        self._clients, self._pipe, self._leads = clients, pipe, leads
+    def __init__(self, clients: Mapping[str, Client], pipe: Connection, leads: bool, resident: int | None) -> None:
+        from arclight.federated.clients.work import Works
+
+        self._pipe, self._leads = pipe, leads
+        self._works = Works(lambda client, folder: clients[client].learner(folder), resident, leads)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._works: dict[str, Work] = {}
-        self._folder, self._run = Path(), ""
         self._cancelled, self._told_at = "", 0.0
 
     def run(self) -> None:
@@ -52,7 +53,7 @@ class _Worker:
         self._say(**{"is": "ready", "pid": os.getpid()})
         while (order := self._orders.get())["do"] != "close":
             if order["do"] == "open":
-                self._open(Path(order["folder"]), order["run"])
+                self._works.open(Path(order["folder"]), order["run"])
                 continue
             self._cancelled, self._told_at = "", 0.0
             try:
@@ -65,10 +66,10 @@ class _Worker:
                 log.exception("client %s has failed", order["client"])
                 what = told(error)
                 self._say(**{"is": "failed", "cancelled": False, "error": str(what), "again": what.again})
-                self._forget(order["client"])
+                self._works.forget(order["client"])
             else:
                 self._say(**{"is": "done", "message": message})
-        self._open(Path(), "")
+        self._works.close()
 
     def _listen(self) -> None:
         while True:
@@ -87,38 +88,18 @@ class _Worker:
         except OSError:
             os._exit(_ENDED)
 
-    def _open(self, folder: Path, run: str) -> None:
-        for client in list(self._works):
-            self._forget(client)
-        self._folder, self._run = folder, run
-
-    def _forget(self, client: str) -> None:
-        if (work := self._works.pop(client, None)) is not None:
-            work.close()
-
     def _do(self, order: dict[str, Any]) -> str | None:
         from arclight.federated.blobs.folder import FolderStore
         from arclight.federated.protocol import Evaluate, Fit, read
 
         asked, store = read(order["order"]), FolderStore(order["weights"])
-        work = self._work(order["client"])
         if isinstance(asked, Fit):
-            message: Any = work.fit(asked, store, self._progress)
+            message: Any = self._works.fit(asked, store, self._progress)
         elif isinstance(asked, Evaluate):
-            message = work.evaluate(asked, store)
+            message = self._works.evaluate(asked, store)
         else:
             raise FederatedError(f"a worker was given a message {asked.kind!r}")
         return None if message is None else message.to_json()
-
-    def _work(self, client: str) -> Work:
-        from arclight.federated.clients.state import folder_name
-        from arclight.federated.clients.work import Work
-
-        if client not in self._works:
-            folder = self._folder / folder_name(client)
-            learner = self._clients[client].learner(folder)
-            self._works[client] = Work(learner, folder, client, self._run, leads=self._leads)
-        return self._works[client]
 
     def _progress(self, steps: int, loss: float | None) -> None:
         if not self._leads:

@@ -31,6 +31,7 @@ _LOOK = 0.1
 """Seconds between looks at whether work is still wanted."""
 _TO_END = 20.0
 """Seconds that a worker has to end what is no longer wanted, or itself; then it is killed."""
+_HOUR = 3600.0
 _ATTEMPTS = 3
 """Workers that may die of one order."""
 
@@ -43,10 +44,19 @@ class Workers:
     """Implements `Crew`: ``count`` workers, each of ``ranks`` processes that train one client together (FSDP, DDP, ...).
 
     Clients need a ``build`` function, which is called once in each worker that trains them. A client stays with its worker while
-    that is free; its state is on the disk, so any other can go on. start: seconds that new processes may take to come up.
+    that is free; its state is on the disk, so any other can go on. resident: how many clients' learners a worker keeps in
+    memory, by default all. start: seconds that new processes may take to come up.
     """
 
-    def __init__(self, clients: Sequence[Client], count: int = 1, ranks: int = 1, *, start: float = 300.0) -> None:
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        count: int = 1,
+        ranks: int = 1,
+        *,
+        resident: int | None = None,
+        start: float = 300.0,
+    ) -> None:
         if count < 1 or ranks < 1:
             raise FederatedError(f"a crew needs at least one worker of one process, got {count} of {ranks}")
         if here := [client.name for client in clients if client.is_made_here]:
@@ -56,7 +66,7 @@ class Workers:
             )
         self.clients, self.slots = tuple(client.name for client in clients), count
         self._free = threading.Condition()
-        self._groups = [Group(clients, ranks, number, start) for number in range(count)]
+        self._groups = [Group(clients, ranks, number, resident, start) for number in range(count)]
         self._busy: set[int] = set()
         atexit.register(self.close)
 
@@ -70,7 +80,7 @@ class Workers:
             group.open(folder, run)
 
     def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
-        with self._group(order.client) as group:
+        with self._group(order.client, saved=order.journal_every > 0) as group:
             update = group.do(order, weights.folder, progress)
         assert isinstance(update, Update)
         return update
@@ -87,14 +97,13 @@ class Workers:
             group.close()
 
     @contextmanager
-    def _group(self, client: str) -> Iterator[Group]:
-        """A free worker: the one that the client was with, or the one with the fewest."""
+    def _group(self, client: str, saved: bool = True) -> Iterator[Group]:
+        """A free worker: the one that the client was with, or the one with the fewest if its state is ``saved`` for others."""
         with self._free:
-            if not self._free.wait_for(lambda: len(self._busy) < len(self._groups), timeout=3600):
-                raise FederatedError(f"no worker has become free for client {client} within an hour")
-            free = [n for n in range(len(self._groups)) if n not in self._busy]
-            mine = [n for n in free if client in self._groups[n].clients]
-            number = (mine or sorted(free, key=lambda n: len(self._groups[n].clients)))[0]
+            if not self._free.wait_for(lambda: self._best(client, saved) is not None, timeout=_HOUR):
+                raise FederatedError(f"no worker has become free for client {client} within {_HOUR:g} s")
+            number = self._best(client, saved)
+            assert number is not None
             for group in self._groups:
                 group.clients.discard(client)
             self._groups[number].clients.add(client)
@@ -104,14 +113,22 @@ class Workers:
         finally:
             with self._free:
                 self._busy.discard(number)
-                self._free.notify()
+                self._free.notify_all()
+
+    def _best(self, client: str, saved: bool) -> int | None:
+        free = [number for number in range(len(self._groups)) if number not in self._busy]
+        mine = [number for number, group in enumerate(self._groups) if client in group.clients]
+        if mine and (mine[0] in free or not saved):
+            return mine[0] if mine[0] in free else None
+        return min(free, key=lambda number: len(self._groups[number].clients), default=None)
 
 
 class Group:
     """One worker: a process, or several that train together."""
 
-    def __init__(self, clients: Sequence[Client], ranks: int, number: int, start: float) -> None:
-        self._made, self._ranks, self._number, self._start = tuple(clients), ranks, number, start
+    def __init__(self, clients: Sequence[Client], ranks: int, number: int, resident: int | None, start: float) -> None:
+        self._made, self._ranks, self._number = tuple(clients), ranks, number
+        self._resident, self._start = resident, start
         self.clients: set[str] = set()
         """Clients that it has trained last, of all workers."""
         self._processes: list[Any] = []
@@ -158,11 +175,14 @@ class Group:
     def _launch(self) -> None:
         if self._processes:
             return
+        log.info("worker %d starts with %d processes", self._number, self._ranks)
         context = multiprocessing.get_context("spawn")
         for environment in self._environments():
             here, there = context.Pipe()
             process = context.Process(
-                target=worker.main, args=(self._made, there, environment), name=f"arclight-worker-{self._number}"
+                target=worker.main,
+                args=(self._made, there, environment, self._resident),
+                name=f"arclight-worker-{self._number}",
             )
             process.start()
             there.close()  # the worker's end is the worker's alone, so that its death ends the pipe
