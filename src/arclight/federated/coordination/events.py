@@ -96,13 +96,6 @@ class Beaten(Said):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heard(Event):
-    """Bytes of a node are arriving (a blob is being put or read): it lives, though its messages are queued behind them."""
-
-    session: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class UpdateChecked(Said):
     """An update whose blobs are on disk and that is sound. Answered by a Receipt; it counts only if that says accepted.
 
