@@ -20,7 +20,7 @@ from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.privacy.agreement import Keys
 from arclight.federated.privacy.masks import Participant
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Message, Secure, Secured, Update
+from arclight.federated.protocol import Join, Message, Receipt, Secure, Secured, Update, Welcome
 from arclight.federated.server.secure import Exchange, circle_of
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
@@ -104,6 +104,20 @@ def test_a_secure_run_is_the_plain_one_and_shows_no_single_change(tmp_path: Path
     assert [here.norms for here in server.history][1:] == [{"0": 0.0, "1": 0.0, "2": 0.0}] * 3
     assert server.history[3].norm == pytest.approx(plain.history[3].norm, rel=1e-6)
     assert not list((tmp_path / "run").glob("node*/**/masked/*"))
+
+
+def test_a_node_cannot_speak_for_another_ones_client(tmp_path: Path) -> None:
+    with Server(settings(), START, folder=tmp_path / "run").opened() as run:
+        link = InProcess(run.service)
+        welcome = link.send(Join(node="n0", clients=("0",), process="p"))
+        assert isinstance(welcome, Welcome)
+        told = link.send(Secure(node="n0", session=welcome.session, client="0", round=1))
+        assert isinstance(told, Secured)
+        with pytest.raises(ProtocolError, match="n0 does not speak for client 1"):
+            link.send(Secure(node="n0", session=welcome.session, client="1", round=1))
+        stranger = link.send(Secure(node="n0", session="another", client="0", round=1))
+        assert isinstance(stranger, Receipt)
+        assert stranger.reason == "session"
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from arclight.federated.coordination import events
@@ -117,11 +117,11 @@ class Driver:
         with self._lock:
             return self.coordinator.rules.accepted(client, number) == digest
 
-    def knows(self, session: str) -> bool:
-        """Whether a node is here by that name of its session."""
+    def speaks_for(self, session: str) -> Collection[str] | None:
+        """The clients of the node that is here by that name of its session, empty for any; None where no node is."""
         with self._lock:
             found = self.coordinator.present.sessions.get(session)
-            return found is not None and found.lost is None
+            return None if found is None or found.lost is not None else found.clients
 
     def expected(self, number: int) -> set[str]:
         """Clients that were drawn for a round that is not committed, without those that have failed."""

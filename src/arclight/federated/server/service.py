@@ -263,8 +263,11 @@ class Service:
     def _secure(self, message: Secure) -> Message:
         if self.exchange is None:
             raise ProtocolError(f"run {self.run} has no secure sums")
-        if not self.driver.knows(message.session):
+        clients = self.driver.speaks_for(message.session)
+        if clients is None:
             return Receipt(accepted=False, reason="session", message="this session is not known here: join again")
+        if clients and message.client not in clients:
+            raise ProtocolError(f"node {message.node} does not speak for client {message.client}")
         return self.exchange.hear(message)
 
     def _evaluated(self, message: Evaluated) -> Message:
