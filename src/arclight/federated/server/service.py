@@ -237,7 +237,10 @@ class Service:
             )
         self.blobs.put(digest, text)
         self.checked[digest] = checked
-        return self._tell(lambda to: _checked(to, message, digest, checked.norm))
+        receipt = self._tell(lambda to: _checked(to, message, digest, checked.norm))
+        if not (isinstance(receipt, Receipt) and receipt.accepted):
+            self.checked.pop(digest, None)
+        return receipt
 
     def _check(self, message: Update) -> Checked:
         opened = self.driver.coordinator.state.begun.get(message.round)
