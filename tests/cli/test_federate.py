@@ -152,7 +152,13 @@ def test_a_recipe_runs_in_this_process(lines: Path, typed: Typed, folder: Path) 
     assert "agreement with the mean" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert (run / "recipe.toml").read_text().startswith("# arclight federate")
-    assert typed(f"validate {run}/recipe.toml")[0] == 2  # a run of many sites is no training recipe
+    status, _, err = typed("train lines.toml")
+    assert status == 2
+    assert "lines.toml is a federated run: arclight federate lines.toml" in err
+    status, _, err = typed(f"validate {run}/recipe.toml --json {folder}/values.json")
+    assert status == 0, err
+    measured = json.loads((folder / "values.json").read_text())
+    assert measured[0]["val/loss"] == pytest.approx(history[-1]["metrics"]["val/loss"], rel=1e-6)
     status, out, err = typed("federate runs/lines/1/recipe.toml")
     assert status == 0, err
     assert digest(folder / "runs/lines/2", 3) == digest(run, 3)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,8 +39,25 @@ def recipe_parser(verb: str, about: str) -> Parser:
 
 
 def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
-    """As `read_as`, for a training run."""
+    """As `read_as`, for a training run. Of a federated one, what a run without a federation knows of."""
+    if arguments and is_federated(arguments[0]):
+        from arclight.cli.federated_schema import FederatedRecipe
+
+        if parser.prog == "arclight train":
+            raise UsageError(f"{arguments[0]} is a federated run: arclight federate {arguments[0]}")
+        recipe, options = read_as(FederatedRecipe, parser, arguments)
+        return recipe.plain(), options
     return read_as(Recipe, parser, arguments)
+
+
+def is_federated(source: str) -> bool:
+    """Whether a recipe is a file with a table [federation]."""
+    if Path(source).suffix != ".toml" or not Path(source).is_file():
+        return False
+    try:
+        return "federation" in tomllib.loads(Path(source).read_text(encoding="utf-8"))
+    except ValueError:  # whoever reads it says what is wrong with it
+        return False
 
 
 def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[R, argparse.Namespace]:
