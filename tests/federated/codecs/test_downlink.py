@@ -73,7 +73,7 @@ class Counting(MemoryStore):
         return super().file(digest)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.sampled_from(CODECS), st.sets(st.integers(0, 6), min_size=1))
 def test_nodes_that_come_and_go_see_the_same_bits(codec: Codec, rounds: set[int]) -> None:
     store, chains, _ = run(codec, 6, longest=3)

@@ -84,7 +84,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> float:
     ("up", "down", "most_up", "most_down", "within"),
     [
         (Int8(), Int8(), 0.28, 0.28, 0.01),
-        (Int4(), BF16(), 0.17, 0.53, 0.05),
+        pytest.param(Int4(), BF16(), 0.17, 0.53, 0.05, marks=pytest.mark.slow),
         (TopK(), Raw(), 0.055, 1.02, 1.0),
     ],
 )
@@ -146,8 +146,14 @@ class Mixture(Wide):
         return super().forward(x) @ self.experts["w"].mean(0)
 
 
-@pytest.mark.parametrize("form", ["weights", "delta"])
-@pytest.mark.parametrize("held", [4, 2])
+@pytest.mark.parametrize(
+    ("form", "held"),
+    [
+        ("weights", 2),
+        ("delta", 4),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in (("weights", 4), ("delta", 2))),
+    ],
+)
 def test_experts_of_clients_come_together(tmp_path: Path, form: str, held: int) -> None:
     """Each expert has one client, so the server's are the clients' own: bit for bit where weights are sent."""
     masks = Masks(experts=Experts(tensors=("experts.",), per_client=2))
