@@ -118,6 +118,7 @@ class Run:
                 self.coordinator, self._journal, self._do, told=self._hear, noted=self._note, after=self._tidy
             )
             self.driver.start(self._first())
+            self._began = time.monotonic()
         except BaseException:
             self._journal.close()
             raise
@@ -136,9 +137,9 @@ class Run:
         if self.driver.ended is not None and self.driver.ended.failed:
             raise FederatedError(f"run {self.name} could not go on: {self.driver.ended.why}")
 
-    def let_nodes_hear(self, seconds: float = 6.0) -> None:
+    def let_nodes_hear(self, seconds: float = 7.0) -> None:
         """Give every node the time to ask, and to be told that the run is over: those that are here, and after a restart, when
-        nobody knows who will come back, any.
+        nobody knows who will come back, any: a node that found nobody tries again within 5 s.
         """
         if self._resumed:
             self.driver.until(lambda: False, seconds - (time.monotonic() - self._began))
