@@ -24,6 +24,7 @@ from arclight.federated.protocol import Join, Message, Receipt, Secure, Secured,
 from arclight.federated.server.secure import Exchange, circle_of
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
+from arclight.federated.transports import flower
 from arclight.federated.transports.in_process import InProcess
 
 START = {"w": torch.linspace(-1, 1, 3000).reshape(30, 100), "seen": torch.tensor(3)}
@@ -200,3 +201,9 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(FederatedError, match=r"what opens them is gone: .*secure\.json"):
         restarted().open(1, ["a", "b"])
+
+
+def test_what_only_clients_can_hide_is_refused_where_they_speak_flower_alone(tmp_path: Path) -> None:
+    server = Server(settings(), START, folder=tmp_path / "run")
+    with pytest.raises(FederatedError, match="would be made on this machine"):
+        flower._serve_messages(lambda folder, config: server, None, {"reply-seconds": 1.0}, tmp_path)

@@ -168,6 +168,15 @@ def order(federation: Federation) -> dict[str, Any]:
     return {"secure": {**asdict(federation.secure), "clients": most(federation)}}
 
 
+def refuse_in_the_open(federation: Federation) -> None:
+    """For clients whose changes come to this machine as they are. Raises FederatedError where they were to be hidden before."""
+    if federation.secure is not None or (federation.noise is not None and federation.noise.by == "clients"):
+        raise FederatedError(
+            "Flower's own messages carry changes as they are: masks and noise of clients would be made on this machine; "
+            'run arclight on the SuperNodes, or set noise.by = "server" and leave secure out'
+        )
+
+
 def _revealed(client: str, told: dict[str, dict[str, str]]) -> Revealed:
     seeds, keys = ({name: int(part, 16) for name, part in told[what].items()} for what in ("seeds", "keys"))
     return Revealed(client=client, seeds=seeds, keys=keys)

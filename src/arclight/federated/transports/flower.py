@@ -241,8 +241,10 @@ def _clients_of(site: Mapping[str, Any]) -> list[str]:
 def _serve_messages(build: BuildServer, grid: Any, config: Mapping[str, Any], folder: Path) -> None:
     """The server in this process, and beside it a node for each SuperNode, which turns orders into Flower's messages."""
     from arclight.federated.clients.node import Node
+    from arclight.federated.server.secure import refuse_in_the_open
 
     server = build(folder, config)
+    refuse_in_the_open(server.federation)
     flower = _Messages(grid, float(config["reply-seconds"]))
     nodes: dict[int, tuple[Node, str, threading.Thread]] = {}
     with server.opened() as run:
@@ -258,8 +260,7 @@ def _serve_messages(build: BuildServer, grid: Any, config: Mapping[str, Any], fo
 
         try:
             while not run.driver.wait(_LOOK):
-                here = set(flower.node_ids())
-                for gone in nodes.keys() - here:
+                for gone in nodes.keys() - (here := set(flower.node_ids())):
                     node, client, _ = nodes.pop(gone)
                     log.warning("SuperNode %d has gone; client %s waits for another", gone, client)
                     free.insert(0, client)
