@@ -195,6 +195,32 @@ def test_a_refused_update_is_told_of_and_not_sent_for_ever(tmp_path: Path, caplo
     assert "refuses the update of a, round 1 (not_finite): net.0.weight is NaN" in caplog.text
 
 
+def test_what_another_process_did_in_its_place_leaves_nothing_unsaid(tmp_path: Path) -> None:
+    """Somebody else's update of the client was taken: what this one's left unsaid belongs to values that never counted."""
+    server = Scripted(
+        tmp_path / "server",
+        beginning(256),
+        ("a",),
+        rounds=2,
+        steps=4,
+        form="delta",
+        codec={"kind": "int8", "block": 32},
+    )
+    residuals, kept = Residuals(tmp_path / "node" / "run" / "clients" / "a" / "residuals"), []
+
+    def answer(update: Update) -> Receipt | None:
+        if update.round == 1:
+            return None
+        kept.append(residuals.load())
+        return Receipt(accepted=False, reason="duplicate", message="another update was taken already")
+
+    server.on_update = answer
+    run(Node(InProcess(server), [client_of("a", width=256)], tmp_path / "node", "n"))
+    assert len(kept) == 1
+    assert any(bool(left.any()) for left in kept[0].values()), "round 1 has left something"
+    assert_equal(residuals.load(), kept[0])
+
+
 def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
     answers = [Receipt(accepted=False, reason="damaged", message="half of it"), None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.federated.server.quadratic import Quadratic, Script
 from arclight.federated.blobs.packing import Encoded, write_blobs
 from arclight.federated.clients import Outcome
 from arclight.federated.errors import ProtocolError
-from arclight.federated.protocol import Fit, Receipt, Update, read
+from arclight.federated.protocol import Beat, Evaluate, Evaluated, Failed, Fit, Receipt, Update, read
 from arclight.federated.server.running import Run
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
@@ -164,6 +165,55 @@ def test_an_update_that_comes_twice_counts_once(bench: Bench) -> None:
     assert other.reason == "duplicate"
     bench.goes_on()
     assert bench.server.history[1].contributors == ["0", "1"]
+
+
+def test_a_node_is_not_heard_about_clients_of_others(tmp_path: Path) -> None:
+    """One who may join for a site of his own cannot speak for another's."""
+    server = Server(
+        Federation(clients=2, rounds=1, local_steps=4, evaluate_on="clients"), START, folder=tmp_path / "run"
+    )
+    with server.opened() as run:
+        own = Script(InProcess(run.service), {"0": Quadratic(1.0)}, name="own")
+        other = Script(InProcess(run.service), {"1": Quadratic(-3.0)}, name="other")
+        own.join()
+        other.join()
+        about = {"node": "own", "session": own.session, "client": "1"}
+        false = Evaluated(**about, round=0, samples=1, metrics={"loss": 0.0})
+        for said in (false, Failed(**about, round=0, error="!"), Failed(**about, round=1, error="!")):
+            receipt = run.service.answer(said)
+            assert isinstance(receipt, Receipt)
+            assert (receipt.accepted, receipt.reason) == (False, "unknown_client"), said
+        order = own.work(lambda message: isinstance(message, Fit))
+        assert isinstance(order, Fit)
+        forged = dataclasses.replace(own.trained(order), client="1")
+        receipt = own.send(forged)
+        assert (receipt.accepted, receipt.reason) == (False, "unknown_client")
+        assert "node own has joined for 0, not for 1" in receipt.message
+
+
+@pytest.mark.parametrize(("value", "samples"), [(float("nan"), 1), (float("inf"), 1), (1e308, 100), (1.0, 10**400)])
+def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Path, value: float, samples: int) -> None:
+    """The mean would be no number, which no journal takes: not now, and not after any restart."""
+    settings = Federation(clients=2, rounds=2, local_steps=4, evaluate_on="clients")
+    server = Server(settings, START, folder=tmp_path / "run")
+    with server.opened() as run:
+        script = Script(InProcess(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        script.join()
+        order = script.work(lambda message: isinstance(message, Evaluate))
+        assert isinstance(order, Evaluate)
+        receipt = run.service.answer(
+            Evaluated(
+                node="n", session=script.session, client=order.client, round=order.round, samples=samples,
+                metrics={"val/loss": value},
+            )
+        )  # fmt: skip
+        assert isinstance(receipt, Receipt)
+        assert receipt.reason == ("weight" if samples > 100 else "not_finite")
+        script.send(Beat(node="n", session=script.session))
+        script.work()
+        assert run.driver.wait(20)
+    assert [sorted(here.metrics_by_client) for here in server.history][-1] == ["0", "1"]
+    assert all(math.isfinite(here.metrics["val/loss"]) for here in server.history)
 
 
 def test_an_update_of_a_round_that_is_over_is_stale(bench: Bench) -> None:

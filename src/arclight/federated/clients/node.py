@@ -338,7 +338,7 @@ class Node:
         for attempt in range(1, _ATTEMPTS + 1):
             self._session.patiently(partial(transfer, update.manifest.blobs, blobs, self._link.blobs))
             receipt = self._receipt(lambda session: addressed(update, self.name, session), f"update of {about}")
-            if receipt.accepted or receipt.reason == "duplicate":
+            if receipt.accepted:
                 folder.taken(one)
                 folder.committed(max(receipt.committed, self._committed))
                 return True
@@ -348,7 +348,7 @@ class Node:
                 "the update of %s arrived damaged (attempt %d of %d): %s", about, attempt, _ATTEMPTS, receipt.message
             )
         folder.drop(one)
-        if receipt.reason == "stale":
+        if receipt.reason in ("stale", "duplicate"):  # of another process's, then: this one leaves nothing unsaid
             log.warning("the update of %s came too late: %s", about, receipt.message)
         else:
             log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)

@@ -85,6 +85,14 @@ class ClientFolder:
         there = tuple(one for one in self.account.finished if (self._place(one) / "update.json").exists())
         if len(there) != len(self.account.finished):
             self._write(replace(self.account, finished=there))
+        self._remove_unknown()
+
+    def _remove_unknown(self) -> None:
+        """What a process left that was killed just before it noted a finished round, or just after it forgot one."""
+        known, rounds = {self._place(one) for one in self.account.finished}, self.folder / "finished"
+        for path in sorted(rounds.iterdir()) if rounds.is_dir() else ():
+            if path not in known and not path.name.startswith("."):
+                replacing.retire(path)
 
     # -- a round -----------------------------------------------------------------------------------------------------
 

@@ -57,10 +57,13 @@ def decide(c: Coordinator, event: Event, now: float) -> Decision:
 
 
 def refusal(c: Coordinator, session: str, client: str, round: int, digest: str | None) -> tuple[Reason, str] | None:
-    if session not in c.present.sessions:
+    node = c.present.sessions.get(session)
+    if node is None:
         return "session", "this session is not known (any more): join again"
     if c.roster.index(client) is None:
         return "unknown_client", f"this run has no client {client!r}"
+    if (other := _not_of(node, client)) is not None:
+        return other
     if (taken := c.rules.accepted(client, round)) is not None:
         if digest is None or digest == taken:
             return None
@@ -75,6 +78,13 @@ def refusal(c: Coordinator, session: str, client: str, round: int, digest: str |
     if into is None or round not in state.begun:
         return "stale", f"round {round} is closed; the newest that is committed is {state.committed}"
     return "unknown_client", f"client {client} was not drawn for round {round}"
+
+
+def _not_of(node: Node, client: str) -> tuple[Reason, str] | None:
+    """Why a node is not heard about a client: it has joined for others."""
+    if not node.clients or client in node.clients:
+        return None
+    return "unknown_client", f"node {node.name} has joined for {', '.join(sorted(node.clients)[:5])}, not for {client}"
 
 
 def unknown_session(to: str, committed: int) -> Answer:
@@ -150,7 +160,9 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
             commands = (_receipt(c, event.to, refused),)
         case ev.EvaluatedBy():
             measuring = c.state.measuring.get(event.round)
-            if measuring is not None and event.client in measuring.waiting:
+            if (other := _not_of(node, event.client)) is not None:
+                commands = (_receipt(c, event.to, other),)
+            elif measuring is not None and event.client in measuring.waiting:
                 records = (
                     RoundEvaluated(
                         round=event.round, client=event.client, samples=event.samples, metrics=event.metrics
@@ -213,6 +225,8 @@ def _unsound(c: Coordinator, event: ev.UpdateUnsound) -> tuple[tuple[Record, ...
 def _failed(
     c: Coordinator, event: ev.WorkFailed, node: Node
 ) -> tuple[tuple[Record, ...], tuple[ev.Note, ...], tuple[Reason, str] | None]:
+    if (other := _not_of(node, event.client)) is not None:
+        return (), (), other
     fit, measure = Work("fit", event.round, event.client), Work("evaluate", event.round, event.client)
     mine = [work for work in (fit, measure) if work in node.tasks]
     work = mine[0] if mine else fit if fit in c.present.where else measure

@@ -9,6 +9,7 @@ need to agree.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ def read(text: str | bytes) -> Message:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        said = json.loads(text)
+        said = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
         kind, version = said.pop("kind"), said.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ProtocolError(f"this is no message: {error!r}") from error
@@ -50,6 +51,19 @@ def read(text: str | bytes) -> Message:
         return TypeAdapter(Message.kinds[kind]).validate_json(json.dumps(said), strict=True)
     except ValidationError as error:
         raise ProtocolError(f"a message {kind!r} that cannot be: {error}") from error
+
+
+def _finite(text: str) -> float:
+    """Times and sums are made of numbers: one that is none, or endless, would spread."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:30]} is no finite number")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20 or abs(value := int(text)) >= 1 << 63:
+        raise ValueError(f"{text[:30]} is larger than the whole numbers that are said here")
+    return value
 
 
 # -- from nodes ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.settings import to_table
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
-from arclight.federated.errors import ProtocolError, RefusedError
+from arclight.federated.errors import ProtocolError, Reason, RefusedError
 from arclight.federated.masks.serving import Travels
 from arclight.federated.privacy import noise
 from arclight.federated.protocol import (
@@ -44,6 +44,8 @@ from arclight.federated.settings import Federation
 log = logging.getLogger(__name__)
 
 _LONGEST_HELD = 60.0
+_LARGEST = 1e250
+"""Of a metric: sums of these over all samples of all clients are still finite."""
 _REMEMBERED = 200
 """Accepted updates whose norms and weights a new one is compared with."""
 
@@ -274,9 +276,20 @@ class Service:
         return self.exchange.hear(message)
 
     def _evaluated(self, message: Evaluated) -> Message:
-        if message.samples < 0:
-            why = f"{message.client} says that it measured over {message.samples} samples"
-            return Receipt(accepted=False, reason="weight", message=why)
+        if (refused := _mismeasured(message)) is not None:
+            log.warning("refused: %s", refused[1])
+            failed = self._tell(
+                lambda to: events.WorkFailed(
+                    to=to,
+                    session=message.session,
+                    client=message.client,
+                    round=message.round,
+                    error=refused[1],
+                    again=False,
+                )
+            )
+            known = not isinstance(failed, Receipt) or failed.accepted
+            return Receipt(accepted=False, reason=refused[0], message=refused[1]) if known else failed
         return self._tell(
             lambda to: events.EvaluatedBy(
                 to=to,
@@ -310,6 +323,17 @@ class Service:
                 size = weights.manifest.size
             down = self.history.at(number).bytes_down
             down[client] = down.get(client, 0) + size
+
+
+def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
+    """What is wrong with a measurement that cannot be averaged with others."""
+    who = f"the measurement of {message.client} for round {message.round}"
+    if not 0 <= message.samples < 1 << 63:
+        return "weight", f"{who} says {message.samples} samples"
+    for name, value in message.metrics.items():
+        if not abs(value) <= _LARGEST:
+            return "not_finite", f"{who} says {name} = {value}: more than can be averaged"
+    return None
 
 
 def _checked(to: str, message: Update, digest: str, norm: float) -> events.UpdateChecked:
