@@ -555,3 +555,24 @@ def test_other_settings_do_not_go_on_with_a_journal() -> None:
         run.begin()
     with pytest.raises(FederatedError, match="nothing to resume"):
         Coordinator(run.settings, run.clients, 3, "run").decide(ev.Resumed(), 0.0)
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 8])
+def test_a_node_that_was_away_for_rounds_hears_that_its_update_counted(rounds: int) -> None:
+    """Its receipt was lost. Told that it came too late, its client would keep residuals that the update has said already."""
+    waiting = Waiting(quorum=0.5, lease=1.0, join=2.0)
+    run = world(clients=["a", "b"], rounds=30, evaluate_every=0, waiting=waiting)
+    away, other = run.node("away", "a"), run.node("other", "b")
+    away.take()
+    assert away.deliver("a").accepted
+    while run.coordinator.state.committed < rounds:
+        assert run.now < 100, "the rounds do not go on"
+        if isinstance(other.take(), FitPlan):
+            other.deliver("b")
+        other.beat()
+        run.pass_(0.5)
+    run.restart()
+    away.join()
+    receipt = away.deliver("a", round=1)
+    assert (receipt.accepted, receipt.message) == (True, "it was here already")
+    assert away.deliver("a", round=1, digest="another").reason == "duplicate"

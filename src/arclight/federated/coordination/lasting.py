@@ -55,6 +55,11 @@ class Measuring:
         return {name: value / self.samples for name, value in self.sums.items()} if self.samples else {}
 
 
+_REMEMBERED = 16
+"""Rounds for which a client that has not heard that its update counts, and has been away, is told so: were it told that it came too
+late, it would say once more what that update had said."""
+
+
 @dataclass
 class Lasting:
     """The state that a journal gives. To be read; only `apply` changes it. Its size goes with the clients of a round."""
@@ -205,7 +210,8 @@ class Replay:
         state.bases[record.round] = record.base
         for old in [round for round in state.bases if round < record.round - self.overlap]:
             del state.bases[old]
-        horizon = record.round - (self.settings.buffered.most_stale if self.settings.buffered else 1 + self.overlap)
+        stale = self.settings.buffered.most_stale if self.settings.buffered else 1 + self.overlap
+        horizon = record.round - max(stale, _REMEMBERED)
         for client in [c for c, (round, _) in state.folded.items() if round < horizon]:
             del state.folded[client]
         if self.settings.buffered:
