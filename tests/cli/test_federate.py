@@ -434,7 +434,7 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
     told.told(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
     told.beat(Beat(node="a", session="s", steps={"0": 3, "7": 9}, losses={"0": 2.5}))
     told.told(accepted("1", metrics={"train/loss": 1.5}))
-    assert ("waiting for clients 0 at 3 of 4 (loss 2.500)" in stream.getvalue()) == moves
+    assert ("waiting for client 0 at 3 of 4 (loss 2.500)" in stream.getvalue()) == moves
     told.told(records.UpdateRefused(round=1, client="0", reason="not_finite", message="w has 3 values that are none"))
     told.told(accepted("0", metrics={"train/loss": 2.5}))
     told.sent_down = {1: 4_000_000}.__getitem__

@@ -208,6 +208,8 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
     from arclight.trainer import RunFolder
 
     if options.resume is None:
+        if (last := RunFolder.newest(recipe.root, recipe.name)) is not None and is_unfinished(last):
+            print(f"{last.path} is not finished: --resume last would go on with it. This is a new run")
         return RunFolder(recipe.root, recipe.name)
     if options.resume != "last":
         return RunFolder.open(options.resume)
@@ -215,6 +217,14 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
     if found is None:
         raise UsageError(f"--resume last: {recipe.root / recipe.name} has no run to go on with")
     return found
+
+
+def is_unfinished(folder: RunFolder) -> bool:
+    """Whether a run was begun and has not ended: it was killed or interrupted, or is under way."""
+    journal = folder.path / "journal.jsonl"
+    return (
+        journal.exists() and '"is":"RunEnded"' not in journal.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
+    )
 
 
 def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:

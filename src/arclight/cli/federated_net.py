@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +22,13 @@ from arclight.trainer.report import size_text
 if TYPE_CHECKING:
     from arclight.federated.blobs import BlobStore
     from arclight.federated.clients import Learner
+    from arclight.federated.clients.client import Client
     from arclight.federated.transports.link import Link
     from arclight.federated.transports.settings import Listening
 
 DEFAULT_PORT = 8470
+SAY_AFTER = 3.0
+"""Seconds after which a node says that it cannot reach its server; it goes on trying."""
 OF_THE_NODE = ("task.", "trainer.")
 """Settings that a node may have otherwise than the server: where its data lie, what it computes on."""
 
@@ -89,36 +96,73 @@ def join(arguments: list[str]) -> None:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # classes named as package.module:Class are looked for here too
 
-    from arclight.federated.clients.client import Client
-    from arclight.federated.clients.crew import Anyone, InThisProcess
     from arclight.federated.clients.node import Node
+    from arclight.federated.clients.workers import Workers
     from arclight.federated.transports.http_link import HttpLink
     from arclight.federated.transports.keys import NodeKey
 
     folder = options.folder or Path("runs") / "nodes" / options.name
+    key = NodeKey.read(options.key) if options.key else None
+    site = Site(options.data, overrides)
     link = Told(
         HttpLink(
-            options.address, folder / "blobs", key=NodeKey.read(options.key) if options.key else None, cafile=options.ca,
-            fingerprint=options.fingerprint,
-        )
+            options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
+            patience=min(SAY_AFTER, options.patience),
+        ),
+        site,
     )  # fmt: skip
-    site = Site(link, options.data, overrides)
 
-    def client(name: str) -> Client:
-        return Client(name, learner=partial(site.learner, name))
+    def work() -> Node:
+        """Trained beside this process, which stays free to say that the node lives."""
+        crew = Workers(site.client, ranks=processes(overrides), names=options.client)
+        node = Node(link, crew, folder, options.name, patience=options.patience)
+        node.run()
+        return node
 
-    crew = InThisProcess([client(name) for name in options.client]) if options.client else Anyone(client)
-    node = Node(link, crew, folder, options.name, patience=options.patience)
-    node.run()
-    link.close()
+    with written_down(folder), closing(link):
+        while (node := work()).another:
+            print(f"{node.closed}; what was finished for that is kept", flush=True)
     print(f"node {options.name} is done: {node.closed}")
 
 
-class Told:
-    """A link that remembers what the server has said of the run, and says in a line what is asked of this node."""
+def processes(overrides: list[str]) -> int:
+    """How many train a client together at this node: as many as it was told devices."""
+    said = dict(pairwise(overrides)).get("--trainer.devices", "1")
+    return int(said) if said.isdigit() and int(said) > 0 else 1
 
-    def __init__(self, link: Link) -> None:
-        self._link, self.recipe, self._shown = link, dict[str, Any](), ""
+
+@contextmanager
+def written_down(folder: Path) -> Iterator[None]:
+    """Keep a node's log in its folder, and say on standard error what a person should know."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept, seen = logging.FileHandler(folder / "log.txt", encoding="utf-8"), logging.StreamHandler(sys.stderr)
+    kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    seen.setFormatter(OneLine())
+    seen.setLevel(logging.WARNING)
+    log = logging.getLogger("arclight")
+    log.setLevel(logging.INFO)
+    log.addHandler(kept)
+    log.addHandler(seen)
+    try:
+        yield
+    finally:
+        log.removeHandler(seen)
+        log.removeHandler(kept)
+        kept.close()
+
+
+class OneLine(logging.Formatter):
+    """A message without where it was raised, which the file has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"arclight: {record.getMessage()}"
+
+
+class Told:
+    """A link that lets the site know the server's recipe, and says in a line what is asked of this node."""
+
+    def __init__(self, link: Link, site: Site) -> None:
+        self._link, self._site, self._shown, self._run = link, site, "", ""
 
     @property
     def blobs(self) -> BlobStore:
@@ -128,8 +172,9 @@ class Told:
         answer = self._link.send(message)
         match answer:
             case Welcome():
-                self.recipe = answer.recipe
-                self._show(f"joined run {answer.run}")
+                self._site.recipe = answer.recipe
+                self._show(f"joined run {answer.run}" + (" again" if answer.run == self._run else ""))
+                self._run = answer.run
             case Fit():
                 self._show(f"round {answer.round}: client {answer.client} trains {answer.steps} steps")
             case Evaluate():
@@ -190,28 +235,37 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
         raise UsageError(
             f"{wrong[0]} is the server's to say: a node may set what begins with --{' or --'.join(OF_THE_NODE)}"
         )
+    if strange := [name for name in options.client if not name.isdigit()]:
+        raise UsageError(f"--client {strange[0]}: clients are numbered, from 0 to one less than federation.clients")
     if options.data is not None and len(options.client) != 1:
         raise UsageError("--data are one client's: say whose with --client N")
     return options, overrides
 
 
 class Site:
-    """What a node trains clients with: the server's recipe, with what is otherwise here."""
+    """What a node trains clients with: the server's recipe, with what is otherwise here. It goes to worker processes as it is."""
 
-    def __init__(self, link: Told, data: str | None, overrides: list[str]) -> None:
-        self._link, self._data, self._overrides = link, data, overrides
+    def __init__(self, data: str | None, overrides: list[str]) -> None:
+        self._data, self._overrides = data, overrides
+        self.recipe: dict[str, Any] = {}
+        """As the server has sent it when the node joined."""
+
+    def client(self, name: str) -> Client:
+        from arclight.federated.clients.client import Client
+
+        return Client(name, learner=partial(self.learner, name))
 
     def learner(self, client: str, folder: Path) -> Learner:
         """For a client of the recipe that the server has sent. Raises UsageError where it cannot be used here."""
         from arclight.cli.federated_sites import at_site, learner_at, with_data
         from arclight.recipe import read
 
-        if not self._link.recipe:
+        if not self.recipe:
             raise UsageError(
                 "the server has sent no recipe: it was not started by `arclight federate serve`, but by a program of its own"
             )
         with problems_listed("the server's recipe cannot be used here"):
-            recipe = read(FederatedRecipe, self._link.recipe, self._overrides)
+            recipe = read(FederatedRecipe, self.recipe, self._overrides)
         recipe = at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
         return learner_at(recipe, folder)
 

@@ -152,7 +152,11 @@ class Progress:
             return self._waiting
         shares = [self._whereabouts(here, client) for client in here.clients if client not in here.arrived]
         more = f" and {len(shares) - MOST_NAMED} more" if len(shares) > MOST_NAMED else ""
-        waited = f"waiting for clients {', '.join(shares[:MOST_NAMED])}{more}" if shares else "folding"
+        waited = (
+            f"waiting for client{'s' * (len(shares) > 1)} {', '.join(shares[:MOST_NAMED])}{more}"
+            if shares
+            else "folding"
+        )
         return f"round {here.number}/{self._rounds}  {waited}"
 
     @staticmethod

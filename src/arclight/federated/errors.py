@@ -37,6 +37,10 @@ class LinkError(FederatedError):
     """The other side could not be reached before the deadline; what was to be sent is kept."""
 
 
+class UntrustedError(LinkError):
+    """Who answers did not prove to be the server; trying again soon would not help."""
+
+
 class CancelledError(FederatedError):
     """Work that is no longer wanted, or that has run out of time, was ended before it was done."""
 

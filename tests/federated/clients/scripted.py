@@ -50,7 +50,7 @@ class Scripted:
     ) -> None:
         self.blobs = FolderStore(folder)
         self.clients, self.rounds, self.steps, self.form, self.evaluate = clients, rounds, steps, form, evaluate
-        self.order = order
+        self.order, self.run = order, "run"
         self.lock = threading.RLock()
         self.weights = dict(weights)
         self.round, self.sessions, self.joined = 1, dict[str, Join](), 0
@@ -83,7 +83,7 @@ class Scripted:
                     for client in message.clients:
                         self.given.pop(client, None)
                     self.sessions[str(self.joined)] = message
-                    return Welcome(session=str(self.joined), run="run", beat_every=0.05)
+                    return Welcome(session=str(self.joined), run=self.run, beat_every=0.05)
                 case Ask():
                     return self._work(self.sessions[message.session].clients)
                 case Beat():
@@ -113,7 +113,9 @@ class Scripted:
             for client in clients:
                 if client not in self.measured.setdefault(self.round, {}) and f"e{client}" not in self.given:
                     self.given[f"e{client}"] = time.monotonic()
-                    return Evaluate(run="run", client=client, round=self.round, base=manifest.digest, weights=manifest)
+                    return Evaluate(
+                        run=self.run, client=client, round=self.round, base=manifest.digest, weights=manifest
+                    )
         if self.round > self.rounds or not self.clients:
             return Close(why="all rounds are done")
         for client in clients:
@@ -121,7 +123,7 @@ class Scripted:
                 self.given[client] = time.monotonic()
                 return Fit(
                     **{
-                        "run": "run",
+                        "run": self.run,
                         "client": client,
                         "round": self.round,
                         "steps": self.steps,

@@ -372,3 +372,31 @@ def test_a_client_is_one_thing() -> None:
         Client("a")
     with pytest.raises(FederatedError, match="two clients have one name"):
         InThisProcess([client_of("a"), client_of("a")])
+
+
+def test_another_run_at_the_same_address_is_joined_by_a_new_node(tmp_path: Path) -> None:
+    """The server was killed and began anew, with what the node does not have: it ends in order, and leaves the new run whole."""
+    first = Scripted(tmp_path / "first", beginning(), ("a",), rounds=3, steps=4)
+    second = Scripted(tmp_path / "second", beginning(), ("a",), rounds=1, steps=4)
+    second.run = "another"
+
+    class Moving(InProcess):
+        def moved(self) -> None:
+            self._server, self.blobs = second, second.blobs
+
+    link = Moving(first)
+
+    class Begins(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            link.moved()
+
+    node = Node(link, [client_of("a", Begins())], tmp_path / "node", "n")
+    run(node)
+    assert node.another
+    assert "another run now, another, not at run" in node.closed
+    assert second.of(Leave), "the new run does not wait for it"
+    assert not second.of(Failed)
+    again = Node(link, [client_of("a")], tmp_path / "node", "n")
+    run(again)
+    assert not again.another
+    assert second.round == 2

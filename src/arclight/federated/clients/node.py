@@ -79,6 +79,11 @@ class Node:
         self.closed = ""
         """Why the server ended the run for this node."""
 
+    @property
+    def another(self) -> bool:
+        """Whether it ended because the server is at another run now, which a new node may join with the same folder."""
+        return self._session.another
+
     def run(self) -> None:
         """Join, and work until the run is over or `stop` is called. Raises what ended the node otherwise."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -299,8 +304,16 @@ class Node:
             if not job.cancelled:
                 self._tell_of(order, error)
         except Exception as error:  # whatever a client's own code raises is its own matter
-            log.exception("node %s: client %s has failed in round %d", self.name, order.client, order.round)
-            self._tell_of(order, error)
+            what = told(error)
+            log.error(
+                "node %s: client %s has failed in round %d: %s",
+                self.name,
+                order.client,
+                order.round,
+                what,
+                exc_info=True,
+            )
+            self._tell_of(order, what)
 
     def _tell_of(self, order: Fit | Evaluate, error: BaseException) -> None:
         what = told(error)

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from arclight.federated.errors import BlobError, ClientError, FederatedError, LinkError, ProtocolError, SessionError
+from arclight.federated.errors import (
+    BlobError,
+    ClientError,
+    FederatedError,
+    LinkError,
+    ProtocolError,
+    SessionError,
+    UntrustedError,
+)
 from arclight.federated.protocol import Close, Held, Join, Leave, Message, Receipt, Wait, Welcome
 
 if TYPE_CHECKING:
@@ -51,6 +59,8 @@ class Session:
         self._lock = threading.Lock()
         self._welcome: Welcome | None = None
         self._stopping = stopping
+        self.another = False
+        """Whether the server has begun another run meanwhile, which the node can join when it starts anew."""
 
     @property
     def welcome(self) -> Welcome:
@@ -68,7 +78,10 @@ class Session:
                 answer = self._reached(self._join, until)
                 match answer:
                     case Welcome():
-                        self._welcome = answer
+                        former, self._welcome = self._welcome, answer
+                        if former is not None and former.run != answer.run:
+                            self.another = True
+                            raise ClosedError(f"the server is at another run now, {answer.run}, not at {former.run}")
                         log.info(
                             "node %s has joined run %s for %s",
                             self.node,
@@ -105,7 +118,7 @@ class Session:
 
     def patiently(self, action: Callable[[], None]) -> None:
         """Transfers: again where the server is away or has lost the session."""
-        until = time.monotonic() + self._patience
+        until, away = time.monotonic() + self._patience, False
         while True:
             session = self.welcome.session
             try:
@@ -115,7 +128,8 @@ class Session:
                 self._pause(0.0, until, f"the server keeps losing node {self.node}: {error}")
                 self.join(lost=session)
             except LinkError as error:
-                log.warning("node %s cannot reach its server and tries again: %s", self.node, error)
+                self._is_away(error, again=away)
+                away = True
                 self._pause(_PAUSE, until, str(error))
 
     def try_to_say(self, make: Callable[[str], Message]) -> Message | None:
@@ -139,12 +153,25 @@ class Session:
         )
 
     def _reached(self, make: Callable[[], Message], until: float) -> Message:
+        """The answer; that the server is away is said once."""
+        away = False
         while True:
             try:
-                return self._link.send(make())
+                answer = self._link.send(make())
             except LinkError as error:
-                log.warning("node %s cannot reach its server and tries again: %s", self.node, error)
+                if self._welcome is None and isinstance(error, UntrustedError):
+                    raise
+                self._is_away(error, again=away)
+                away = True
                 self._pause(_PAUSE, until, str(error))
+            else:
+                if away:
+                    log.warning("node %s has reached its server", self.node)
+                return answer
+
+    def _is_away(self, error: LinkError, *, again: bool) -> None:
+        level = logging.INFO if again else logging.WARNING
+        log.log(level, "node %s cannot reach its server, and tries for %g s: %s", self.node, self._patience, error)
 
     def _pause(self, seconds: float, until: float, about: str) -> None:
         left = until - time.monotonic()

@@ -14,7 +14,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from arclight.federated.errors import CancelledError, FederatedError
 if TYPE_CHECKING:
     from arclight.federated.clients.client import Client
 
+    Make = Callable[[str], Client]
+
 log = logging.getLogger(__name__)
 
 _TELL_EVERY = 0.1
@@ -31,20 +34,26 @@ _TELL_EVERY = 0.1
 _ENDED = 3
 
 
-def main(clients: Sequence[Client], pipe: Connection, environment: Mapping[str, str], resident: int | None) -> None:
+def main(
+    clients: Sequence[Client] | Make, pipe: Connection, environment: Mapping[str, str], resident: int | None
+) -> None:
     """What a worker process runs. ``environment``: torchrun's variables where it is one of several ranks. ``resident``: see `Works`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the node decides what ends
     os.environ.update(environment)
-    made = {client.name: client for client in clients}
-    _Worker(made, pipe, int(environment.get("RANK", "0")) == 0, resident).run()
+    _Worker(
+        clients if callable(clients) else {client.name: client for client in clients}.__getitem__,
+        pipe,
+        int(environment.get("RANK", "0")) == 0,
+        resident,
+    ).run()
 
 
 class _Worker:
-    def __init__(self, clients: Mapping[str, Client], pipe: Connection, leads: bool, resident: int | None) -> None:
+    def __init__(self, client_of: Make, pipe: Connection, leads: bool, resident: int | None) -> None:
         from arclight.federated.clients.work import Works
 
         self._pipe, self._leads = pipe, leads
-        self._works = Works(lambda client, folder: clients[client].learner(folder), resident, leads)
+        self._works = Works(lambda client, folder: client_of(client).learner(folder), resident, leads)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._cancelled, self._told_at = "", 0.0
 
@@ -63,9 +72,10 @@ class _Worker:
             except Exception as error:  # whatever a client's code raises is told; the worker goes on
                 from arclight.federated.clients.session import told
 
-                log.exception("client %s has failed", order["client"])
-                what = told(error)
-                self._say(**{"is": "failed", "cancelled": False, "error": str(what), "again": what.again})
+                what, trace = told(error), traceback.format_exc()
+                self._say(
+                    **{"is": "failed", "cancelled": False, "error": str(what), "again": what.again, "trace": trace}
+                )
                 self._works.forget(order["client"])
             else:
                 self._say(**{"is": "done", "message": message})

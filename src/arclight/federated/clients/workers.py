@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,28 +43,31 @@ class WorkerDiedError(FederatedError):
 class Workers:
     """Implements `Crew`: ``count`` workers, each of ``ranks`` processes that train one client together (FSDP, DDP, ...).
 
-    Clients need a ``build`` function, which is called once in each worker that trains them. A client stays with its worker while
+    Clients need a ``build`` function, which is called once in each worker that trains them. In their place: a function that
+    gives the client of a name there, for ``names``, or for any client of the run where none are said. A client stays with its worker while
     that is free; its state is on the disk, so any other can go on. resident: how many clients' learners a worker keeps in
     memory, by default all. start: seconds that new processes may take to come up.
     """
 
     def __init__(
         self,
-        clients: Sequence[Client],
+        clients: Sequence[Client] | Callable[[str], Client],
         count: int = 1,
         ranks: int = 1,
         *,
+        names: Sequence[str] = (),
         resident: int | None = None,
         start: float = 300.0,
     ) -> None:
         if count < 1 or ranks < 1:
             raise FederatedError(f"a crew needs at least one worker of one process, got {count} of {ranks}")
-        if here := [client.name for client in clients if client.is_made_here]:
+        made = () if callable(clients) else tuple(clients)
+        if here := [client.name for client in made if client.is_made_here]:
             raise FederatedError(
                 f"client {here[0]!r} was given a module of this process, which workers cannot train: give it build=<a function that "
                 "returns module and datamodule>"
             )
-        self.clients, self.slots = tuple(client.name for client in clients), count
+        self.clients, self.slots = tuple(client.name for client in made) or tuple(names), count
         self._free = threading.Condition()
         self._groups = [Group(clients, ranks, number, resident, start) for number in range(count)]
         self._busy: set[int] = set()
@@ -126,8 +129,16 @@ class Workers:
 class Group:
     """One worker: a process, or several that train together."""
 
-    def __init__(self, clients: Sequence[Client], ranks: int, number: int, resident: int | None, start: float) -> None:
-        self._made, self._ranks, self._number = tuple(clients), ranks, number
+    def __init__(
+        self,
+        clients: Sequence[Client] | Callable[[str], Client],
+        ranks: int,
+        number: int,
+        resident: int | None,
+        start: float,
+    ) -> None:
+        self._made = clients if callable(clients) else tuple(clients)
+        self._ranks, self._number = ranks, number
         self._resident, self._start = resident, start
         self.clients: set[str] = set()
         """Clients that it has trained last, of all workers."""
@@ -288,6 +299,7 @@ class Group:
             said = failed.get(0) or next(iter(failed.values()))
             if said["cancelled"]:
                 raise CancelledError(said["error"])
+            log.info("worker %d, client %s:\n%s", self._number, client, said["trace"])
             raise ClientError(said["error"], again=said["again"])
         if 0 not in answers:
             raise ClientError(f"the worker of {client} did not answer", again=True)

@@ -33,6 +33,8 @@ _HELD_LONGER = 30.0
 
 _LOOK = 0.25
 """Seconds between attempts on a full disk."""
+_LATE = 0.25
+"""Seconds by which the clock may wake too late before that counts as a standstill of this process."""
 
 
 class PausedError(LinkError):
@@ -221,12 +223,19 @@ class Driver:
     # -- threads -----------------------------------------------------------------------------------------------------
 
     def _keep_time(self) -> None:
+        """Let time pass. Where this process stood still, what nodes have said meanwhile is heard before they count as silent."""
+        asleep = False
         with self._lock:
             while not self._closing and self.error is None:
                 due = self.coordinator.next_deadline()
                 left = None if due is None else due - self.now()
                 if left is None or left > 0:
+                    asleep = True
                     self._lock.wait(left)
+                    continue
+                if asleep and left < -_LATE:
+                    asleep = False
+                    self._lock.wait_for(lambda: self._closing, self.coordinator.settings.waiting.beat_every)
                     continue
                 try:
                     self._happen(events.Tick())

@@ -16,7 +16,7 @@ from arclight.fabric.extras import require
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.object_store import ObjectStore
-from arclight.federated.errors import FederatedError, LinkError
+from arclight.federated.errors import FederatedError, LinkError, UntrustedError
 from arclight.federated.protocol import Ask, Join, Message, Welcome, read
 from arclight.federated.transports.guard import signed_text
 from arclight.federated.transports.http_blobs import HttpBlobs
@@ -114,7 +114,7 @@ class HttpLink:
                 return then(response)
         except httpx.TransportError as error:
             if _is_wrong_certificate(error):
-                raise LinkError(
+                raise UntrustedError(
                     f"{self.address} did not prove to be the server: {error}; nothing was sent to it. Give the cafile that vouches "
                     f"for it, or its fingerprint as `arclight federate keys` printed it"
                 ) from error
@@ -169,7 +169,7 @@ class HttpLink:
             raise UnavailableError(f"{type(error).__name__} {error}") from error
         found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
         if found != expected:
-            raise LinkError(
+            raise UntrustedError(
                 f"{self.address} shows a certificate of fingerprint {found}, not {expected}: it is another server, or somebody is "
                 f"in between, or the server has a new certificate; nothing was sent to it"
             )

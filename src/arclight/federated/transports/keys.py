@@ -116,6 +116,8 @@ class NodeKey:
         kind = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey
         try:
             key = serialization.load_pem_private_key(Path(path).read_bytes(), password=None)
+        except FileNotFoundError as error:
+            raise FederatedError(f"there is no node key {path}; `arclight federate keys node` makes one") from error
         except (ValueError, TypeError) as error:
             raise FederatedError(
                 f"{path} holds no node key: {error}; `arclight federate keys node` makes one"

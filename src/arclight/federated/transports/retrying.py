@@ -48,6 +48,6 @@ class Patience:
                 if now + pause - since > self._seconds:
                     raise LinkError(
                         f"{self._other} did not {what} within {now - since:.1f} s ({tries} attempts in {now - began:.1f} s): {error}; "
-                        f"what was to be sent is kept: see that the server runs and can be reached, then go on"
+                        f"see that the server runs and can be reached"
                     ) from error
                 time.sleep(pause)
