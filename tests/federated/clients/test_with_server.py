@@ -50,3 +50,18 @@ def test_several_clients_learn_together(tmp_path: Path) -> None:
     losses = [one.metrics["val/loss"] for one in server.history if "val/loss" in one.metrics]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
+
+
+def test_a_new_run_of_a_used_name_trains_anew(tmp_path: Path) -> None:
+    """What a node keeps of a run is not taken for another's, although both are called alike and begin with the same weights."""
+    federation = Federation(clients=1, rounds=1, local_steps=3, evaluate_every=0)
+    client = Client("a", Net(), Rows(seed=1), trainer=CPU, seed=5)
+    bases = []
+    for number in range(2):
+        torch.manual_seed(1)
+        server = Server(federation, Net(), folder=tmp_path / str(number), run="run", clients=["a"])
+        with server.opened() as run:
+            Node(InProcess(run.service), [client], tmp_path / "node", "n").run()
+            bases.append((run.service.run, server.history[1].steps))
+    assert bases[0][0] != bases[1][0]
+    assert len([path for path in (tmp_path / "node").iterdir() if path.is_dir()]) == 2

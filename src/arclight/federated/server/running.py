@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,6 +31,7 @@ from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
+from arclight.federated.server.durable import replace_durably
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
 from arclight.federated.server.shelf import Shelf, manifest_of
@@ -96,8 +98,6 @@ class Run:
     def _folding(self) -> Callable[..., Fold]:
         asked = self.federation
         if asked.secure is not None:
-            path = self.folder / "secure.json"
-            self.service.exchange = Exchange(asked.secure, self.name, path, self._expected)
             return partial(SecureFold, asked.secure, most(asked), self._unmasking)
         return robust.folding(asked.robust) if asked.noise is None else noise.folding(asked.noise)
 
@@ -114,6 +114,9 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal.open(self.folder / "journal.jsonl", inject=self._inject)
         try:
+            self.service.run = self._identity()
+            if (asked := self.federation.secure) is not None:
+                self.service.exchange = Exchange(asked, self.service.run, self.folder / "secure.json", self._expected)
             self.driver = self.service.driver = Driver(
                 self.coordinator, self._journal, self._do, told=self._hear, noted=self._note, after=self._tidy
             )
@@ -123,6 +126,13 @@ class Run:
             self._journal.close()
             raise
         return self
+
+    def _identity(self) -> str:
+        """What nodes know the run by: two runs of one name are not one, and what a node keeps of the other is not this one's."""
+        path = self.folder / "identity"
+        if not path.exists():
+            replace_durably(path, f"{self.name}-{secrets.token_hex(4)}")
+        return path.read_text(encoding="utf-8")
 
     def __exit__(self, *_: object) -> None:
         try:
