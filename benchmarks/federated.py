@@ -1,16 +1,20 @@
 """Federation beside plain Flower FedAvg and beside training in one place: seconds, memory, bytes, losses, bits.
 
 Rounds under Flower's SuperLink are run in turns, with models that are not trained; losses are those of a small Llama. ``--qris`` adds a
-detector that is trained on the photos of four merchants each with its own, and on all of them (half an hour).
+detector that is trained on the photos of four merchants each with its own, and on all of them (an hour).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -188,23 +192,38 @@ def losses(table: Table, *, quick: bool) -> Callable[[Path], None]:
 
 
 def detector(table: Table) -> Callable[[Path], None]:
-    """The recipe as it is typed, with the training in one place beside it."""
+    """The recipe as it is typed, and the same training in one place."""
+
+    def arclight(*words: str | Path) -> None:
+        subprocess.run([sys.executable, "-m", "arclight.cli", *map(str, words)], check=True, timeout=4 * 3600)
 
     def work(folder: Path) -> None:
+        photos, runs = folder / "photos", folder / "runs"
         recipe = Path(__file__).resolve().parents[1] / "recipes" / "fed-qris.toml"
-        command = ["arclight", "federate", str(recipe), "--centralised", "--root", str(folder)]
-        subprocess.run(command, check=True, timeout=7200)
-        table.rows.append(("QRIS detector of four merchants: see the report of the run", "", ""))
+        arclight("data", "qris", "--out", photos, "--count", "1200", "--merchants", "24")
+        arclight("federate", recipe, "--centralised", "--root", runs, "--task.data", photos / "data.yaml")
+        told = json.loads(next(runs.glob("fed-qris/*/history.json")).read_text())
+        rounds = [one for one in (told["rounds"] if isinstance(told, dict) else told) if "val/map50" in one["metrics"]]
+        with next(runs.glob("fed-qris-centralised/*/metrics.csv")).open(newline="") as file:
+            central = [float(row["val/map50"]) for row in csv.DictReader(file) if row.get("val/map50")]
+        ours = rounds[-1]["metrics"]["val/map50"]
+        table.add(
+            "mAP50 of a detector of payment codes, four sites with merchants of their own: federated, in one place",
+            f"{ours:.4f}", f"{central[-1]:.4f}", map50_below_central=central[-1] - ours,
+        )  # fmt: skip
 
     return work
 
 
 def main() -> None:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--qris", action="store_true", help="also train the detector (half an hour)")
+    arguments.add_argument("--qris", action="store_true", help="also train the detector (an hour)")
     options = arguments.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("ended from outside")
+    )  # what was started here is then stopped too
     with tempfile.TemporaryDirectory(prefix="arclight-federated-") as temporary:
         table = Table(Path(temporary))
         parts(table, options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -172,6 +174,50 @@ def test_a_client_that_knows_only_flower_takes_part(tmp_path: Path) -> None:
         torch.testing.assert_close(
             theirs[name], tensor, rtol=2e-2 if tensor.dtype is torch.bfloat16 else 1e-6, atol=1e-6
         )
+
+
+RECIPE = """
+name = "tiny"
+[task]
+kind = "language"
+model = "llama3-debug"
+[task.data]
+data = "{text}"
+sequence_length = 16
+batch_size = 2
+[federation]
+clients = 2
+rounds = 2
+local_steps = 2
+evaluate_every = 0
+[federation.waiting]
+nodes = {nodes}
+lease = 120.0
+[trainer]
+accelerator = "cpu"
+"""
+
+
+@needs_flower
+@pytest.mark.slow
+def test_a_recipe_gives_the_same_weights_here_and_under_flower(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("many sites train one model, and only changes of weights travel.\n" * 400)
+
+    def arclight(*words: str | Path) -> None:
+        command = [sys.executable, "-m", "arclight.cli", "federate", *map(str, words)]
+        done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    for nodes in (1, 2):
+        (tmp_path / f"{nodes}.toml").write_text(RECIPE.format(text=tmp_path / "words.txt", nodes=nodes))
+    arclight(tmp_path / "1.toml", "--root", tmp_path / "runs")
+    arclight("flower", tmp_path / "2.toml", "--out", tmp_path / "app")
+    with Deployment(tmp_path / "flower", 2, names=("0", "1")) as flower:
+        flower.run(tmp_path / "app", folder=str(tmp_path / "run"))
+        finished(flower, 240)
+        assert "is over after round 2" in flower.log("run"), steps(flower, tmp_path / "run" / "server.log")
+    (here,) = (tmp_path / "runs" / "tiny").iterdir()
+    assert result(tmp_path / "run") == result(here)
 
 
 def newest(run: Path) -> int:
