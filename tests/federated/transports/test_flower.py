@@ -185,6 +185,8 @@ model = "llama3-debug"
 data = "{text}"
 sequence_length = 16
 batch_size = 2
+tokenizer = "bytes"
+held_out = 0.0
 [federation]
 clients = 2
 rounds = 2
@@ -201,7 +203,10 @@ accelerator = "cpu"
 @needs_flower
 @pytest.mark.slow
 def test_a_recipe_gives_the_same_weights_here_and_under_flower(tmp_path: Path) -> None:
-    (tmp_path / "words.txt").write_text("many sites train one model, and only changes of weights travel.\n" * 400)
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        said = f"many sites train model {number}, and only changes of weights travel.\n" * 60
+        (tmp_path / "texts" / f"{number}.txt").write_text(said)
 
     def arclight(*words: str | Path) -> None:
         command = [sys.executable, "-m", "arclight.cli", "federate", *map(str, words)]
@@ -209,7 +214,7 @@ def test_a_recipe_gives_the_same_weights_here_and_under_flower(tmp_path: Path) -
         assert done.returncode == 0, done.stdout + done.stderr
 
     for nodes in (1, 2):
-        (tmp_path / f"{nodes}.toml").write_text(RECIPE.format(text=tmp_path / "words.txt", nodes=nodes))
+        (tmp_path / f"{nodes}.toml").write_text(RECIPE.format(text=tmp_path / "texts", nodes=nodes))
     arclight(tmp_path / "1.toml", "--root", tmp_path / "runs")
     arclight("flower", tmp_path / "2.toml", "--out", tmp_path / "app")
     with Deployment(tmp_path / "flower", 2, names=("0", "1")) as flower:
