@@ -234,7 +234,8 @@ def main() -> None:
         packages=f"{versions('torch', 'arclight')}, {flower}, {loads}",
         notes="Rounds are from opened to committed, with journal, SHA-256 of all blobs and a checkpoint on the disk; Flower's are from one "
         "`configure_train` to the next and keep nothing. Both run in turns under one SuperLink on loopback, with clients that add a "
-        "constant. Memory is the process's peak resident size. `server_models_total` is what the largest number of clients takes beyond a "
+        "constant; its executors look for work every 0.1 s, not every second as by default. "
+        "Memory is the process's peak resident size. `server_models_total` is what the largest number of clients takes beyond a "
         "model of 20 kB, `server_models_per_extra_client` the slope. Bytes are counted on the connection, requests and headers included. "
         f"Losses: a Llama of 0.1 million parameters on characters, {OUTER}, all runs from the same weights, on as many tokens, and at IID "
         "clients on the same ones; training in one place has the best of two rates, the federation the first of them.",

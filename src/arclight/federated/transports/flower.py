@@ -5,8 +5,7 @@ where it is and a key made for that session; the ClientApp is a `Node` with pers
 SuperLink dies, Flower ends the ServerApp, and the run goes on between server and nodes. *Compat* mode: weights travel in Flower's own
 train and evaluate messages, so that any Flower client of today can take part; a fresh process per message and all copies are Flower's.
 
-Checked with Flower 1.41. This file alone imports it. Telemetry and update checks are Flower's own: FLWR_TELEMETRY_ENABLED=0 and
-FLWR_DISABLE_UPDATE_CHECK=1 turn them off, `flower_folder`'s README says so.
+Checked with Flower 1.41. This file alone imports it. FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 keep Flower from calling home.
 """
 
 from __future__ import annotations
