@@ -45,6 +45,10 @@ def federate(arguments: list[str]) -> None:
     if arguments and arguments[0] in VERBS:
         module = importlib.import_module(VERBS[arguments[0]])
         return getattr(module, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
+    if not arguments:
+        raise UsageError(
+            f"name a recipe, as recipes/fed-lm.toml, or one of {', '.join(VERBS)} (see arclight federate --help)"
+        )
     parser = run_parser("federate", ABOUT)
     recipe, options = read_as(FederatedRecipe, parser, arguments)
     return run_here(recipe, options)

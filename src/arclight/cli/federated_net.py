@@ -304,7 +304,12 @@ def keys(arguments: list[str]) -> None:
 def make_server_keys(options: Namespace) -> None:
     from arclight.federated.transports.keys import make_certificate
 
-    made = make_certificate(options.folder, options.hosts)
+    try:
+        made = make_certificate(options.folder, options.hosts)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{error.filename} is there already, and a key is not overwritten: name another folder"
+        ) from error
     print(f"wrote {made.certificate} and {made.private_key}, which nobody else may read")
     print(f"nodes know the server by: --fingerprint {made.fingerprint}")
 
@@ -312,7 +317,10 @@ def make_server_keys(options: Namespace) -> None:
 def make_node_key(options: Namespace) -> None:
     from arclight.federated.transports.keys import NodeKey
 
-    line = NodeKey.make(options.file).line(options.name, options.client)
+    try:
+        line = NodeKey.make(options.file).line(options.name, options.client)
+    except FileExistsError as error:
+        raise UsageError(f"{options.file} is there already, and a key is not overwritten: name another file") from error
     print(f"wrote {options.file}, which stays with node {options.name}")
     if options.into is None:
         print(f"the server's file of nodes needs the line:\n{line}")

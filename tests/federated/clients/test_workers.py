@@ -188,3 +188,15 @@ def test_crews_say_what_they_cannot_do() -> None:
         Workers([Client("a", Net(), None)])
     with pytest.raises(FederatedError, match="at least one worker"):
         Workers([], count=0)
+
+
+def test_workers_make_clients_by_their_names(tmp_path: Path, crews: list[Workers]) -> None:
+    names, order = ("a", "bb"), {"rounds": 1, "steps": 4, "form": "delta"}
+    (tmp_path / "unseen").mkdir()
+    wanted = here(tmp_path, names, **order)
+    server = Scripted(tmp_path / "server", beginning(), names, **order)
+    crews.append(Workers(partial(client_of, folder=tmp_path), names=names))
+    assert Workers(partial(client_of, folder=tmp_path)).clients == ()
+    end(*begin(Node(InProcess(server), crews[0], tmp_path / "node", "n")))
+    assert_equal(server.weights, wanted.weights)
+    assert {pid for name in names for pid, _ in steps_in(tmp_path / f"{name}.steps")} - {os.getpid()}
