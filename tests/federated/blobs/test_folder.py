@@ -194,3 +194,24 @@ def test_a_blob_that_the_disk_has_changed_is_found_out(store: FolderStore) -> No
     with pytest.raises(BlobError, match="look after that disk"):
         store.check(DIGEST)
     assert store.size(DIGEST) is None
+
+
+def test_copies_that_need_not_last_wait_for_no_disk_and_are_verified_when_they_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    other = hashlib.sha256(b"other").hexdigest()
+    cache = FolderStore(tmp_path, durable=False)
+    cache.put(other, b"other")
+    with cache.receive(DIGEST) as coming:
+        coming.write(BYTES)
+        coming.finish()
+    FolderStore(tmp_path / "links", durable=False).adopt(DIGEST, cache.file(DIGEST))
+    assert synced == []
+    with cache.file(other).open("r+b") as file:
+        file.write(b"\0")
+    again = FolderStore(tmp_path, durable=False)
+    assert (again.size(other), again.size(DIGEST)) == (None, len(BYTES))
+    FolderStore(tmp_path / "last").put(DIGEST, BYTES)
+    assert synced

@@ -27,14 +27,19 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 class FolderStore:
     """A folder of blobs, made where it is missing; what processes that are gone left half done there is removed.
 
-    keep_partial: seconds for which a blob that came only in part waits for the rest.
+    keep_partial: seconds for which a blob that came only in part waits for the rest. durable: whether a power failure may lose
+    nothing. Copies of what can be fetched again need not wait for the disk: they are verified when their folder is opened, and
+    what is not sound is removed.
     """
 
-    def __init__(self, folder: str | Path, *, keep_partial: float = 86_400.0) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, *, keep_partial: float = 86_400.0, durable: bool = True) -> None:
+        self.folder, self._durable = Path(folder), durable
         self._partial = self.folder / _PARTIAL
         self._partial.mkdir(parents=True, exist_ok=True)
         self.sweep(keep_partial)
+        for digest in [] if durable else list(self):
+            with suppress(BlobError):  # it is removed, and fetched when it is wanted
+                self.check(digest)
 
     def __repr__(self) -> str:
         return f"FolderStore({str(self.folder)!r})"
@@ -99,10 +104,11 @@ class FolderStore:
                 yield writer
                 if digest not in (None, writer.sha256):
                     raise not_it(digest, writer.sha256, writer.bytes)
-                file.flush()
-                os.fsync(file.fileno())
+                if self._durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             temporary.replace(self._path(writer.sha256))
-            replacing.sync_folder(self.folder)
+            self._sync_names()
         finally:
             replacing.discard(temporary)
 
@@ -111,7 +117,7 @@ class FolderStore:
 
         Raises BusyError where another thread or process is receiving it.
         """
-        return Incoming(digest, self._partial / checked(digest), self._path(digest))
+        return Incoming(digest, self._partial / checked(digest), self._path(digest), durable=self._durable)
 
     def received(self, digest: str) -> int:
         """Bytes that an earlier or running attempt left of a blob that is not there yet."""
@@ -146,6 +152,10 @@ class FolderStore:
                 if time.time() - entry.stat().st_mtime >= keep_partial:
                     Incoming.drop(entry)
 
+    def _sync_names(self) -> None:
+        if self._durable:
+            replacing.sync_folder(self.folder)
+
     def _path(self, digest: str) -> Path:
         return self.folder / checked(digest)
 
@@ -161,8 +171,9 @@ class FolderStore:
     def _link(self, digest: str, source: Path, seen: os.stat_result) -> bool:
         """Give a file its digest as a further name, if it is still the one that was seen; False where links cannot be."""
         target = self._path(digest)
-        with source.open("rb") as file:
-            os.fsync(file.fileno())
+        if self._durable:
+            with source.open("rb") as file:
+                os.fsync(file.fileno())
         temporary = replacing.temporary(target)
         try:
             os.link(source, temporary)
@@ -172,7 +183,7 @@ class FolderStore:
                     f"{source} was changed while it became blob {digest[:12]}: put it again once it is finished"
                 )
             temporary.replace(target)
-            replacing.sync_folder(self.folder)
+            self._sync_names()
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise

@@ -28,8 +28,8 @@ class Incoming:
     Raises BusyError where another attempt holds the lock.
     """
 
-    def __init__(self, digest: str, partial: Path, target: Path) -> None:
-        self._digest, self._partial, self._target = digest, partial, target
+    def __init__(self, digest: str, partial: Path, target: Path, *, durable: bool = True) -> None:
+        self._digest, self._partial, self._target, self._durable = digest, partial, target, durable
         self._file = _lock(partial)
         if self._file < 0:
             raise BusyError(f"blob {digest[:12]} is just being received from someone else: ask again in a moment")
@@ -77,10 +77,12 @@ class Incoming:
         if found != self._digest:
             self.restart()
             raise not_it(self._digest, found, size)
-        os.fsync(self._file)
+        if self._durable:
+            os.fsync(self._file)
         self._partial.replace(self._target)
         self._moved = True
-        replacing.sync_folder(self._target.parent)
+        if self._durable:
+            replacing.sync_folder(self._target.parent)
 
     def give_up(self) -> None:
         """Forget all that came, and let others go on: the blob is there already, or is not wanted."""

@@ -146,7 +146,7 @@ class Node:
             for one in folder.account.finished:
                 if not one.taken and folder.update_of(one).secure:
                     folder.drop(one)
-        self._here = FolderStore(self._place / "weights")
+        self._here = FolderStore(self._place / "weights", durable=False)
         self._weights = HeldWeights(self._here, self._link.blobs)
         self._crew.open(self._place / "clients", run)
 
@@ -161,7 +161,7 @@ class Node:
     def _work(self, slot: int) -> None:
         """Ask and do, until the run is over."""
         try:
-            store, about = FolderStore(self._place / "slots" / str(slot)), ""
+            store, about = FolderStore(self._place / "slots" / str(slot), durable=False), ""
             while not self._stopping.is_set():
                 answer = self._session.say(lambda session: Ask(node=self.name, session=session, wait=self._ask_for))
                 match answer:
