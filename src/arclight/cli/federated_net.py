@@ -55,8 +55,10 @@ def serve(arguments: list[str]) -> None:
     where = listening(options)
 
     from arclight.cli.federated_progress import Watched
+    from arclight.federated.server.memory import give_back_freed_memory
     from arclight.federated.transports.http_server import HttpServer
 
+    give_back_freed_memory()
     folder = folder_of(recipe, options)
     with (
         opened(recipe, folder, options) as (run, progress),
