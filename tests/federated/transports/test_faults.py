@@ -199,7 +199,9 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path
     line.change = lambda up, before, piece: None
     link = HttpLink(line.address, tmp_path / "cache", patience=1.0)
     began = time.monotonic()
-    with pytest.raises(LinkError, match=rf"{line.address} did not answer 'join' within \d\.\d s .*see that the server runs"):
+    with pytest.raises(
+        LinkError, match=rf"{line.address} did not answer 'join' within \d\.\d s .*see that the server runs"
+    ):
         link.send(Join(node="a", clients=()))
     assert time.monotonic() - began < 30
     assert 3 <= line.connections <= 40, "tried too seldom, or without a pause"
