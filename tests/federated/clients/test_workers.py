@@ -117,7 +117,7 @@ def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: lis
     again = [step for number, step in enumerate(done) if step in done[:number]]
     assert again, "some steps were lost with the worker"
     assert len(again) <= 4
-    assert len({pid for pid, _ in steps()}) == 2
+    assert victim not in {pid for pid, _ in steps()[-4:]}  # a client may have moved to the other worker before, too
     assert not server.of(Failed)
     assert sorted(server.measured[3]) == list(names)
 
