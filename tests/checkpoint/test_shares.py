@@ -22,6 +22,7 @@ from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.stored import StoredTensor
 from arclight.fabric.sharding import share_of
 from arclight.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from arclight.federated.server.memory import give_back_freed_memory
 
 torch.set_num_threads(1)
 
@@ -239,6 +240,7 @@ def _costs(fabric: al.Fabric, path: Path) -> list[dict[str, float]]:
         found[f"{name} read"], found[f"{name} written"] = ((b - a) / whole for a, b in zip(before, after, strict=True))
         return result
 
+    give_back_freed_memory()  # or blocks of before are kept, or not, as the allocator likes
     checkpoint.save_shares(path.with_name("first"), {"w": tensors["0"]}, strategy)  # what is imported then is no buffer
     measure("save", lambda: checkpoint.save_shares(path, {"model": tensors}, strategy))
     state = measure("open", lambda: checkpoint.load_shares(path, strategy, check=False))
@@ -260,6 +262,6 @@ def test_a_process_writes_and_reads_its_own_part_and_keeps_little_beside_it(tmp_
         assert cost["load read"] == pytest.approx(0.25, abs=0.01)
         assert cost["load memory"] < 0.25 + 0.04  # its own part
         assert (
-            cost["columns memory"] < 0.30
-        )  # its own part of one tensor and buffers of 4 MiB, not the whole tensor (0.33)
+            cost["columns memory"] < 0.25
+        )  # its own part of one tensor (0.08) and a buffer of 4 MiB (0.08), not all of it (0.33)
         assert cost["checked read"] < 0.5  # all processes together read every file once

@@ -195,7 +195,7 @@ from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated import strategies
 from arclight.federated.aggregation.scale import Contribution
 from arclight.federated.aggregation.step import Step
-from arclight.optim import outer  # what a step imports late is not its memory
+from arclight.federated.server.memory import give_back_freed_memory
 from tests.federated.aggregation.test_step import stored
 
 folder, clients, strategy = Path(sys.argv[1]), int(sys.argv[2]), getattr(strategies, sys.argv[3])()
@@ -203,15 +203,24 @@ folder, clients, strategy = Path(sys.argv[1]), int(sys.argv[2]), getattr(strateg
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
+def take(anchor, contributions, path):
+    step = Step(strategy, anchor, contributions)
+    with create(path) as file:
+        for one in step:
+            file.write(memory_of(as_bytes(one.value)))
+    return step.statistics
+
 opened = lambda name: stored(folder / name / "model.safetensors")
 anchor = opened("anchor")
+small = {key: torch.ones(10, 10) for key in anchor}
+give_back_freed_memory()  # as a server does
+take(small, [Contribution(client="c", weight=1.0, tensors=small)], folder / f"small{clients}{sys.argv[3]}")  # code is no memory of a step
 open("/proc/self/clear_refs", "w").write("5")
 base = peak()
-step = Step(strategy, anchor, [Contribution(client=f"c{k}", weight=1.0, tensors=opened(f"c{k}")) for k in range(clients)])
-with create(folder / f"after{clients}{sys.argv[3]}") as file:
-    for one in step:
-        file.write(memory_of(as_bytes(one.value)))
-assert len(step.statistics.cosines) == clients
+statistics = take(
+    anchor, [Contribution(client=f"c{k}", weight=1.0, tensors=opened(f"c{k}")) for k in range(clients)], folder / f"after{clients}{sys.argv[3]}"
+)
+assert len(statistics.cosines) == clients
 print(json.dumps({"base": base, "peak": peak()}))
 """
 
