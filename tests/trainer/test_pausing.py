@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.trainer.models import Classifier, NoisyData
+from tests.trainer.same import assert_same
 from torch import nn
 
 from arclight import Callback, Trainer, seed_everything
@@ -24,23 +25,6 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 def trainer_of(path: Path, *callbacks: Callback, **options: Any) -> Trainer:
     given = {**QUIET, "max_epochs": -1, "default_root_dir": path, **options}
     return Trainer(callbacks=list(callbacks), **given)
-
-
-def assert_same(left: Any, right: Any, where: str = "") -> None:
-    assert type(left) is type(right), where
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype, where
-        assert torch.equal(left, right), where
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), where
-        for key in left:
-            assert_same(left[key], right[key], f"{where}.{key}")
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right), where
-        for index, (a, b) in enumerate(zip(left, right, strict=True)):
-            assert_same(a, b, f"{where}[{index}]")
-    else:
-        assert left == right or left != left, where
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from tests.trainer.same import assert_same
 
 from arclight import checkpoint
 
@@ -27,21 +27,6 @@ def run(root: Path, *arguments: str, killed: bool = False) -> None:
 def end_of(root: Path) -> tuple[dict, bytes]:
     state = checkpoint.load(root / "end.ckpt")
     return state, (root / "run" / "1" / "metrics.csv").read_bytes()
-
-
-def assert_same(left: object, right: object, where: str = "") -> None:
-    if isinstance(left, torch.Tensor):
-        assert torch.equal(left, right), where
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), where
-        for key in left:
-            assert_same(left[key], right[key], f"{where}.{key}")
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right), where
-        for index, (a, b) in enumerate(zip(left, right, strict=True)):
-            assert_same(a, b, f"{where}[{index}]")
-    else:
-        assert left == right or (left != left and right != right), where
 
 
 def compare(whole: Path, resumed: Path) -> None:

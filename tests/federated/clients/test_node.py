@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.federated.clients.nodes import run
 from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, Rows, centralised, weights_of
 
@@ -33,24 +34,6 @@ def client_of(name: str, callbacks: Callback | None = None, seed: int = 5, width
 def beginning(width: int = 16) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     return weights_of(Net(width=width))
-
-
-def run(node: Node, seconds: float = 60) -> None:
-    """`Node.run`, but not for ever."""
-    failed: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            node.run()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), f"node {node.name} has not ended within {seconds} s"
-    if failed:
-        raise failed[0]
 
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:

@@ -34,7 +34,7 @@ def test_a_round_that_was_not_noted_is_removed_and_begun_again(tmp_path: Path, m
     folder, order = ClientFolder(tmp_path, "a", "run"), fit_order(1, 4, 0)
     folder.begin(order)
     with monkeypatch.context() as patched:
-        patched.setattr(state, "write_text", killed)
+        patched.setattr(state, "replace_durably", killed)
         with pytest.raises(Killed):
             finish(folder, order)
     assert rounds(tmp_path) == ["000001"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.federated.clients.nodes import begin, end
 from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, build, steps_in, weights_of
 
@@ -43,27 +43,6 @@ def crews() -> Iterator[list[Workers]]:
     yield made
     for crew in made:
         crew.close()
-
-
-def begin(node: Node) -> tuple[threading.Thread, list[BaseException]]:
-    failed: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            node.run()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    return thread, failed
-
-
-def end(thread: threading.Thread, failed: list[BaseException], seconds: float = 100) -> None:
-    thread.join(seconds)
-    assert not thread.is_alive(), f"the node has not ended within {seconds} s"
-    if failed:
-        raise failed[0]
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> float:

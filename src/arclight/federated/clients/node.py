@@ -19,9 +19,10 @@ from arclight.federated.clients.crew import Crew, InThisProcess
 from arclight.federated.clients.jobs import Job
 from arclight.federated.clients.securing import Securing
 from arclight.federated.clients.session import ClosedError, Session, told
-from arclight.federated.clients.state import Begun, ClientFolder, clients_in, folder_name, read_json, write_text
+from arclight.federated.clients.state import Begun, ClientFolder, clients_in, folder_name, read_json
 from arclight.federated.clients.work import addressed
 from arclight.federated.codecs.downlink import Held as HeldWeights
+from arclight.federated.durable import replace_durably
 from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError
 from arclight.federated.protocol import (
     Ask,
@@ -73,7 +74,7 @@ class Node:
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
         self._jobs: dict[str, Job] = {}
         self._folders: dict[str, ClientFolder] = {}
-        self._committed = -1
+        self._opened, self._committed = "", -1
         self._speed: float | None = None
         self._error: BaseException | None = None
         self.closed = ""
@@ -125,7 +126,7 @@ class Node:
         self._open(str(read_json(self._folder / "node.json").get("run", "")))
         run = self._session.join().run
         self._open(run)
-        write_text(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
+        replace_durably(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
 
     def _send_what_was_left(self) -> None:
         for client, folder in self._folders.items():
@@ -137,9 +138,9 @@ class Node:
 
     def _open(self, run: str) -> None:
         """The folders of a run; those of the last one are looked at before anybody says which it is."""
-        if not run:
+        if not run or self._opened == run:
             return
-        self._place = self._folder / folder_name(run)
+        self._opened, self._place = run, self._folder / folder_name(run)
         names = self._crew.clients or clients_in(self._place / "clients")
         self._folders = {name: ClientFolder(self._client(name), name, run) for name in names}
         for folder in self._folders.values():  # what was to be masked: its masks have gone with the process

@@ -11,7 +11,6 @@ A round is finished in one step: the folder with all of it is renamed into its p
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +21,7 @@ from urllib.parse import quote, unquote
 from arclight.fabric import replacing
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.residuals import Residuals
+from arclight.federated.durable import replace_durably
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.protocol import Held, Update, read
 
@@ -201,22 +201,8 @@ class ClientFolder:
         return account
 
     def _write(self, account: Account) -> None:
-        write_text(self.folder / _FILE, json.dumps(asdict(account), indent=1))
+        replace_durably(self.folder / _FILE, json.dumps(asdict(account), indent=1))
         self.account = account
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a small file in one step, durably."""
-    temporary = replacing.temporary(path)
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        replacing.sync_folder(path.parent)
-    finally:
-        replacing.discard(temporary)
 
 
 def folder_name(name: str) -> str:

@@ -16,9 +16,10 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.opening import open_manifest
 from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.clients.residuals import Residuals
-from arclight.federated.clients.state import ClientFolder, folder_name, write_text
+from arclight.federated.clients.state import ClientFolder, folder_name
 from arclight.federated.codecs.encoding import decode, encode_all
 from arclight.federated.codecs.settings import from_table
+from arclight.federated.durable import replace_durably
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.masks.experts import expert_of
 from arclight.federated.privacy.noise import protect
@@ -99,7 +100,7 @@ class Work:
                 fragment=order.fragment,
                 secure="secure" in order.privacy,
             )
-            write_text(staging / "update.json", update.to_json())
+            replace_durably(staging / "update.json", update.to_json())
         return update
 
     def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:

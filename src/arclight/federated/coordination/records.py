@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from arclight.federated.errors import Reason
-from arclight.federated.protocol import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +117,3 @@ class RunEnded(Record):
     why: str
     failed: bool = False
     """Whether the run could not go on; it can be taken up again from its last round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spooled:
-    """An update of a closed round, for those who fold it."""
-
-    client: str
-    manifest: Manifest
-    samples: int
-    tokens: int

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.federated.coordination import records as r
-from arclight.federated.server.durable import replace_durably
+from arclight.federated.durable import replace_durably
 
 
 @dataclass(kw_only=True)

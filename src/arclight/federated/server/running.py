@@ -25,13 +25,13 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
+from arclight.federated.durable import replace_durably
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
-from arclight.federated.server.durable import replace_durably
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
 from arclight.federated.server.shelf import Shelf, manifest_of

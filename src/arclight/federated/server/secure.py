@@ -20,12 +20,12 @@ import torch
 from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fold import Fold, mean_of
 from arclight.federated.aggregation.scale import Contribution, Scale
+from arclight.federated.durable import replace_durably
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.privacy.agreement import Circle, Keys
 from arclight.federated.privacy.masks import Revealed, Sum, Unmasking, shift_of
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Secure, Secured
-from arclight.federated.server.durable import replace_durably
 from arclight.federated.settings import Federation
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.downlink import Chain, advance
 from arclight.federated.codecs.settings import Raw
+from arclight.federated.durable import replace_durably
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol import Manifest, digest_of
 from arclight.federated.rounds.store import Rounds
-from arclight.federated.server.durable import replace_durably
 from arclight.federated.settings import Federation
 
 _ORPHAN = 3600.0

@@ -275,10 +275,6 @@ class Steps:
             if name in own and stages[0] not in self.line.own:
                 own_part(own[name]).copy_(box[0])
 
-    def written_cuts(self) -> str:
-        """Where the steps are cut, for comparison."""
-        return str(sorted((name, numbers) for name, numbers in self._calls.items()))
-
     # -- running ---------------------------------------------------------------------------------------------------
 
     def bound(self, step: Step) -> Step:
