@@ -475,6 +475,19 @@ def test_clients_measure_the_weights_and_the_mean_goes_by_samples() -> None:
     assert means[1].samples == 8
 
 
+def test_a_client_that_cannot_measure_goes_on_with_its_next_round_at_once() -> None:
+    run = world(clients=["a", "b"], evaluate_on="clients")
+    node = run.node("n", "ab")
+    plan = node.take()
+    assert isinstance(plan, EvaluatePlan)
+    assert node.fail(plan.client, error="no validation data").accepted
+    other, following = node.take(), node.take()
+    assert isinstance(other, EvaluatePlan)
+    assert isinstance(following, FitPlan)
+    assert following.client == plan.client
+    assert node.beat().cancel == ()
+
+
 def test_over_provisioned_rounds_take_the_first_that_answer() -> None:
     run = world(clients=10, rounds=1, sampling=Sampling(per_round=4, over_provision=0.5))
     node = run.node("n")

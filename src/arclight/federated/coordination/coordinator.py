@@ -116,7 +116,7 @@ class Coordinator:
         for command in decision.commands:
             self._obey(command, decision.event, now)
         for note in decision.notes:
-            self._note(note, now)
+            self._note(note, decision.event, now)
         if any(isinstance(r, RoundClosed | RoundCommitted | RunEnded) for r in decision.records):
             present.prune(now)
 
@@ -210,13 +210,13 @@ class Coordinator:
             case ev.Lost() if command.session in present.sessions:
                 present.lose(present.sessions[command.session], now)
 
-    def _note(self, note: Note, now: float) -> None:
+    def _note(self, note: Note, event: Event, now: float) -> None:
         present = self._present
         match note:
             case Dropped() if note.node in present.nodes:
                 present.drop(present.nodes[note.node], now)
             case Skipped():
-                present.finish(note.work)
+                present.finish(note.work, present.sessions.get(getattr(event, "session", "")))
             case Stranded():
                 present.strand(note.work, note.until)
             case Again():
