@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # Small test models are faster on one thread, and two workers of the suite then share the machine fairly.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
 
 
 @pytest.fixture(scope="session")

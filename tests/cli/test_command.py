@@ -139,19 +139,24 @@ def test_help_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def cpu_seconds(*words: str) -> float:
-    """CPU time of a Python process, which other processes on the machine disturb little."""
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_utime + usage.ru_stime
+def cpu_seconds(*words: str, times: int = 1) -> float:
+    """CPU time of a Python process, the least of so many: other processes on the machine disturb it little, and seldom thrice."""
+
+    def once() -> float:
+        process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return usage.ru_utime + usage.ru_stime
+
+    return min(once() for _ in range(times))
 
 
 def test_help_is_much_faster_than_importing_torch() -> None:
     torch = cpu_seconds("-c", "import torch")
-    assert cpu_seconds("-m", "arclight.cli", "--help") < 0.3 * torch
-    assert cpu_seconds("-c", "import arclight") < 0.15 * torch  # so that both together are within 1.15 of torch alone
+    assert cpu_seconds("-m", "arclight.cli", "--help", times=3) < 0.3 * torch
+    # So that both together are within 1.15 of torch alone.
+    assert cpu_seconds("-c", "import arclight", times=3) < 0.15 * torch
 
 
 def test_the_package_brings_its_names_when_asked() -> None:

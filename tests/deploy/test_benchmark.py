@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import time
+from collections.abc import Callable
+from itertools import cycle
 
 import pytest
 import torch
@@ -14,14 +15,49 @@ from torch import Tensor, nn
 from arclight.deploy import Program, QuantizedModel, benchmark
 
 
-def test_ratios_are_those_of_the_programs() -> None:
-    table = benchmark(
-        {"slow": lambda _: time.sleep(0.03), "fast": lambda _: time.sleep(0.01)}, torch.zeros(1), rounds=9
-    )
+class Clock:
+    """Time as programs take it, and no other; in every third round the machine is ten times slower."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+        self.calls = 0
+
+    def program(self, *seconds: float, cpu: float = 0.0) -> Callable[[Tensor], None]:
+        took = cycle(seconds)
+
+        def call(_: Tensor) -> None:
+            strain = 10 if self.calls // 2 % 3 == 2 else 1
+            self.calls += 1
+            self.wall += next(took) * strain
+            self.cpu += cpu
+
+        return call
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def process_time(self) -> float:
+        return self.cpu
+
+
+def test_ratios_are_those_of_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("arclight.deploy.benchmarking.time", clock)
+    programs = {"slow": clock.program(0.03, cpu=0.02), "fast": clock.program(0.01)}
+    table = benchmark(programs, torch.zeros(1), rounds=9)
     assert table["slow"].speedup == 1
-    assert 1.5 < table["fast"].speedup < 4.5
-    assert table["fast"].speedup_low <= table["fast"].speedup <= table["fast"].speedup_high
-    assert table["slow"].cpu_ms < table["slow"].wall_ms / 2  # sleeping costs no CPU time
+    assert table["fast"].speedup_low == pytest.approx(3)  # a slow round is slow for both
+    assert table["fast"].speedup_high == pytest.approx(3)
+    assert (table["slow"].wall_ms, table["slow"].cpu_ms) == pytest.approx((30, 20))
+    assert (table["fast"].wall_ms, table["fast"].cpu_ms) == pytest.approx((10, 0))
+
+
+def test_the_spread_is_that_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("arclight.deploy.benchmarking.time", clock)
+    programs = {"steady": clock.program(0.02), "other": clock.program(*(0.02 / n for n in range(1, 12)))}
+    row = benchmark(programs, torch.zeros(1), rounds=11)["other"]
+    assert (row.speedup_low, row.speedup, row.speedup_high) == pytest.approx((2, 6, 10))
 
 
 def test_models_and_programs_side_by_side(

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--limits", default="{}", help="fields of Limits, JSON")
-    parser.add_argument("--seconds", type=float, default=0.0, help="how much longer each detection takes")
+    parser.add_argument("--gate", type=Path, help="a file without which no detection ends")
     parser.add_argument("--calls", type=Path, help="a file that grows by one byte with each photo detected")
     parser.add_argument("--fault", action="store_true", help="the first photo meets a fault of the detector")
     parser.add_argument("--imagine", action="store_true", help="also report a code in the top left corner")
@@ -50,7 +50,8 @@ def main() -> None:
                 log.write(b".")
         if faults:
             raise faults.pop()
-        time.sleep(options.seconds)
+        while options.gate and not options.gate.exists():
+            time.sleep(0.01)
         return find_codes(image, imagine=options.imagine)
 
     limits = Limits(**json.loads(options.limits))

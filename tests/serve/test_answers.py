@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import httpx
 import pytest
+from tests.waiting import wait_until
 
 from arclight.serve import Limits
 from arclight.serve.server import is_loopback
@@ -107,19 +107,28 @@ def test_a_fault_of_the_detector_is_a_500_with_one_sentence_and_the_next_photo_w
     assert "a detail for the log" in server.process.stderr.read()
 
 
-def test_a_stop_signal_lets_the_request_in_progress_finish(serve_with, sample):
-    server = serve_with("--seconds=1")
+def test_a_stop_signal_lets_the_request_in_progress_finish(serve_with, sample, tmp_path):
+    server = serve_with(f"--gate={tmp_path / 'gate'}")
     answers = []
     client = threading.Thread(target=lambda: answers.append(server.detect(sample("counter"))))
     client.start()
-    while "in_flight 1" not in server.get("/metrics").text:
-        time.sleep(0.02)
+    wait_until(lambda: "in_flight 1" in server.get("/metrics").text, "the photo is there")
     server.process.send_signal(signal.SIGTERM)
-    client.join(20)
+    wait_until(lambda: refused(server), "new connections are refused")
+    assert server.process.poll() is None
+    assert not answers
+    (tmp_path / "gate").touch()
+    client.join(60)
     assert codes(answers[0]) == ["Kopi Lereng Senja"]
-    server.process.wait(20)
-    with pytest.raises(httpx.ConnectError):
-        server.get("/health")
+    server.process.wait(60)
+
+
+def refused(server) -> bool:
+    try:
+        server.connect().close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_an_address_that_others_can_reach_is_warned_about_in_one_line(serve_with):

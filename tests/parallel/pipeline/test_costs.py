@@ -42,7 +42,7 @@ def chain(model: nn.Module, outputs: list[int], **fields: Any) -> UnitGraph:
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: int, back: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, there: float, back: float) -> Tensor:
         ctx.back = back
         time.sleep(there / 1e3)
         return x * 1
@@ -56,7 +56,7 @@ class _Sleep(torch.autograd.Function):
 class Sleeping(nn.Module):
     """Sleeps so many milliseconds in forward, for the gradient of its input, and for that of its weight."""
 
-    def __init__(self, forward: int, inputs: int, weights: int) -> None:
+    def __init__(self, forward: float, inputs: float, weights: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.milliseconds = forward, inputs, weights
@@ -68,14 +68,14 @@ class Sleeping(nn.Module):
 
 
 def test_forward_and_both_halves_of_backward_are_told_apart() -> None:
-    slept = [(20, 60, 40), (40, 80, 20), (60, 20, 100)]
-    model = nn.Sequential(*(Sleeping(*one) for one in slept))
-    slept[0] = (20, 0, 40)  # before the first one there is nothing to go back to
+    asleep = [(20, 60, 40), (40, 80, 20), (60, 20, 100)]
+    wanted = [(20, 0, 40), *asleep[1:]]  # before the first one there is nothing to go back to
 
-    def check() -> None:
+    def check(longer: float) -> None:
+        model = nn.Sequential(*(Sleeping(*(longer * part for part in one)) for one in asleep))
         found = measure(model, chain(model, [16] * 3), (torch.ones(4),), repetitions=3)
-        for unit, milliseconds in zip(found.units, slept, strict=True):
-            measured = (1e3 * unit.forward, 1e3 * unit.inputs, 1e3 * unit.weights)
+        for unit, milliseconds in zip(found.units, wanted, strict=True):
+            measured = [1e3 * part / longer for part in (unit.forward, unit.inputs, unit.weights)]
             assert measured == pytest.approx(milliseconds, rel=0.1, abs=12)
         assert [unit.parameters for unit in found.units] == [4, 4, 4]
         assert found.source.startswith("measured on cpu")
@@ -84,15 +84,14 @@ def test_forward_and_both_halves_of_backward_are_told_apart() -> None:
 
 
 def test_frozen_parts_have_no_half_of_the_weights() -> None:
-    model = nn.Sequential(*(Sleeping(5, 60, 60) for _ in range(3)))
-    model[0].requires_grad_(False)
-    model[2].requires_grad_(False)
-
-    def check() -> None:
+    def check(longer: float) -> None:
+        model = nn.Sequential(*(Sleeping(5 * longer, 60 * longer, 60 * longer) for _ in range(3)))
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
         found = measure(model, chain(model, [16] * 3), (torch.ones(4),), repetitions=1).units
         assert found[0].inputs == found[0].weights == found[1].inputs == found[2].weights == 0
-        assert 1e3 * found[1].weights == pytest.approx(60, abs=25)
-        assert 1e3 * found[2].inputs == pytest.approx(60, abs=25)
+        assert 1e3 * found[1].weights / longer == pytest.approx(60, abs=25)
+        assert 1e3 * found[2].inputs / longer == pytest.approx(60, abs=25)
 
     undisturbed(check)
 

@@ -232,8 +232,9 @@ SECONDS = 0.01
 KNOWN = [(SECONDS, SECONDS, SECONDS)] * 4
 
 
-def slept() -> Trace:
-    module, mesh = Sleeper(KNOWN), Mesh(Plan(pp=4, schedule="1F1B", micro_batches=8))
+def slept(longer: float) -> Trace:
+    known = [(longer * f, longer * i, longer * w) for f, i, w in KNOWN]
+    module, mesh = Sleeper(known), Mesh(Plan(pp=4, schedule="1F1B", micro_batches=8))
     install(module, mesh, lambda model, root: parallelize(model, mesh, root=root), torch.device("cpu"))
     with record(skip=1, steps=3) as run:
         for _ in range(4):
@@ -242,21 +243,22 @@ def slept() -> Trace:
 
 
 def test_what_is_recorded_is_what_was_predicted() -> None:
-    def here(fabric: al.Fabric) -> Trace:
+    def here(fabric: al.Fabric, longer: float) -> Trace:
         torch.set_num_threads(1)
-        return slept()
+        return slept(longer)
 
     costs = [UnitCost(f, i if stage else 0.0, w) for stage, (f, i, w) in enumerate(KNOWN)]  # tokens have no gradient
     predicted = simulate("1F1B", costs, 4, 8)
     expected = {span.action: span.end - span.start for span in predicted.spans}
 
-    def check() -> None:
-        measured = al.Fabric(accelerator="cpu", devices=4, strategy=DDPStrategy(start_method="fork")).launch(here)
+    def check(longer: float) -> None:
+        fabric = al.Fabric(accelerator="cpu", devices=4, strategy=DDPStrategy(start_method="fork"))
+        measured = fabric.launch(here, longer)
         for rank in range(4):
             assert [span.action for span in measured.of(rank)] == [span.action for span in predicted.of(rank)]
         for span in measured.spans:
-            assert span.end - span.start >= 0.99 * expected[span.action]
-        assert measured.seconds >= 0.99 * predicted.seconds
+            assert span.end - span.start >= 0.99 * longer * expected[span.action]
+        assert measured.seconds >= 0.99 * longer * predicted.seconds
         assert bubble(measured) == pytest.approx(bubble(predicted), abs=0.15)
         causes = [cause.imbalance for cause in idle(measured)]
         assert causes.index(max(causes)) == 0  # it has nothing to compute for gradients of tokens
