@@ -199,6 +199,11 @@ class Watched:
 
     def __init__(self, server: Answers, progress: Progress) -> None:
         self._server, self._progress, self.blobs = server, progress, server.blobs
+        self.taking = server.taking
+
+    @property
+    def largest_message(self) -> int:
+        return self._server.largest_message
 
     def answer(self, message: Message) -> Message:
         if isinstance(message, Beat):

@@ -1,6 +1,7 @@
 """A server that remembers what it was told: what transports need to be tried."""
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 
 from arclight.federated.blobs import BlobStore
 from arclight.federated.errors import SessionError
@@ -22,6 +23,11 @@ class StandIn:
         with self._work:
             self._awake = True
             self._work.notify_all()
+
+    largest_message = 1 << 30
+
+    def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def answer(self, message: Message) -> Message:
         self.said.append(message)

@@ -144,6 +144,13 @@ class FolderStore:
     def remove(self, digest: str) -> None:
         self._path(digest).unlink(missing_ok=True)
 
+    def discard(self, digest: str) -> bool:
+        """Remove a blob, or what has come of it so far; False where someone is at work on it."""
+        if self.received(digest) and not Incoming.drop(self._partial / digest):
+            return False
+        self.remove(digest)
+        return True
+
     def sweep(self, keep_partial: float = 0.0) -> None:
         """Remove what killed processes left half written, and parts of blobs that have not grown for ``keep_partial`` seconds."""
         replacing.sweep(self.folder)

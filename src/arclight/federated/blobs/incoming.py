@@ -99,12 +99,13 @@ class Incoming:
         self._file = -1
 
     @staticmethod
-    def drop(partial: Path) -> None:
-        """Remove what came of a blob, unless someone is at work on it."""
+    def drop(partial: Path) -> bool:
+        """Remove what came of a blob; False where someone is at work on it."""
         file = _lock(partial)
         if file >= 0:
             partial.unlink()
             os.close(file)
+        return file >= 0
 
 
 def _lock(partial: Path) -> int:

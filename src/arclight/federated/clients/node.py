@@ -23,7 +23,7 @@ from arclight.federated.clients.state import Begun, ClientFolder, clients_in, fo
 from arclight.federated.clients.work import addressed
 from arclight.federated.codecs.downlink import Held as HeldWeights
 from arclight.federated.durable import replace_durably
-from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError
+from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.protocol import (
     Ask,
     Beat,
@@ -308,15 +308,12 @@ class Node:
             what = told(error)
             log.error(
                 "node %s: client %s has failed in round %d: %s",
-                self.name,
-                order.client,
-                order.round,
-                what,
+                *(self.name, order.client, order.round, what),
                 exc_info=True,
             )
             self._tell_of(order, what)
 
-    def _tell_of(self, order: Fit | Evaluate, error: BaseException) -> None:
+    def _tell_of(self, order: Fit | Evaluate | Update, error: BaseException) -> None:
         what = told(error)
 
         def failure(session: str) -> Message:
@@ -345,12 +342,15 @@ class Node:
 
     def _send(self, folder: ClientFolder, update: Update, blobs: FolderStore) -> bool:
         """Put an update's blobs and say so until there is a receipt; then what becomes of it here. Whether it was taken."""
-        one, about = (
-            Begun(update.round, str(update.manifest.base), update.fragment),
-            f"{update.client}, round {update.round}",
-        )
+        one = Begun(update.round, str(update.manifest.base), update.fragment)
+        about = f"{update.client}, round {update.round}"
         for attempt in range(1, _ATTEMPTS + 1):
-            self._session.patiently(partial(transfer, update.manifest.blobs, blobs, self._link.blobs))
+            try:
+                self._session.patiently(partial(transfer, update.manifest.blobs, blobs, self._link.blobs))
+            except RefusedError as error:
+                self._tell_of(update, error)
+                receipt = Receipt(accepted=False, reason=error.reason, message=str(error))
+                break
             receipt = self._receipt(lambda session: addressed(update, self.name, session), f"update of {about}")
             if receipt.accepted:
                 folder.taken(one)

@@ -20,8 +20,12 @@ from arclight.federated.masks.travel import Travel
 from arclight.federated.protocol import Entry, Manifest, Update
 from arclight.federated.server.decoded import Decoded
 from arclight.federated.server.settings import Checks
+from arclight.federated.settings import Federation
 
 _SLACK = 1 << 20
+_ENTRY = 1 << 10
+"""Bytes that a tensor takes in a manifest beside its name, or a client in a message of a secure sum, and then some."""
+_VALUES, _NAME = 1000, 200
 _LEAST_SEEN = 1e-12
 
 
@@ -109,6 +113,8 @@ def _check_numbers(who: str, update: Update, asked: Asked, seen: Seen, limits: C
         raise RefusedError("weight", f"{who} says {update.steps} steps: {asked.steps} were asked for")
     if not math.isfinite(update.seconds) or update.seconds < 0:
         raise RefusedError("weight", f"{who} says that it took {update.seconds} seconds")
+    if (told := too_much(update.metrics)) is not None:
+        raise RefusedError("too_large", f"{who} {told}")
     if wrong := [name for name, value in update.metrics.items() if not math.isfinite(value)]:
         raise RefusedError(
             "not_finite", f"{who} logs {wrong[0]} = {update.metrics[wrong[0]]}: its training has gone wrong"
@@ -122,6 +128,15 @@ def _check_numbers(who: str, update: Update, asked: Asked, seen: Seen, limits: C
                 f"{who} says {each:,.0f} {name} per step, {each / usual:,.0f} times the usual {usual:,.0f} "
                 f"(checks.weight_times allows {limits.weight_times:g}): it would outweigh all others",
             )
+
+
+def too_much(metrics: Mapping[str, float]) -> str | None:
+    """What is wrong with logged values that would fill the journal; None where nothing is."""
+    if len(metrics) > _VALUES:
+        return f"logs {len(metrics):,} values: {_VALUES:,} are taken"
+    if long := [name for name in metrics if len(name) > _NAME]:
+        return f"logs a value whose name has {len(long[0]):,} characters: {_NAME} are taken"
+    return None
 
 
 def _check_layout(who: str, update: Update, asked: Asked, limits: Checks) -> None:
@@ -144,12 +159,31 @@ def _check_layout(who: str, update: Update, asked: Asked, limits: Checks) -> Non
             fits = _fits(DTYPES.get(entry.dtype), DTYPES[base.dtype], asked.form)
         if not fits:
             raise RefusedError("wrong_shape", f"{who}: {key} is of type {entry.dtype}, not {base.dtype}")
-        whole += math.prod(base.shape) * max(4, DTYPES[base.dtype].itemsize)
+        whole += _bytes_of(base)
     most = int(limits.bytes_times * whole) + _SLACK
     if update.manifest.size > most:
         raise RefusedError(
             "too_large", f"{who} has {update.manifest.size:,} bytes; {most:,} are allowed (checks.bytes_times)"
         )
+
+
+def most_bytes(weights: Manifest, federation: Federation) -> int:
+    """Bytes of the largest update that is taken in a run."""
+    whole = sum(_bytes_of(entry) for key, entry in weights.tensors.items() if key.startswith("model/"))
+    return int(federation.checks.bytes_times * whole * (1 + len(federation.moments))) + _SLACK
+
+
+def largest_message(weights: Manifest, federation: Federation, travel: Travel, asked: int) -> int:
+    """Bytes of the largest message of a node: an update's manifest, or what a client of a secure sum tells the others."""
+    parts = {
+        key: entry.shape[0] if entry.shape and travel.is_stack(key) else 1 for key, entry in weights.tensors.items()
+    }
+    named = sum(count * (len(key) + _ENTRY) for key, count in parts.items()) * (1 + len(federation.moments))
+    return named + (asked * _ENTRY if federation.secure is not None else 0) + _SLACK
+
+
+def _bytes_of(entry: Entry) -> int:
+    return math.prod(entry.shape) * max(4, DTYPES[entry.dtype].itemsize)
 
 
 def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:

@@ -34,7 +34,7 @@ from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
-from arclight.federated.server.shelf import Shelf, manifest_of
+from arclight.federated.server.shelf import ORPHAN, Shelf, manifest_of
 from arclight.federated.server.stepping import Given, Stepper, begin
 from arclight.federated.settings import Federation
 
@@ -285,7 +285,7 @@ class Run:
         done = [update.digest for update in fold.updates]
         for digest in done:
             self.service.checked.pop(digest, None)
-        self.shelf.tidy(self.driver.bases(), done, self.driver.spooled())
+        self.shelf.tidy(self.driver.bases(), done, self.driver.spooled(), self.service.intake.kept(ORPHAN))
 
     def _write_history(self) -> None:
         self.service.history.write(self.folder)

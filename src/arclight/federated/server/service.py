@@ -6,13 +6,14 @@ import logging
 import secrets
 import threading
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import Any
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.settings import to_table
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
-from arclight.federated.errors import ProtocolError, Reason, RefusedError
+from arclight.federated.errors import ProtocolError, Reason, RefusedError, SessionError
 from arclight.federated.masks.serving import Travels
 from arclight.federated.privacy import noise
 from arclight.federated.protocol import (
@@ -34,10 +35,11 @@ from arclight.federated.protocol import (
     digest_of,
 )
 from arclight.federated.server import secure
-from arclight.federated.server.checking import Asked, Checked, Seen, check
+from arclight.federated.server.checking import Asked, Checked, Seen, check, largest_message, most_bytes, too_much
 from arclight.federated.server.decoded import Decoded
 from arclight.federated.server.driver import NO_ROOM, Driver, PausedError
 from arclight.federated.server.history import History
+from arclight.federated.server.intake import Intake
 from arclight.federated.server.shelf import Shelf, Weights
 from arclight.federated.settings import Federation
 
@@ -46,6 +48,9 @@ log = logging.getLogger(__name__)
 _LONGEST_HELD = 60.0
 _LARGEST = 1e250
 """Of a metric: sums of these over all samples of all clients are still finite."""
+_LONGEST_NAME, _LONGEST_TEXT = 200, 4000
+_SPARE = 2
+"""Times the room for the updates that a node may have under way: what was begun and is not wanted any more lies there too."""
 _REMEMBERED = 200
 """Accepted updates whose norms and weights a new one is compared with."""
 
@@ -76,6 +81,7 @@ class Service:
         self._lock = threading.Lock()
         self._has: dict[str, str] = {}
         """Session to the digest of the weights that it has been sent."""
+        self.intake = Intake(blobs)
         self.checked: dict[str, Checked] = {}
         """What the check of an update found, by the digest of its manifest, until its round is folded."""
 
@@ -94,6 +100,23 @@ class Service:
         """These weights. Raises FederatedError where the federation's masks do not fit them."""
         self.travels.whole(weights.manifest)
         return weights
+
+    # -- what nodes put ----------------------------------------------------------------------------------------------
+
+    @property
+    def largest_message(self) -> int:
+        weights = self.shelf.all()[-1].manifest
+        return largest_message(weights, self.federation, self.travels.whole(weights), secure.most(self.federation))
+
+    def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
+        """While a node puts a blob, or a part of it. Raises RefusedError where its clients' updates cannot need as much."""
+        clients = self.driver.speaks_for(session)
+        if clients is None:
+            raise SessionError("this session is not known here (any more): join again")
+        once = 1 + (self.federation.streaming.overlap if self.federation.streaming else 0)
+        updates = _SPARE * once * (len(clients) or secure.most(self.federation))
+        room = updates * most_bytes(self.shelf.all()[-1].manifest, self.federation)
+        return self.intake.taking(node, digest, size, room)
 
     # -- what nodes say ----------------------------------------------------------------------------------------------
 
@@ -125,7 +148,7 @@ class Service:
                         session=message.session,
                         client=message.client,
                         round=message.round,
-                        error=message.error[:4000],
+                        error=message.error[:_LONGEST_TEXT],
                         again=message.again,
                     )
                 )
@@ -138,6 +161,8 @@ class Service:
         )
 
     def _join(self, message: Join) -> Message:
+        if len(message.node) > _LONGEST_NAME:
+            raise ProtocolError(f"a node's name has at most {_LONGEST_NAME} characters, got {len(message.node):,}")
         session = secrets.token_hex(16)
         try:
             plan = self.driver.ask(
@@ -218,15 +243,19 @@ class Service:
         digest = digest_of(text)
         if (early := self.driver.refusal(message.session, message.client, message.round, digest)) is not None:
             log.warning("%s, round %d: %s", message.client, message.round, early[1])
+            if early[0] != "session":
+                self.intake.refused(message.node, message.manifest.blobs)
             committed = self.driver.coordinator.state.committed
             return Receipt(accepted=False, reason=early[0], message=early[1], committed=committed)
         if self.driver.has_taken(message.client, message.round, digest):  # it comes again: the receipt was lost
+            self.intake.counts(message.manifest.blobs)
             return self._tell(lambda to: _checked(to, message, digest, 0.0))
         try:
             checked = self._check(message)
         except RefusedError as error:
             log.warning("refused: %s", error)
-            reason, why = error.reason, str(error)
+            reason, why = error.reason, str(error)[:_LONGEST_TEXT]
+            self.intake.refused(message.node, message.manifest.blobs)
             return self._tell(
                 lambda to: events.UpdateUnsound(
                     to=to,
@@ -240,7 +269,9 @@ class Service:
         self.blobs.put(digest, text)
         self.checked[digest] = checked
         receipt = self._tell(lambda to: _checked(to, message, digest, checked.norm))
-        if not (isinstance(receipt, Receipt) and receipt.accepted):
+        if isinstance(receipt, Receipt) and receipt.accepted:
+            self.intake.counts(message.manifest.blobs)
+        else:
             self.checked.pop(digest, None)
         return receipt
 
@@ -328,6 +359,8 @@ class Service:
 def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
     """What is wrong with a measurement that cannot be averaged with others."""
     who = f"the measurement of {message.client} for round {message.round}"
+    if (told := too_much(message.metrics)) is not None:
+        return "too_large", f"{who} {told}"
     if not 0 <= message.samples < 1 << 63:
         return "weight", f"{who} says {message.samples} samples"
     for name, value in message.metrics.items():

@@ -17,7 +17,7 @@ from arclight.federated.protocol import Manifest, digest_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.settings import Federation
 
-_ORPHAN = 3600.0
+ORPHAN = 3600.0
 """Seconds for which a blob that nothing refers to may be part of an update that is still coming."""
 
 
@@ -89,18 +89,20 @@ class Shelf:
             )
         return self._offer(number, chain)
 
-    def tidy(self, needed: Collection[str], done: Iterable[str], spooled: Iterable[str]) -> None:
+    def tidy(
+        self, needed: Collection[str], done: Iterable[str], spooled: Iterable[str], coming: Iterable[str] = ()
+    ) -> None:
         """Forget weights that are not ``needed``, and remove blobs of these, of ``done`` updates and of nobody.
 
-        done, spooled: digests of updates' manifests; the latter stay.
+        done, spooled: digests of updates' manifests; the latter stay. coming: blobs of updates that are not here as a whole yet.
         """
         gone = [self._weights.pop(digest) for digest in list(self._weights) if digest not in needed]
         going = {digest for weights in gone for digest in weights.chain.blobs}
-        wanted = {digest for weights in self.all() for digest in weights.chain.blobs}
+        wanted = {*coming, *(digest for weights in self.all() for digest in weights.chain.blobs)}
         for digests, into in ((done, going), (spooled, wanted)):
             for digest in digests:
                 into |= {digest, *self._blobs_of(digest)}
-        old = time.time() - _ORPHAN
+        old = time.time() - ORPHAN
         for digest in list(self._blobs):
             if digest not in wanted and (digest in going or self._written(digest) < old):
                 self._blobs.remove(digest)
@@ -138,7 +140,8 @@ class Shelf:
 
     def _written(self, digest: str) -> float:
         try:
-            return os.stat(self._blobs.file(digest)).st_mtime
+            seen = os.stat(self._blobs.file(digest))
+            return max(seen.st_mtime, seen.st_ctime)  # one that was linked here is as old as the link
         except (BlobError, FileNotFoundError):
             return 0.0
 

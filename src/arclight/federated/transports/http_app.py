@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.extras import require
 from arclight.federated.blobs.digests import checked
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, SessionError
+from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
 from arclight.federated.protocol import VERSION, Ask, Join, Wait, read
 from arclight.federated.transports.guard import Guard
 from arclight.federated.transports.receiving import PART, Refusal, Uploads, whole_body
@@ -87,6 +87,8 @@ class App:
                 return _refused(request, error.status, str(error), error.headers)
             except SessionError as error:
                 return _refused(request, 401, str(error))
+            except RefusedError as error:
+                return _refused(request, 413, str(error))
             except BlobError as error:
                 return _refused(request, 404, str(error))
             except LinkError as error:  # the server cannot answer now; it will
@@ -108,7 +110,8 @@ class App:
         token = _token(request)
         if token:
             self._guard.node_of(token)  # before anything is read
-        body = await whole_body(request, self._limits)
+        known = min(self._limits.message_bytes, self._server.largest_message)
+        body = await whole_body(request, self._limits, known if token else self._limits.join_bytes)
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(self._threads, self._answer, body, token, request.headers.get(CHALLENGE, ""))
         return _response(text, "application/json")
@@ -140,8 +143,9 @@ class App:
                 self._held -= 1
 
     async def _put(self, request: Request) -> Response:
-        self._guard.node_of(_token(request))
-        status = await self._uploads.receive(request, _digest(request))
+        token, digest = _token(request), _digest(request)
+        taking = partial(self._server.taking, self._guard.node_of(token), token, digest)
+        status = await self._uploads.receive(request, digest, taking)
         return _response("", status=status)
 
     async def _get(self, request: Request) -> Response:

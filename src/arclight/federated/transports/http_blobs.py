@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.federated.blobs.digests import PIECE, checked, missing, pieces_of
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.incoming import BusyError, Incoming
-from arclight.federated.errors import BlobError
+from arclight.federated.errors import BlobError, RefusedError
 from arclight.federated.transports.receiving import PART
 from arclight.federated.transports.responses import error_of, words_of
 from arclight.federated.transports.retrying import Patience, UnavailableError
@@ -131,7 +131,7 @@ class HttpBlobs:
             if status == 507:
                 raise OSError(errno.ENOSPC, f"{self._address}: {words_of(response)}")
             if status == 413:
-                raise BlobError(f"{self._address}: {words_of(response)}")
+                raise RefusedError("too_large", f"{self._address}: {words_of(response)}")
             raise error_of(response)
 
         content = (source[start:stop],) if isinstance(source, bytes) else pieces_of(source, start, stop - start)

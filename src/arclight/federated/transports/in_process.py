@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from arclight.federated.blobs import BlobStore
@@ -15,8 +16,15 @@ class Answers(Protocol):
     def blobs(self) -> BlobStore:
         """The server's blobs."""
 
+    @property
+    def largest_message(self) -> int:
+        """Bytes of the largest message that a node of this run may have to send."""
+
     def answer(self, message: Message) -> Message:
         """The reply to a node's message; may take as long as an `Ask` allows. Called from any thread."""
+
+    def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
+        """While a node puts a blob, or a part of it. Raises RefusedError where none of its updates needs as much."""
 
 
 class InProcess:

@@ -6,9 +6,10 @@ import asyncio
 import errno
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, TypeVar
 
 from arclight.federated.blobs.digests import PIECE
 from arclight.federated.blobs.folder import FolderStore
@@ -26,6 +27,10 @@ _NOTHING = re.compile(r"bytes \*/(\d{1,15})")
 PART = 32 << 20
 """Bytes of a blob that nodes send at once: a refusal is read after at most as many, and a slow line holds nothing up."""
 RECEIVED, BUSY = "x-arclight-received", "x-arclight-busy"
+
+
+T = TypeVar("T")
+Taking = Callable[[int], AbstractContextManager[None]]
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not a fault
@@ -46,9 +51,9 @@ def length_of(request: Request, largest: int, what: str) -> int:
     return int(said)
 
 
-async def whole_body(request: Request, limits: Limits) -> bytes:
+async def whole_body(request: Request, limits: Limits, largest: int) -> bytes:
     """A small body at once."""
-    length_of(request, limits.message_bytes, "a message")
+    length_of(request, largest, "a message")
     return b"".join([piece async for piece in timely(request, limits)])
 
 
@@ -95,8 +100,11 @@ class Uploads:
         said = {RECEIVED: str(self._spool.received(digest))}
         return said | ({BUSY: "1"} if digest in self._open else {})
 
-    async def receive(self, request: Request, digest: str) -> int:
-        """Take a blob in, or the rest of one; the status to answer with. Raises Refusal, and keeps what is good of it."""
+    async def receive(self, request: Request, digest: str, taking: Taking) -> int:
+        """Take a blob in, or the rest of one; the status to answer with. Raises Refusal, and keeps what is good of it.
+
+        taking: entered with the blob's bytes while it comes; it may refuse.
+        """
         length = length_of(request, self._limits.blob_bytes, "a blob")
         start, total = _place(request.headers.get("content-range"), length)
         if total > self._limits.blob_bytes:
@@ -107,7 +115,9 @@ class Uploads:
             raise Refusal(503, f"{len(self._open)} blobs are being received already: come back", {"retry-after": "1"})
         self._open.append(digest)
         try:
-            return await self._receive(request, digest, start, total)
+            with ExitStack() as held:
+                await self._in_thread(lambda: held.enter_context(taking(total)))
+                return await self._receive(request, digest, start, total)
         finally:
             self._open.remove(digest)
 
@@ -143,6 +153,9 @@ class Uploads:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise Refusal(507, str(error)) from error
             raise
+
+    async def _in_thread(self, do: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def _rest(self, digest: str, incoming: Incoming) -> None:
         if len(self._resting) >= self._limits.uploads:

@@ -12,9 +12,11 @@ class Limits:
     """What one node can ask of the server at most."""
 
     message_bytes: int = 64 << 20
-    """Largest message; an update's manifest has some 250 bytes for each tensor."""
+    """Largest message, where the run's model does not need less; an update's manifest has some 250 bytes for each tensor."""
+    join_bytes: int = 256 << 10
+    """Largest message of whoever has not joined yet: names of some 10,000 clients."""
     blob_bytes: int = 64 << 30
-    """Largest blob."""
+    """Largest blob, where a node's updates do not need less."""
     uploads: int = 64
     """Blobs that are received at the same time; further ones are asked to come back."""
     held: int = 256
@@ -27,7 +29,16 @@ class Limits:
     """Bytes a second that a request must reach on average, once it has taken ``silence`` seconds."""
 
     def __post_init__(self) -> None:
-        for name in ("message_bytes", "blob_bytes", "uploads", "held", "connections", "silence", "slowest"):
+        for name in (
+            "message_bytes",
+            "join_bytes",
+            "blob_bytes",
+            "uploads",
+            "held",
+            "connections",
+            "silence",
+            "slowest",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
