@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 from tests.federated.transports.superlink import ABSENT, BIN, installed
 
+from arclight.federated.rounds.history_file import read_history
 from benchmarks.federated_flower import Peers, compare
 from benchmarks.federated_parity import OUTER, parity
 from benchmarks.federated_plane import digests, in_process, over_http
@@ -202,8 +202,8 @@ def detector(table: Table) -> Callable[[Path], None]:
         recipe = Path(__file__).resolve().parents[1] / "recipes" / "fed-qris.toml"
         arclight("data", "qris", "--out", photos, "--count", "1200", "--merchants", "24")
         arclight("federate", recipe, "--centralised", "--root", runs, "--task.data", photos / "data.yaml")
-        told = json.loads(next(runs.glob("fed-qris/*/history.json")).read_text())
-        rounds = [one for one in (told["rounds"] if isinstance(told, dict) else told) if "val/map50" in one["metrics"]]
+        told = read_history(next(runs.glob("fed-qris/*")))
+        rounds = [one for one in told if "val/map50" in one["metrics"]]
         with next(runs.glob("fed-qris-centralised/*/metrics.csv")).open(newline="") as file:
             central = [float(row["val/map50"]) for row in csv.DictReader(file) if row.get("val/map50")]
         ours = rounds[-1]["metrics"]["val/map50"]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from arclight.federated.clients.node import Node
+from arclight.federated.rounds.history_file import read_history
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.transports.detached import Detached, Orders
 from arclight.federated.transports.in_process import InProcess
@@ -83,9 +84,7 @@ def over_http(folder: Path, config: Mapping[str, Any], *, counted: bool = False)
 
 def round_seconds(run: Path) -> list[float]:
     """Of each round of a finished run."""
-    history = json.loads((run / "history.json").read_text())
-    rounds = history["rounds"] if isinstance(history, dict) else history
-    return [one["seconds"]["round"] for one in rounds if "round" in one["seconds"]]
+    return [one["seconds"]["round"] for one in read_history(run) if "round" in one["seconds"]]
 
 
 def digest(run: Path) -> str:

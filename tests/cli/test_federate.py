@@ -22,6 +22,7 @@ from arclight.cli.federated_report import federated_report
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.coordination import events, records
 from arclight.federated.protocol import Beat
+from arclight.federated.rounds.history_file import read_history
 from arclight.recipe import RecipeError, read
 from arclight.trainer.loggers.csv_logger import read_metrics
 
@@ -144,7 +145,7 @@ def test_a_recipe_runs_in_this_process(lines: Path, typed: Typed, folder: Path) 
     assert [line.partition("  ")[0] for line in out.splitlines() if "of 3 clients" in line] == [
         f"round {n}/3" for n in (1, 2, 3)
     ]
-    history = json.loads((run / "history.json").read_text())
+    history = read_history(run)
     assert [here["contributors"] for here in history] == [[], *[["0", "1", "2"]] * 3]
     losses = [here["metrics"]["val/loss"] for here in history]
     assert losses[-1] < losses[0]
@@ -218,7 +219,7 @@ def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> Non
 def test_clients_may_measure_in_place_of_the_server(lines: Path, typed: Typed, folder: Path) -> None:
     status, _, err = typed("federate lines.toml --federation.evaluate_on clients --federation.rounds 2")
     assert status == 0, err
-    history = json.loads((folder / "runs/lines/1/history.json").read_text())
+    history = read_history(folder / "runs/lines/1")
     assert sorted(history[2]["metrics_by_client"]) == ["0", "1", "2"]
     each = [values["val/loss"] for values in history[2]["metrics_by_client"].values()]
     assert history[2]["metrics"]["val/loss"] == pytest.approx(sum(each) / 3, rel=1e-5)  # all have as many samples

@@ -139,7 +139,7 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
         )
         try:
             with server.opened() as run:
-                progress.sent_down = lambda number: sum(run.service.history.at(number).bytes_down.values())
+                progress.sent_down = run.service.history.sent_down
                 yield run, progress
         except BaseException as error:
             why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
@@ -182,9 +182,10 @@ def finish(
 def failed(folder: RunFolder, options: Namespace, why: str) -> None:
     """Let the report say how the run ended. One that cannot be written does not hide why."""
     from arclight.cli.federated_report import federated_report
+    from arclight.federated.rounds.history_file import has_history
 
     try:
-        if (folder.path / "history.json").exists():
+        if has_history(folder.path):
             federated_report(folder.path, beside=options.beside, failure=why)
     except OSError as error:
         logging.getLogger("arclight").warning("the report could not be written: %s", error)

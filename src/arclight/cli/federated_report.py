@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,14 @@ from typing import Any
 
 from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.federated_charts import Stack, stacked_bars
+from arclight.federated.rounds.history_file import has_history, read_history
 from arclight.trainer.curves import Chart, best_point, last_finite, number_text
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.report import Section, chart_figure, size_text, table, write_report
 from arclight.trainer.svg import Point, Series
 
 Round = Mapping[str, Any]
-"""A round as history.json tells it."""
+"""A round as history.jsonl tells it."""
 MOST_CLIENTS = 8
 """Clients that have curves of their own; of more the range is shown."""
 PHASES = ("waiting", "fold", "evaluate")
@@ -34,15 +34,15 @@ def report(arguments: list[str]) -> None:
         "--beside", type=Path, metavar="RUN", help="a centralised run whose curves are shown beside these"
     )
     options = parser.parse_args(arguments)
-    if not (options.run / "history.json").exists():
-        raise UsageError(f"{options.run} has no history.json: give the folder of a federated run")
+    if not has_history(options.run):
+        raise UsageError(f"{options.run} has no history.jsonl: give the folder of a federated run")
     print(f"The report is {federated_report(options.run, beside=options.beside)}")
 
 
 def federated_report(folder: str | Path, *, beside: str | Path | None = None, failure: str | None = None) -> Path:
-    """Write ``report.html`` of the run in ``folder`` from its ``history.json``; ``beside`` is the folder of a centralised run."""
+    """Write ``report.html`` of the run in ``folder`` from its ``history.jsonl``; ``beside`` is the folder of a centralised run."""
     folder = Path(folder)
-    rounds: list[Round] = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    rounds: list[Round] = [*read_history(folder)]
     central = read_metrics(Path(beside) / "metrics.csv") if beside is not None else {}
     curves = metric_curves(rounds)
     sections = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.federated.server.quadratic import Quadratic
 from arclight.federated.clients.node import Node
 from arclight.federated.privacy.noise import BudgetError
 from arclight.federated.privacy.settings import Krum, Median, Noise, NormBound, Robust, Trimmed
+from arclight.federated.rounds.history_file import read_history
 from arclight.federated.server.server import Server
 from arclight.federated.server.settings import Checks
 from arclight.federated.settings import Federation
@@ -69,7 +69,7 @@ def test_a_run_with_noise_says_what_it_has_spent(tmp_path: Path, by: str) -> Non
     spent = [here.epsilon for here in server.history]
     assert spent[0] is None
     assert 0 < spent[1] < spent[2] < spent[3] <= 20.0  # type: ignore[operator]
-    told = json.loads((tmp_path / "run" / "history.json").read_text())
+    told = read_history(tmp_path / "run")
     assert [here["epsilon"] for here in told] == spent
     moved = server.weights()["w"].double().numpy()
     deviation = np.sqrt(3) * 2.0 * 0.5 / 4  # of three rounds; the clipped changes move each value by 0.01 in all

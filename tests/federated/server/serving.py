@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import multiprocessing as mp
 import os
@@ -21,6 +20,7 @@ from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
+from arclight.federated.rounds.history_file import read_history
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.http_link import HttpLink
@@ -143,5 +143,5 @@ class Nodes:
 
 def outcome(folder: Path) -> dict[str, Any]:
     """What a run has come to, whatever happened on its way: the digest of the weights of every round, and who contributed."""
-    rounds = json.loads((folder / "history.json").read_text())
+    rounds = read_history(folder)
     return {str(here["round"]): (here["base"], here["contributors"], here["steps"]) for here in rounds}

@@ -89,6 +89,11 @@ class Lasting:
     ended: str | None = None
     failed: bool = False
 
+    @property
+    def oldest(self) -> int:
+        """The oldest round of which more may happen."""
+        return min((self.committed, *self.open, *self.begun, *self.outstanding, *self.measuring))
+
 
 class Replay:
     """Records into state, by the rules of one run's settings."""

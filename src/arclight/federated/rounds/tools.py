@@ -18,6 +18,7 @@ from arclight.checkpoint.manifest import Manifest as Described
 from arclight.checkpoint.remote import place
 from arclight.checkpoint.tree import whole_of
 from arclight.federated.errors import FederatedError
+from arclight.federated.rounds.history_file import copy_history
 from arclight.federated.rounds.store import FOLDER, Rounds, layout_of
 from arclight.federated.rounds.writing import TENSOR_ENTRIES
 
@@ -207,6 +208,7 @@ def fork(
     trees = source.trees(number)
     trees["round"] = {**trees["round"], "run": name or new.run.name, "forked_from": f"{source.run}, round {number}"}
     if not dry_run:
+        copy_history(run, target, number)
         _rewrite(source, number, new.path(number), trees)
     return new.path(number)
 

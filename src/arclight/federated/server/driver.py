@@ -142,6 +142,11 @@ class Driver:
             state = self.coordinator.state
             return {update.digest for open in state.open.values() for update in open.accepted.values()}
 
+    def oldest(self) -> int:
+        """The oldest round of which more may happen."""
+        with self._lock:
+            return self.coordinator.state.oldest
+
     def happen(self, event: events.Event) -> None:
         """Decide, write down, apply, carry out; then whatever follows from it at this moment."""
         with self._lock:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from arclight.federated.coordination import records as r
-from arclight.federated.durable import replace_durably
+from arclight.federated.rounds.history_file import HistoryFile
+from arclight.federated.server.table import Table
 
 
 @dataclass(kw_only=True)
@@ -84,20 +83,56 @@ _SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
 
 
 class History:
-    """Rounds as records come in; `note` in the journal's order."""
+    """Rounds as records come in; `note` in the journal's order. From any thread.
 
-    def __init__(self) -> None:
+    Those of which more may be told are in memory, others in the files of the run's ``folder`` alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._lock = threading.RLock()
         self._rounds: dict[int, Round] = {}
+        self._settled: frozenset[int] | set[int] = frozenset()
+        """Rounds that an earlier process has told to the end, while the journal is gone through."""
+        self._file = HistoryFile(folder)
+        self._table = Table(folder / "metrics.csv", lambda: (_row(_round(told)) for told in self._file.settled()))
 
     @property
     def rounds(self) -> list[Round]:
-        return [self._rounds[number] for number in sorted(self._rounds)]
+        """All of them, read from the file."""
+        with self._lock:
+            return [*map(_round, self._file.settled()), *self._in_memory()]
 
     def at(self, number: int) -> Round:
-        return self._rounds.setdefault(number, Round(round=number))
+        with self._lock:
+            return self._rounds.setdefault(number, Round(round=number))
+
+    def told(self, number: int) -> dict[str, Any]:
+        """A round as JSON values."""
+        with self._lock:
+            return asdict(self.at(number))
+
+    def took(self, number: int, phase: str, seconds: float) -> None:
+        with self._lock:
+            self.at(number).seconds[phase] = seconds
+
+    def sent(self, number: int, client: str, size: int) -> None:
+        """Bytes on their way to a client."""
+        with self._lock:
+            down = self.at(number).bytes_down
+            down[client] = down.get(client, 0) + size
+
+    def sent_down(self, number: int) -> int:
+        """Bytes that a round has sent to all clients."""
+        with self._lock:
+            return sum(self.at(number).bytes_down.values())
 
     def note(self, record: r.Record) -> None:
-        """Take in what the journal says."""
+        """Take in what the journal says, once or again."""
+        with self._lock:
+            if getattr(record, "round", None) not in self._settled:
+                self._note(record)
+
+    def _note(self, record: r.Record) -> None:
         match record:
             case r.UpdateAccepted():
                 here = self.at(record.round)
@@ -107,7 +142,8 @@ class History:
                 here.seconds_by_client[record.client] = record.seconds
             case r.UpdateRefused():
                 told = {"client": record.client, "reason": record.reason, "message": record.message}
-                self.at(record.round).refused.append(told)
+                if told not in (refused := self.at(record.round).refused):
+                    refused.append(told)
             case r.ClientFailed():
                 self.at(record.round).failed[record.client] = record.message
             case r.RoundClosed():
@@ -115,11 +151,8 @@ class History:
             case r.RoundCommitted():
                 here = self.at(record.round)
                 here.base, here.norm, here.drift = record.base, record.norm, dict(record.drift)
-                before = self._rounds.get(record.round - 1)
                 if record.clock is not None:
                     here.clock = record.clock
-                elif not here.clock and before is not None:
-                    here.clock = before.clock
             case r.RoundOpened():
                 here = self.at(record.round)
                 here.clock = record.clock + record.steps
@@ -130,31 +163,51 @@ class History:
             case _:
                 pass
 
-    def to_list(self, until: int | None = None) -> list[dict[str, Any]]:
-        """As JSON values, of the rounds up to ``until``."""
-        return [asdict(here) for here in self.rounds if until is None or here.round <= until]
+    def take_up(self, settled: int, newest: int, needed: Sequence[int] = ()) -> None:
+        """Go on with the files that an earlier process has left, before the journal is gone through again.
+
+        settled: of rounds below this nothing more will be told. newest: files may not say more than the journal. needed: rounds
+        below ``settled`` that the journal tells of, in case the files do not.
+        """
+        with self._lock:
+            self._settled, later = self._file.take_up(settled, needed)
+            self._rounds = {one["round"]: _round(one) for one in later if one["round"] <= newest}
 
     def begin_with(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a checkpoint has kept: all of rounds that the journal does not know, else what it cannot know."""
-        known = {one.name for one in fields(Round)}
-        for entry in told:
-            number = entry["round"]
-            if number not in self._rounds:
-                self._rounds[number] = Round(**{key: value for key, value in entry.items() if key in known})
-            else:
-                for name in _SEEN_HERE:
-                    setattr(self._rounds[number], name, entry.get(name, getattr(self._rounds[number], name)))
+        """Take over what a checkpoint has kept: rounds that nothing else tells of, else what the journal cannot know.
 
-    def write(self, folder: Path) -> None:
-        """``history.json`` and ``metrics.csv``, each replaced in one step; the journal and the checkpoints have all of it."""
-        replace_durably(folder / "history.json", json.dumps(self.to_list(), indent=1, allow_nan=False), synced=False)
-        rows = [_row(here) for here in self.rounds]
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        text = io.StringIO()
-        table = csv.DictWriter(text, names, lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-        replace_durably(folder / "metrics.csv", text.getvalue(), synced=False)
+        The journal has been gone through.
+        """
+        with self._lock:
+            for entry in told:
+                number = entry["round"]
+                here = self._rounds.get(number)
+                if here is None and number not in self._settled:
+                    self._rounds[number] = _round(entry)
+                for name in _SEEN_HERE if here is not None else ():
+                    setattr(here, name, getattr(here, name) or entry.get(name) or getattr(here, name))
+            self._settled = frozenset()
+
+    def write(self, settled: int) -> None:
+        """``history.jsonl`` and ``metrics.csv``; of rounds below ``settled`` nothing more will be told."""
+        with self._lock:
+            done = [here for here in self._in_memory() if here.round < settled]
+            later = [here for here in self._in_memory() if here.round >= settled]
+            self._table.write([_row(here) for here in done], [_row(here) for here in later])
+            self._file.write([asdict(here) for here in done], [asdict(here) for here in later])
+            for here in done:
+                del self._rounds[here.round]
+
+    def _in_memory(self) -> list[Round]:
+        return [self._rounds[number] for number in sorted(self._rounds)]
+
+
+def _round(told: Mapping[str, Any]) -> Round:
+    """Inverse of `asdict`, also of what another version has told."""
+    return Round(**{key: value for key, value in told.items() if key in _KNOWN})
+
+
+_KNOWN = frozenset(one.name for one in fields(Round))
 
 
 def _row(here: Round) -> dict[str, Any]:

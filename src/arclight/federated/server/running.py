@@ -1,6 +1,6 @@
 """A run in its folder: it begins or goes on, steps, measures, commits, and removes what nobody needs any more.
 
-``<folder>/journal.jsonl``, ``<folder>/rounds/<number>/``, ``<folder>/blobs/``, and for people ``history.json`` and ``metrics.csv``.
+``<folder>/journal.jsonl``, ``<folder>/rounds/<number>/``, ``<folder>/blobs/``, and for people ``history.jsonl`` and ``metrics.csv``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
+from arclight.federated.server.history import History
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
 from arclight.federated.server.shelf import ORPHAN, Shelf, manifest_of
@@ -81,7 +82,7 @@ class Run:
         at = federation.blobs_at
         self.blobs = MirroredStore(folder / "blobs", at) if at else FolderStore(folder / "blobs")
         self.shelf = Shelf(folder, self.rounds, self.blobs, federation)
-        self.service = Service(federation, name, self.blobs, self.shelf, recipe, seed=seed)
+        self.service = Service(federation, name, self.blobs, self.shelf, History(folder), recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)
         self._stepper = Stepper(
             rounds=self.rounds,
@@ -92,6 +93,7 @@ class Run:
             is_stack=Travel(masks=federation.masks).is_stack,
         )
         self._budget = noise.budget(federation, len(self.coordinator.roster))
+        self._progress: dict[str, Any] = {}
         self._since: dict[tuple[str, int], float] = {}
         self._began, self._resumed = time.monotonic(), False
 
@@ -166,14 +168,23 @@ class Run:
 
     def _first(self) -> events.Event:
         """Bring back what the journal says, or write the weights to begin with."""
-        records = list(self._journal.records())
-        self.coordinator.replay(records)
-        for record in records:
-            self.service.note(record)
-        if self.coordinator.state.committed < 0:
+        known: list[int] = []
+
+        def records() -> Iterator[r.Record]:
+            for record in self._journal.records():
+                if isinstance(record, r.RoundCommitted):
+                    known.append(record.round)
+                yield record
+
+        self.coordinator.replay(records())
+        state, history = self.coordinator.state, self.service.history
+        if state.committed < 0:
             return self._begin()
-        committed = self.coordinator.state.committed
-        for number, base in self.coordinator.state.bases.items():
+        history.take_up(state.oldest, state.opened, known)
+        for record in self._journal.records():
+            self.service.note(record)
+        committed = state.committed
+        for number, base in state.bases.items():
             found = self.rounds.look(number)
             if found.problems and number == committed:
                 raise FederatedError(
@@ -182,7 +193,9 @@ class Run:
                 )
             if not found.problems:
                 self.service.fits(self.shelf.put_back(number, base))
-        self.service.history.begin_with(self.rounds.trees(committed)["history"])
+        trees = self.rounds.trees(committed)
+        history.begin_with(trees["history"])
+        self._progress = trees["clients"]
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
         return events.Resumed()
@@ -195,10 +208,12 @@ class Run:
                 raise FederatedError(
                     "a federated run begins with weights: give it a module, its weights, or a checkpoint"
                 )
-            begin(self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}))
+            begin(self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}))
             number = 0
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
+        self.service.history.take_up(number, number - 1)
         self.service.history.begin_with(trees["history"])
+        self._progress = trees["clients"]
         base = self.service.fits(self.shelf.put(number)).manifest.digest
         clock = int(trees["round"]["clock"])
         return events.Begun(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
@@ -209,7 +224,7 @@ class Run:
         return self._step(work) if isinstance(work, events.Fold) else self._measure(work)
 
     def _step(self, fold: events.Fold) -> events.Event:
-        began = time.monotonic()
+        began, history = time.monotonic(), self.service.history
         before, self._round = self.coordinator.state.committed, fold.round
         given = []
         for update in fold.updates:
@@ -226,16 +241,18 @@ class Run:
             )
 
         def trees(statistics: Statistics, counts: dict[str, int]) -> dict[str, Any]:
-            here = self.service.history.at(fold.round)
+            here = history.at(fold.round)
             here.norm, here.drift, here.noise_scale = statistics.norm, statistics.cosines, statistics.noise_scale
             here.contributors, here.clock = [one.client for one in given], fold.clock
             here.epsilon = None if self._budget is None else self._budget.epsilon(fold.round)
-            here.seconds["fold"] = time.monotonic() - began
+            history.took(fold.round, "fold", time.monotonic() - began)
             updates = {update.client: update.digest for update in fold.updates}
-            return self._trees(fold.round, fold.clock, updates, counts)
+            return self._trees(fold.round, fold.clock, updates, counts, progress)
 
+        progress = _progress(self._progress, fold.round, fold.updates)
         stepped = self._stepper.step(fold.round, before, given, trees)
-        self.service.history.at(fold.round).seconds["fold"] = time.monotonic() - began
+        self._progress = progress
+        history.took(fold.round, "fold", time.monotonic() - began)
         base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest
         return events.Committed(
             round=fold.round,
@@ -255,17 +272,18 @@ class Run:
             return events.Measured(round=work.round)
         began = time.monotonic()
         samples, metrics = self._evaluate(work.round, self.rounds.tensors(work.round, "model"))
-        self.service.history.at(work.round).seconds["evaluate"] = time.monotonic() - began
+        self.service.history.took(work.round, "evaluate", time.monotonic() - began)
         return events.Measured(round=work.round, samples=samples, metrics=metrics)
 
-    def _trees(self, number: int, clock: int, updates: dict[str, str], counts: dict[str, int]) -> dict[str, Any]:
-        history = self.service.history.to_list(number)
+    def _trees(
+        self, number: int, clock: int, updates: dict[str, str], counts: dict[str, int], progress: dict[str, Any]
+    ) -> dict[str, Any]:
         return {
             "round": {"number": number, "clock": clock, "run": self.name, "updates": updates, "counts": counts},
             "federation": {"settings": asdict(self.federation), "strategy": type(self.federation.strategy).__name__},
-            "clients": _progress(history),
+            "clients": progress,
             "sampler": {"seed": self.seed, "clients": len(self.coordinator.roster)},
-            "history": history,
+            "history": [self.service.history.told(number)],
         }
 
     # -- after a commit ------------------------------------------------------------------------------------------------
@@ -279,7 +297,7 @@ class Run:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            log.warning("history.json and metrics.csv are not up to date: %s", error)
+            log.warning("history.jsonl and metrics.csv are not up to date: %s", error)
 
     def _prune(self, fold: events.Fold) -> None:
         done = [update.digest for update in fold.updates]
@@ -288,7 +306,7 @@ class Run:
         self.shelf.tidy(self.driver.bases(), done, self.driver.spooled(), self.service.intake.kept(ORPHAN))
 
     def _write_history(self) -> None:
-        self.service.history.write(self.folder)
+        self.service.history.write(self.driver.oldest())
 
     # -- what others hear ----------------------------------------------------------------------------------------------
 
@@ -298,11 +316,11 @@ class Run:
             case r.RoundOpened():
                 self._since.setdefault(("round", record.round), now)
             case r.RoundClosed():
-                history.at(record.round).seconds["waiting"] = now - self._since.get(("round", record.round), now)
+                history.took(record.round, "waiting", now - self._since.get(("round", record.round), now))
             case r.RoundCommitted():
                 began = self._since.pop(("round", record.round), None)
                 if began is not None:
-                    history.at(record.round).seconds["round"] = now - began
+                    history.took(record.round, "round", now - began)
             case _:
                 pass
         self.service.note(record)
@@ -325,14 +343,13 @@ class Run:
         self._told(command)
 
 
-def _progress(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """What each client has contributed so far."""
-    found: dict[str, Any] = {}
-    for here in history:
-        for client in here["contributors"]:
-            sums = found.setdefault(client, {"rounds": 0, "steps": 0, "samples": 0, "tokens": 0, "last": 0})
-            sums["rounds"] += 1
-            sums["last"] = here["round"]
-            for name in ("steps", "samples", "tokens"):
-                sums[name] += here[name].get(client, 0)
+def _progress(before: Mapping[str, Any], number: int, updates: Sequence[r.UpdateAccepted]) -> dict[str, Any]:
+    """What each client has contributed so far, with a round more."""
+    found = {client: dict(sums) for client, sums in before.items()}
+    for update in updates:
+        sums = found.setdefault(update.client, {"rounds": 0, "steps": 0, "samples": 0, "tokens": 0, "last": 0})
+        sums["rounds"] += 1
+        sums["last"] = number
+        for name in ("steps", "samples", "tokens"):
+            sums[name] += getattr(update, name)
     return found

@@ -18,7 +18,7 @@ from arclight.federated.coordination.journal import Injection
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds.centralised import moments_of, steps_of
 from arclight.federated.rounds.store import Rounds
-from arclight.federated.server.history import Round
+from arclight.federated.server.history import History, Round
 from arclight.federated.server.running import Measurement, Run, Start
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
@@ -72,12 +72,12 @@ class Server:
         self._clients = clients
         self._evaluate, self._told = evaluate, told or (lambda what: None)
         self._run: Run | None = None
-        self._history: list[Round] = []
+        self._history: History | None = None
 
     @property
     def history(self) -> list[Round]:
         """What became of each round so far, round 0 being what the run began with."""
-        return self._run.service.history.rounds if self._run is not None else self._history
+        return [] if self._history is None else self._history.rounds
 
     @property
     def rounds(self) -> Rounds:
@@ -111,11 +111,11 @@ class Server:
             told=self._told,
             inject=self._inject,
         ) as run:
-            self._run = run
+            self._run, self._history = run, run.service.history
             try:
                 yield run
             finally:
-                self._history, self._run = run.service.history.rounds, None
+                self._run = None
 
     def run(self, clients: Iterable[Client]) -> list[Round]:
         """Train ``clients`` in this process, one after another, until the run is over; returns its history.

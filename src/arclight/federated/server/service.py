@@ -64,13 +64,14 @@ class Service:
         run: str,
         blobs: FolderStore,
         shelf: Shelf,
+        history: History,
         recipe: dict[str, Any] | None = None,
         *,
         seed: int = 0,
     ) -> None:
         self.federation, self.run, self.blobs = federation, run, blobs
         self.recipe = recipe or {}
-        self.history = History()
+        self.history = history
         self.driver: Driver
         self.exchange: secure.Exchange | None = None
         self.travels = Travels(federation, seed, self._place)
@@ -89,8 +90,8 @@ class Service:
 
     def note(self, record: r.Record) -> None:
         """Take in what the journal says, at a restart and as it happens."""
+        self.history.note(record)
         with self._lock:
-            self.history.note(record)
             if isinstance(record, r.UpdateAccepted):
                 self._norms.append(record.norm)
                 self._samples.append(record.samples / max(record.steps, 1))
@@ -352,8 +353,7 @@ class Service:
                 size = sum(change.size for change in weights.changes[chain.index(had) :])
             else:
                 size = weights.manifest.size
-            down = self.history.at(number).bytes_down
-            down[client] = down.get(client, 0) + size
+        self.history.sent(number, client, size)
 
 
 def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:

@@ -1,0 +1,128 @@
+"""What becomes of rounds is told in files that grow by a round at a time, whatever happens to the process that writes them."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from tests.federated.server.quadratic import Quadratic, Script
+
+from arclight.federated.clients import Outcome
+from arclight.federated.coordination import records as r
+from arclight.federated.protocol import Fit, Message
+from arclight.federated.rounds import tools
+from arclight.federated.rounds.history_file import NAME, read_history
+from arclight.federated.rounds.store import Rounds
+from arclight.federated.server.history import Round
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+START = {"w": torch.zeros(10)}
+
+
+class Moving(Quadratic):
+    """Its target moves on, so that no two of its updates are alike."""
+
+    def fit(
+        self, order: Fit, weights: Mapping[str, torch.Tensor], progress: Callable[[int, float | None], None]
+    ) -> Outcome:
+        self.target = float(order.round) * (1 + int(order.client))
+        return super().fit(order, weights, progress)
+
+
+def served(
+    folder: Path, rounds: int, until: Callable[[Message], bool] = lambda message: False, **more: object
+) -> Server:
+    """A run that has come to its end, or to an order for which ``until`` is true."""
+    settings = Federation(**{"clients": 2, "rounds": rounds, "local_steps": 1, "evaluate_every": 0, **more})  # type: ignore[arg-type]
+    server = Server(settings, START, folder=folder, evaluate=lambda weights: {"loss": float(weights["w"].sum())})
+    with server.opened() as run:
+        Script(InProcess(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
+        if run.coordinator.state.ended is not None:
+            assert run.driver.wait(20)
+    return server
+
+
+def at(number: int) -> Callable[[Message], bool]:
+    return lambda message: isinstance(message, Fit) and message.round == number
+
+
+def of_a_round(told: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in told.items() if not name.startswith("seconds")}
+
+
+def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
+    sizes, kept = dict[int, list[int]](), dict[int, int]()
+    folder = tmp_path / "run"
+
+    def told(what: object) -> None:
+        if isinstance(what, r.RoundCommitted) and what.round in (10, 60):
+            checkpoint = sum(path.stat().st_size for path in Rounds(folder).path(what.round).iterdir())
+            sizes[what.round] = [checkpoint, (folder / NAME).stat().st_size // what.round]
+            gc.collect()
+            kept[what.round] = sum(type(one) is Round for one in gc.get_objects())
+
+    settings = Federation(clients=2, rounds=60, local_steps=1, evaluate_every=0, keep_rounds=0)
+    server = Server(settings, START, folder=folder, told=told)
+    with server.opened() as run:
+        Script(InProcess(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()
+        assert run.driver.wait(60)
+    for early, late in zip(sizes[10], sizes[60], strict=True):
+        assert late < 1.1 * early + 50, sizes
+    assert kept[60] <= kept[10] <= 4, "rounds that are over are kept in memory"
+    assert [here.round for here in server.history] == list(range(61))
+
+
+@pytest.mark.parametrize("lost", ["nothing", "the last line", "the file", "to another version"])
+def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str) -> None:
+    whole = served(tmp_path / "whole", 6, evaluate_every=1)
+    folder = tmp_path / "run"
+    served(folder, 6, at(4), evaluate_every=1)
+    file = folder / NAME
+    if lost == "the last line":
+        file.write_bytes(file.read_bytes()[:-20])
+    elif lost == "the file":
+        file.unlink()
+    elif lost == "to another version":
+        (folder / "history.json").write_text(json.dumps(read_history(folder), indent=1))
+        file.unlink()
+    went_on = served(folder, 6, evaluate_every=1)
+    seen_here = {"bytes_down": 0} | ({"noise_scale": None} if lost == "the file" else {})
+    assert [of_a_round(asdict(here)) | seen_here for here in went_on.history] == [
+        of_a_round(asdict(here)) | seen_here for here in whole.history
+    ]
+    assert [of_a_round(told) for told in read_history(folder)] == [of_a_round(asdict(h)) for h in went_on.history]
+    assert not (folder / "history.json").exists()
+    with (folder / "metrics.csv").open(newline="") as rows:
+        table = list(csv.DictReader(rows))
+    assert [int(row["round"]) for row in table] == list(range(7))
+    assert [float(row["loss"]) for row in table] == [here.metrics["loss"] for here in went_on.history]
+    if lost != "the file":
+        assert [here.bytes_down for here in went_on.history[1:4]] == [here.bytes_down for here in whole.history[1:4]]
+
+
+def test_a_fork_tells_what_was_before_it(tmp_path: Path) -> None:
+    whole = served(tmp_path / "whole", 5, keep_rounds=0)
+    tools.fork(tmp_path / "whole", tmp_path / "fork", 3)
+    fork = served(tmp_path / "fork", 5)
+    assert [here.base for here in fork.history] == [here.base for here in whole.history]
+    assert [here.samples for here in fork.history] == [here.samples for here in whole.history]
+    assert tools.inspect_round(tmp_path / "fork", 5).clients == tools.inspect_round(tmp_path / "whole", 5).clients
+
+
+def test_a_round_of_a_former_version_is_forked_with_all_that_it_tells(tmp_path: Path) -> None:
+    whole = served(tmp_path / "whole", 4, keep_rounds=0)
+    former = tmp_path / "former"
+    source, trees = Rounds(tmp_path / "whole"), Rounds(tmp_path / "whole").trees(3)
+    trees["history"] = read_history(tmp_path / "whole")[:4]  # of all rounds so far
+    tools._rewrite(source, 3, Rounds(former).path(3), trees)
+    assert [each.number for each in tools.list_rounds(former)] == [3]
+    tools.fork(former, tmp_path / "fork")
+    assert [here.base for here in served(tmp_path / "fork", 4).history] == [here.base for here in whole.history]
