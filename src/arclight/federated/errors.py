@@ -33,6 +33,10 @@ class RefusedError(FederatedError):
         self.reason: Reason = reason
 
 
+class UnopenedError(FederatedError):
+    """A secure sum of which too much is missing to take its masks away; another one may be opened."""
+
+
 class LinkError(FederatedError):
     """The other side could not be reached before the deadline; what was to be sent is kept."""
 

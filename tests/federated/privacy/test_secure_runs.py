@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.federated.server.quadratic import Quadratic
 from arclight import recipe
 from arclight.federated.clients import Outcome
 from arclight.federated.clients.node import Node
+from arclight.federated.coordination.journal import read
+from arclight.federated.coordination.records import RunEnded
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.privacy.agreement import Keys
@@ -63,19 +66,29 @@ class Tapped(InProcess):
     def __post_init__(self) -> None:
         super().__init__(self.service)
 
+    silent: Callable[[Secure], bool] = lambda message: False
+    """Which parts of secrets do not get through."""
+
     def send(self, message: Message) -> Message:
         self.said.append(message)
+        if isinstance(message, Secure) and message.seeds is not None and self.silent(message):
+            return Secured(over=True)
         if isinstance(message, Update) and (message.client, message.round) == self.lost:
             raise RuntimeError("its line is cut")
         return super().send(message)
 
 
-def trained(server: Server, nodes: list[list[Site]], lost: tuple[str, int] = ("", 0)) -> list[Message]:
+def trained(
+    server: Server,
+    nodes: list[list[Site]],
+    lost: tuple[str, int] = ("", 0),
+    silent: Callable[[Secure], bool] = lambda message: False,
+) -> list[Message]:
     said: list[Message] = []
     with server.opened() as run:
         threads = []
         for number, sites in enumerate(nodes):
-            link = Tapped(run.service, said, lost)
+            link = Tapped(run.service, said, lost, silent)
             crew: list[Any] = list(sites)
             node = Node(link, crew, Path(server.folder) / f"node{number}", f"n{number}", ask=1.0)
             threads.append(threading.Thread(target=node.run, daemon=True))
@@ -135,6 +148,78 @@ def test_a_client_that_drops_out_is_left_out_of_the_sum(tmp_path: Path, early: b
     assert [here.contributors for here in server.history] == [here.contributors for here in plain.history]
     assert server.history[2].contributors == ["0", "1"]
     torch.testing.assert_close(server.weights()["w"], plain.weights()["w"], rtol=1e-6, atol=1e-7)
+
+
+class Counted(Quadratic):
+    """How often it was trained in all."""
+
+    fits = 0
+
+    def fit(self, order: Any, weights: Mapping[str, torch.Tensor], progress: Any) -> Outcome:
+        Counted.fits += 1
+        return super().fit(order, weights, progress)
+
+
+def test_a_sum_that_cannot_be_opened_is_asked_for_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secure = SecureSum(patience=3.0)
+    sites = [Site(name, goal, Counted) for name, goal in (("0", 1.0), ("1", -3.0), ("2", 0.5))]
+    undisturbed = Server(settings(secure=secure), START, folder=tmp_path / "undisturbed")
+    trained(undisturbed, [sites])
+    Counted.fits = 0
+    server = Server(settings(secure=secure), START, folder=tmp_path / "run")
+    with caplog.at_level(logging.INFO, "arclight.federated.server"):
+        said = trained(
+            server, [sites], silent=lambda told: told.round == 2 and told.attempt == 0 and told.client != "0"
+        )
+    assert "round 2 is discarded and asked for again: " in caplog.text
+    assert "are needed to open round 2's sum; not heard of: 1, 2" in caplog.text
+    assert [one.attempt for one in said if isinstance(one, Update) and one.round == 2] == [0, 0, 0, 1, 1, 1]
+    assert [here.base for here in server.history] == [here.base for here in undisturbed.history]
+    assert Counted.fits == 9, "nobody trains for nothing"
+    assert len(server.history[2].discarded) == 1
+    left = {path.name for path in (tmp_path / "run" / "blobs").iterdir() if path.is_file()}
+    assert left == {path.name for path in (tmp_path / "undisturbed" / "blobs").iterdir() if path.is_file()}
+
+
+def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_path: Path) -> None:
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
+    some = settings(secure=SecureSum(patience=3.0), rounds=2)
+    server = Server(some, START, folder=tmp_path / "run")
+    trained(server, [sites], silent=lambda told: told.round == 2)
+    with (
+        pytest.raises(FederatedError, match=r"to open round 2's sum.*it was tried 2 times \(waiting.retries\)"),
+        server.opened() as run,
+    ):
+        ended = next(record for record in read(tmp_path / "run" / "journal.jsonl") if isinstance(record, RunEnded))
+        raise FederatedError(ended.why)
+    assert run.coordinator.state.ended is None, "it was taken up"
+    trained(server, [sites])
+    assert [here.contributors for here in server.history] == [[], ["0", "1", "2"], ["0", "1", "2"]]
+
+
+def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: Path) -> None:
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
+    server = Server(settings(secure=SecureSum(patience=3.0), rounds=1), START, folder=tmp_path / "run")
+    refused: list[Message] = []
+
+    def late(told: Secure) -> bool:
+        return told.attempt == 0
+
+    class Late(Tapped):
+        def send(self, message: Message) -> Message:
+            old = [one for one in self.said if isinstance(one, Update) and one.attempt == 0]
+            if isinstance(message, Update) and message.attempt == 1 and not refused:
+                refused.append(super().send(next(one for one in old if one.client == message.client)))
+            return super().send(message)
+
+    with server.opened() as run:
+        node = Node(Late(run.service, silent=late), list[Any](sites), tmp_path / "node", "n", ask=1.0)
+        node.run()
+        assert run.driver.wait(20)
+    assert isinstance(refused[0], Receipt)
+    assert (refused[0].accepted, refused[0].reason) == (False, "stale")
+    assert "masked it for a sum of round 1 that was discarded" in refused[0].message
+    assert server.history[1].contributors == ["0", "1", "2"]
 
 
 def test_what_is_never_masked_is_refused_and_what_cannot_be_secure_is_said() -> None:

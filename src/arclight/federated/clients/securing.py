@@ -33,7 +33,7 @@ class Securing:
         self, node: str, order: Fit, say: Callable[[Callable[[str], Message]], Message], stopping: threading.Event
     ) -> None:
         asked = dict(order.privacy["secure"])
-        self._clients = int(asked.pop("clients"))
+        self._clients, self._attempt = int(asked.pop("clients")), int(asked.pop("attempt"))
         self._settings = SecureSum(**asked)
         self._node, self._order, self._say, self._stopping = node, order, say, stopping
         self._me = Participant(order.client)
@@ -74,7 +74,8 @@ class Securing:
             base=update.manifest.base,
         )
         cut = sum(values.cut.values())
-        return dataclasses.replace(update, manifest=manifest, metrics={**update.metrics, "privacy/cut": float(cut)})
+        metrics = {**update.metrics, "privacy/cut": float(cut)}
+        return dataclasses.replace(update, manifest=manifest, metrics=metrics, attempt=self._attempt)
 
     def reveal(self) -> None:
         """Wait until the server says whose values have come, and give this client's parts of their secrets."""
@@ -112,7 +113,12 @@ class Securing:
     def _hear(self, **said: Any) -> Secured:
         answer = self._say(
             lambda session: Secure(
-                node=self._node, session=session, client=self._order.client, round=self._order.round, **said
+                node=self._node,
+                session=session,
+                client=self._order.client,
+                round=self._order.round,
+                attempt=self._attempt,
+                **said,
             )
         )
         if isinstance(answer, Close):

@@ -17,6 +17,7 @@ from arclight.federated.coordination.records import (
     Record,
     RoundClosed,
     RoundCommitted,
+    RoundDiscarded,
     RoundEvaluated,
     RoundOpened,
     RunEnded,
@@ -156,6 +157,8 @@ class Coordinator:
                 self._quorum(record.round, now)
             case ClientFailed():
                 present.finish(Work("fit", record.round, record.client), node)
+            case RoundDiscarded():
+                present.folding = None
             case RoundCommitted():
                 present.folding = None
                 self._to_measure(record.round, now)

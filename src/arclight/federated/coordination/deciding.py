@@ -12,7 +12,9 @@ from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
     RoundCommitted,
+    RoundDiscarded,
     RoundEvaluated,
+    RoundOpened,
     RunOpened,
     UpdateAccepted,
     UpdateRefused,
@@ -45,6 +47,8 @@ def decide(c: Coordinator, event: Event, now: float) -> Decision:
             return Decision(event=event, now=now, records=opened)
         case ev.Committed():
             return _committed(c, event, now)
+        case ev.Unopened():
+            return _unopened(c, event, now)
         case ev.Measured():
             due = c.state.measuring.get(event.round)
             record = RoundEvaluated(round=event.round, client=None, samples=event.samples, metrics=event.metrics)
@@ -253,3 +257,20 @@ def _committed(c: Coordinator, event: ev.Committed, now: float) -> Decision:
         round=event.round, base=event.base, checkpoint=event.checkpoint, norm=event.norm, drift=event.drift
     )
     return Decision(event=event, now=now, records=(record,))
+
+
+def _unopened(c: Coordinator, event: ev.Unopened, now: float) -> Decision:
+    """Ask a closed round's clients once more; most have their training behind them."""
+    open = c.state.open.get(event.round)
+    if open is None or open.closed is None:
+        raise ProtocolError(f"round {event.round} is not closed: it cannot be asked for again")
+    if open.attempt >= c.settings.waiting.retries:
+        why = f"round {event.round}: {event.why}; it was tried {open.attempt + 1} times (waiting.retries)"
+        return ticking.end(c, event, now, why, failed=True)
+    again = RoundOpened(
+        round=open.round, base=open.base, clients=open.drawn, wanted=open.wanted, clock=open.clock, steps=open.steps,
+        fragment=open.fragment,
+    )  # fmt: skip
+    text = f"round {event.round} is discarded and asked for again: {event.why}"
+    discarded = RoundDiscarded(round=event.round, why=event.why)
+    return Decision(event=event, now=now, records=(discarded, again), commands=(ev.Say(text=text),))

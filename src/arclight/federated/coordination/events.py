@@ -168,6 +168,14 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unopened(Event):
+    """The driver could not do a Fold: too few clients of its secure sum are left to open it."""
+
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured(Event):
     """The driver has done a Measure. Without metrics: it has nothing to measure with, or could not."""
 
@@ -212,6 +220,8 @@ class FitPlan:
     """The same for this client and round whoever trains it and however often."""
     deadline: float | None
     """Seconds from now."""
+    discarded: int = 0
+    """How often the round's secure sum could not be opened before."""
 
 
 @dataclass(frozen=True, kw_only=True)

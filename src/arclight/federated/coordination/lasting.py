@@ -10,6 +10,7 @@ from arclight.federated.coordination.records import (
     Record,
     RoundClosed,
     RoundCommitted,
+    RoundDiscarded,
     RoundEvaluated,
     RoundOpened,
     RunEnded,
@@ -32,6 +33,8 @@ class Open:
     fragment: int | None = None
     wanted: int = 0
     attempt: int = 0
+    discarded: int = 0
+    """Times that its updates were of no use."""
     drawn: tuple[str, ...] = ()
     accepted: dict[str, UpdateAccepted] = field(default_factory=dict)
     failed: dict[str, ClientFailed] = field(default_factory=dict)
@@ -125,6 +128,10 @@ class Replay:
                     current.failed[record.client] = record
             case RoundClosed():
                 self._closed(record)
+            case RoundDiscarded():
+                open = self.state.open[record.round]
+                open.accepted, open.failed, open.closed = {}, {}, None
+                open.discarded += 1
             case RoundCommitted():
                 self._committed(record)
             case RoundEvaluated():

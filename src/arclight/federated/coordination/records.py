@@ -87,6 +87,14 @@ class RoundClosed(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoundDiscarded(Record):
+    """The secure sum of a closed round cannot be opened: its updates are of no use, and it is asked for again."""
+
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoundCommitted(Record):
     """The server's step is done and lies in the round's checkpoint. Round 0 is the weights that a run begins with."""
 

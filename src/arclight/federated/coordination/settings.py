@@ -67,7 +67,8 @@ class Waiting:
     attempts: int = 3
     """How often one client is asked in a round if its failures may pass (a full disk, a damaged upload)."""
     retries: int = 1
-    """How often a round that did not reach its quorum asks other or returned clients before the run ends."""
+    """How often a round that did not reach its quorum asks other or returned clients, or one whose secure sum could not be opened
+    its own, before the run ends."""
 
     def __post_init__(self) -> None:
         if not 0 < self.quorum <= 1:

@@ -55,6 +55,7 @@ def plan(c: Coordinator, work: Work, now: float) -> FitPlan | EvaluatePlan:
     return FitPlan(
         client=work.client, round=work.round, fragment=open.fragment, base=open.base, clock=open.clock, steps=open.steps,
         seed=c.sampler.seed_of(work.round, work.client), deadline=None if until is None else max(0.0, until - now),
+        discarded=open.discarded,
     )  # fmt: skip
 
 

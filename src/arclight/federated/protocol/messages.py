@@ -137,6 +137,8 @@ class Update(Message):
     fragment: int | None = None
     secure: bool = False
     """Whether its values are masked before they leave the node, for a secure sum."""
+    attempt: int = 0
+    """Which of the round's secure sums it is masked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +152,8 @@ class Secure(Message):
     session: str
     client: str
     round: int
+    attempt: int = 0
+    """Sums of the round that could not be opened before this one."""
     keys: dict[str, str] | None = None
     """Public keys: ``mask``, ``cipher``, ``seal``."""
     letters: dict[str, str] | None = None

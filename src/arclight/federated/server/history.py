@@ -52,6 +52,8 @@ class Round:
     """Client, reason and message of each update that was not taken."""
     failed: dict[str, str] = field(default_factory=dict)
     """Clients that are out of the round, and why."""
+    discarded: list[str] = field(default_factory=list)
+    """Why updates of the round were of no use, each time that it was asked for again."""
 
     @property
     def loss(self) -> float | None:
@@ -146,6 +148,10 @@ class History:
                     refused.append(told)
             case r.ClientFailed():
                 self.at(record.round).failed[record.client] = record.message
+            case r.RoundDiscarded():
+                here = self._rounds[record.round] = self._anew(self.at(record.round))
+                if record.why not in here.discarded:
+                    here.discarded.append(record.why)
             case r.RoundClosed():
                 self.at(record.round).contributors = list(record.clients)
             case r.RoundCommitted():
@@ -162,6 +168,14 @@ class History:
                 self.at(record.round).metrics_by_client[str(record.client)] = dict(record.metrics)
             case _:
                 pass
+
+    @staticmethod
+    def _anew(here: Round) -> Round:
+        """What stays of a round that is asked for again."""
+        kept = {
+            name: getattr(here, name) for name in ("round", "clock", "bytes_down", "refused", "failed", "discarded")
+        }
+        return Round(**kept)
 
     def take_up(self, settled: int, newest: int, needed: Sequence[int] = ()) -> None:
         """Go on with the files that an earlier process has left, before the journal is gone through again.

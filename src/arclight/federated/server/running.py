@@ -26,7 +26,7 @@ from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
 from arclight.federated.durable import replace_durably
-from arclight.federated.errors import FederatedError
+from arclight.federated.errors import FederatedError, UnopenedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
@@ -250,7 +250,10 @@ class Run:
             return self._trees(fold.round, fold.clock, updates, counts, progress)
 
         progress = _progress(self._progress, fold.round, fold.updates)
-        stepped = self._stepper.step(fold.round, before, given, trees)
+        try:
+            stepped = self._stepper.step(fold.round, before, given, trees)
+        except UnopenedError as error:
+            return events.Unopened(round=fold.round, why=str(error))
         self._progress = progress
         history.took(fold.round, "fold", time.monotonic() - began)
         base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest

@@ -21,7 +21,7 @@ from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fold import Fold, mean_of
 from arclight.federated.aggregation.scale import Contribution, Scale
 from arclight.federated.durable import replace_durably
-from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.errors import FederatedError, ProtocolError, UnopenedError
 from arclight.federated.privacy.agreement import Circle, Keys
 from arclight.federated.privacy.masks import Revealed, Sum, Unmasking, shift_of
 from arclight.federated.privacy.settings import SecureSum
@@ -34,6 +34,7 @@ class _State:
     """Of one round, as its file has it."""
 
     round: int = -1
+    attempt: int = 0
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
     circle: list[str] | None = None
     letters: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -56,12 +57,11 @@ class Exchange:
         """Take in what a client says, and tell it what is settled. Raises ProtocolError for what it cannot say now."""
         with self._changed:
             expected = set(self._expected(message.round))
-            if message.round < self._state.round or (
-                message.round > self._state.round and message.client not in expected
-            ):
+            here, asked = (self._state.round, self._state.attempt), (message.round, message.attempt)
+            if asked < here or (asked > here and message.client not in expected):
                 return Secured(over=True)
-            if message.round > self._state.round:
-                self._state, self._sum = _State(round=message.round), None
+            if asked > here:
+                self._state, self._sum = _State(round=message.round, attempt=message.attempt), None
                 self._since.clear()
             before = json.dumps(asdict(self._state))
             self._take(message)
@@ -128,8 +128,14 @@ class Exchange:
     def open(self, number: int, here: Iterable[str]) -> Unmasking:
         """What takes the masks away from the sum of these clients' values; waits for their parts.
 
-        Raises FederatedError where too few are left, or do not give them in time.
+        Raises UnopenedError where too few are left, or do not give them in time.
         """
+        try:
+            return self._open(number, here)
+        except FederatedError as error:
+            raise UnopenedError(str(error)) from error
+
+    def _open(self, number: int, here: Iterable[str]) -> Unmasking:
         with self._changed:
             state, names = self._state, sorted(here)
             if state.round != number or state.circle is None or state.written is None:
@@ -161,11 +167,11 @@ def most(federation: Federation) -> int:
     return math.ceil((federation.sampling.per_round or federation.clients) * (1 + federation.sampling.over_provision))
 
 
-def order(federation: Federation) -> dict[str, Any]:
-    """What clients are told to do about secure sums, as JSON values; nothing without them."""
+def order(federation: Federation, attempt: int) -> dict[str, Any]:
+    """What clients are told to do about a round's secure sum, as JSON values; nothing without them."""
     if federation.secure is None:
         return {}
-    return {"secure": {**asdict(federation.secure), "clients": most(federation)}}
+    return {"secure": {**asdict(federation.secure), "clients": most(federation), "attempt": attempt}}
 
 
 def refuse_in_the_open(federation: Federation) -> None:

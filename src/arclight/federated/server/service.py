@@ -231,7 +231,7 @@ class Service:
             deadline=plan.deadline,
             journal_every=asked.journal_every,
             keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
-            privacy={**noise.order(asked), **secure.order(asked)},
+            privacy={**noise.order(asked), **secure.order(asked, plan.discarded)},
             fragment=plan.fragment,
         )
 
@@ -242,7 +242,8 @@ class Service:
         """Checked first, which takes a while and needs no lock; then it happens."""
         text = message.manifest.to_json().encode()
         digest = digest_of(text)
-        if (early := self.driver.refusal(message.session, message.client, message.round, digest)) is not None:
+        early = self.driver.refusal(message.session, message.client, message.round, digest) or self._of_another(message)
+        if early is not None:
             log.warning("%s, round %d: %s", message.client, message.round, early[1])
             if early[0] != "session":
                 self.intake.refused(message.node, message.manifest.blobs)
@@ -275,6 +276,13 @@ class Service:
         else:
             self.checked.pop(digest, None)
         return receipt
+
+    def _of_another(self, message: Update) -> tuple[Reason, str] | None:
+        """Why an update does not go into the secure sum that a round gathers; None where it does."""
+        opened = self.driver.coordinator.state.begun.get(message.round)
+        if opened is None or message.attempt == opened.discarded:
+            return None
+        return "stale", f"client {message.client} masked it for a sum of round {message.round} that was discarded"
 
     def _check(self, message: Update) -> Checked:
         opened = self.driver.coordinator.state.begun.get(message.round)
