@@ -154,11 +154,12 @@ def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
         return measuring.begin()
     from arclight.cli.train import build_task
 
-    if (weights := getattr(recipe.task, "weights", None)) is not None:
-        return weights
     module, _ = build_task(recipe)
     if not any(True for _ in module.parameters()):
         module.configure_model()
+    weights, start = getattr(recipe.task, "weights", None), getattr(module, "start_from", None)
+    if weights is not None and start is not None:  # the module takes them up when a fit begins, and here is none
+        start(weights)
     return module
 
 

@@ -103,6 +103,20 @@ def test_every_key_is_stepped_as_the_strategy_says(strategy: Strategy, form: Any
         assert set(counts.values()) == {count + 1}
 
 
+@pytest.mark.parametrize("strategy", EVERY, ids=repr)
+@pytest.mark.parametrize("form", ["delta", "weights"])
+def test_what_no_gradient_moves_becomes_the_mean(strategy: Strategy, form: Any) -> None:
+    """Beyond the mean, or by steps of a fixed size, a variance would soon be negative."""
+    key = "model/norm.running_var"
+    anchor, locals_ = {**model(0), key: torch.ones(64)}, [{key: torch.full((64,), 1e-3 * k)} for k in (1.0, 2.0)]
+    before = {key: {name: torch.ones(64) for name in strategy.state_keys}}  # of a run that once stepped it
+    step = round_of(strategy, anchor, locals_, form, states=before, counts={key: 3}, buffers=[key])
+    assert key not in step.states_after()
+    after = {one.key: one for one in step}[key]
+    torch.testing.assert_close(after.value, torch.full((64,), (1e-3 + 2 * 2e-3) / 3), rtol=1e-4, atol=1e-9)
+    assert after.state == {}
+
+
 def test_a_key_that_nobody_sent_stays_and_its_steps_are_its_own() -> None:
     anchor, strategy = model(0), FedAdam(bias_correction=True)
     local = {"model/bias": torch.zeros(257)}

@@ -11,8 +11,11 @@ from tests.federated.clients.sites import Net, Rows, centralised, weights_of
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
+from arclight.federated.rounds.store import Rounds
+from arclight.federated.rounds.tools import fork
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
+from arclight.federated.strategies import FedAdam
 from arclight.federated.transports.in_process import InProcess
 
 CPU = {"accelerator": "cpu"}
@@ -50,6 +53,21 @@ def test_several_clients_learn_together(tmp_path: Path) -> None:
     losses = [one.metrics["val/loss"] for one in server.history if "val/loss" in one.metrics]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
+
+
+def test_statistics_of_norms_are_left_to_the_mean(tmp_path: Path) -> None:
+    """Adam's steps of a fixed size make a variance negative within two rounds; a later run goes on as the first."""
+    federation = Federation(clients=2, rounds=2, local_steps=8, strategy=FedAdam(lr=0.5), evaluate_every=0)
+    server = federated(tmp_path, federation, ["a", "bb"])
+    fork(tmp_path / "run", tmp_path / "fork")
+    for rounds in (server.rounds, Rounds(tmp_path / "fork")):
+        assert sorted(rounds.trees(2)["buffers"]) == [
+            "net.1.num_batches_tracked", "net.1.running_mean", "net.1.running_var"
+        ]  # fmt: skip
+    assert bool((server.weights()["net.1.running_var"] > 0.1).all())
+    stepped = {name.partition("/")[2] for name in server.rounds.stored(2, "server")}
+    assert "net.1.weight" in stepped
+    assert not [name for name in stepped if "running" in name]
 
 
 def test_a_new_run_of_a_used_name_trains_anew(tmp_path: Path) -> None:

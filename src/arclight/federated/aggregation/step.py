@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +34,9 @@ class Stepped:
 class Step:
     """What ``strategy`` makes of contributions, an iterator over `Stepped`: every key of ``order``, one at a time.
 
-    Keys of ``model/`` are stepped by the strategy, but for integers, which are taken from the fold as they are. All other keys
-    are local moments: their mean replaces them. No more is held than the tensors of one key.
+    Keys of ``model/`` are stepped by the strategy, but for integers and ``buffers``, which become the mean: no gradient moves them, and
+    a step beyond the mean, or of a fixed size, could make a variance negative. All other keys are local moments: their mean
+    replaces them. No more is held than the tensors of one key.
 
     anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It may
     lack moments that the server has not had yet. Clients send moments as they are, whatever the form: a difference of two of
@@ -56,6 +57,7 @@ class Step:
         states: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
         counts: Mapping[str, int] | None = None,
         order: Sequence[str] | None = None,
+        buffers: Collection[str] = (),
         scales: Mapping[str, Scale] | None = None,
         threads: int | None = None,
         cosines: bool = True,
@@ -67,7 +69,7 @@ class Step:
         if strange := sorted(key for key in new if key.startswith(PREFIX)):
             raise FederatedError(f"{strange[0]} was sent and is no weight of the model ({len(strange)} such keys)")
         self._strategy, self._anchor, self._form = strategy, anchor, form
-        self._states, self._counts = states or {}, counts or {}
+        self._states, self._counts, self._buffers = states or {}, counts or {}, frozenset(buffers)
         self.order = sorted(set(anchor) | new) if order is None else list(order)
         if lost := sorted((set(anchor) | new) - set(self.order)):
             raise FederatedError(f"{lost[0]} has no place in the order ({len(lost)} such keys)")
@@ -87,10 +89,11 @@ class Step:
         """Types and shapes of every key's state after the step, in order; known before it, for the header of a file."""
         found: dict[str, dict[str, Described]] = {}
         for key in self.order:
-            if key in self._fold.scales and self._is_stepped(key):
-                weight = self._anchor[key]
-                described = (state_dtype(weight.dtype), tuple(weight.shape))
-                found[key] = dict.fromkeys(self._strategy.state_keys, described)
+            if key in self._fold.scales:
+                if self._is_stepped(key):
+                    weight = self._anchor[key]
+                    described = (state_dtype(weight.dtype), tuple(weight.shape))
+                    found[key] = dict.fromkeys(self._strategy.state_keys, described)
             elif key in self._states:
                 found[key] = {name: (t.dtype, tuple(t.shape)) for name, t in self._states[key].items()}
         return {key: described for key, described in found.items() if described}
@@ -116,7 +119,7 @@ class Step:
         return self._fold.statistics
 
     def _is_stepped(self, key: str) -> bool:
-        return key.startswith(PREFIX) and self._anchor[key].is_floating_point()
+        return key.startswith(PREFIX) and key not in self._buffers and self._anchor[key].is_floating_point()
 
     def _one(self, key: str, mean: torch.Tensor, count: int, among: Lanes) -> Stepped:
         anchor = self._anchor.get(key)

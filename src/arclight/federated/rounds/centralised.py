@@ -1,16 +1,55 @@
-"""What a federated run can begin with: weights, step count and optimizer states of a centralised one."""
+"""What a federated run can begin with: a module, or weights, step count and optimizer states of a centralised run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from arclight import checkpoint
+from arclight.checkpoint import tree
 from arclight.checkpoint.remote import place
 from arclight.federated.errors import FederatedError
+from arclight.federated.rounds.writing import MODULE_ENTRIES
+from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
+from arclight.trainer.named import named_weights
+
+log = logging.getLogger(__name__)
+
+_STATISTICS = ("running_mean", "running_var")
+"""What torch's normalisations call what they have seen."""
+
+
+def entries_of(module: nn.Module) -> dict[str, Any]:
+    """What rounds say of a module; see `MODULE_ENTRIES`."""
+    parameters = dict(module.named_parameters())
+    found: dict[str, Any] = {"buffers": sorted(name for name in named_weights(module) if name not in parameters)}
+    if not isinstance(module, HyperparametersMixin):
+        return found
+    about = checkpoint_entries(module)
+    if tree.encode(about).files:
+        log.warning(
+            "rounds do not say with what %s is built, as tensors are among its hyper-parameters", type(module).__name__
+        )
+        return found
+    return found | about
+
+
+def entries_in(path: str | Path) -> dict[str, Any]:
+    """The same of the module in a checkpoint, as far as it says it."""
+    if not place(path).is_dir():
+        return {}
+    there = checkpoint.inspect(path).entries
+    return checkpoint.load(path, only=[name for name in MODULE_ENTRIES if name in there])
+
+
+def statistics(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are a normalisation's, where nobody has the module to tell."""
+    return sorted(name for name in names if name.rpartition(".")[2] in _STATISTICS)
 
 
 def steps_of(path: str | Path) -> int:

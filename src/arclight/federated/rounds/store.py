@@ -19,7 +19,7 @@ from arclight.checkpoint.share_loading import open_state
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds import writing
-from arclight.federated.rounds.writing import STATE_KEYS, TENSOR_ENTRIES, TREE_ENTRIES, RoundWriter
+from arclight.federated.rounds.writing import MODULE_ENTRIES, STATE_KEYS, TENSOR_ENTRIES, TREE_ENTRIES, RoundWriter
 
 FOLDER = "rounds"
 _NAME = re.compile(r"\d{6,}")
@@ -89,8 +89,10 @@ class Rounds:
 
     def trees(self, number: int) -> dict[str, Any]:
         """The entries without tensors."""
-        self.open(number)
-        return checkpoint.load(self.path(number), only=list(TREE_ENTRIES))
+        there = self.open(number).entries
+        return checkpoint.load(
+            self.path(number), only=[name for name in (*TREE_ENTRIES, *MODULE_ENTRIES) if name in there]
+        )
 
     def stored(self, number: int, entry: str) -> dict[str, torch.Tensor]:
         """An entry of tensors that stay in their file: each is read when it is used."""

@@ -1,7 +1,8 @@
 """A round's checkpoint, written tensor by tensor: no more of it than one tensor is in memory.
 
 It is an ordinary checkpoint folder. Entries of tensors: ``model`` (by parameter name), ``moments`` (averaged local moments,
-``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. Its
+``exp_avg/<parameter name>``) and ``server`` (the strategy's states, ``<state>/<parameter name>``); all others are JSON. Where the
+module keeps the arguments that it was built with, they are there as in a trainer's checkpoint, so that it can be built again. Its
 files of weights and moments are the blobs that nodes fetch: their SHA-256 comes out while they are written.
 """
 
@@ -30,6 +31,8 @@ Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 MODEL = "model"
 TENSOR_ENTRIES = (MODEL, "moments", "server")
 TREE_ENTRIES = ("round", "federation", "clients", "sampler", "history")
+MODULE_ENTRIES = ("buffers", "hyper_parameters", "hparams_name", "hparams_type")
+"""What a round may say of its module besides: names of weights that are no parameters, and the arguments that it is built with."""
 STATE_KEYS = (*TENSOR_ENTRIES, *TREE_ENTRIES)
 """What a round must have to count as complete."""
 

@@ -31,6 +31,7 @@ from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
 from arclight.federated.rounds.store import Rounds
+from arclight.federated.rounds.writing import MODULE_ENTRIES
 from arclight.federated.server.driver import NO_ROOM, Driver, Work
 from arclight.federated.server.history import History
 from arclight.federated.server.secure import Exchange, SecureFold, most
@@ -57,6 +58,8 @@ class Start:
     """``exp_avg/<parameter name>``."""
     clock: int = 0
     """Optimizer steps behind them."""
+    module: Mapping[str, Any] = field(default_factory=dict)
+    """What every round says of the module; see `MODULE_ENTRIES`."""
 
 
 class Run:
@@ -193,9 +196,7 @@ class Run:
                 )
             if not found.problems:
                 self.service.fits(self.shelf.put_back(number, base))
-        trees = self.rounds.trees(committed)
-        history.begin_with(trees["history"])
-        self._progress = trees["clients"]
+        self._take_up(self.rounds.trees(committed))
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
         return events.Resumed()
@@ -208,15 +209,20 @@ class Run:
                 raise FederatedError(
                     "a federated run begins with weights: give it a module, its weights, or a checkpoint"
                 )
+            self._module = start.module
             begin(self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}))
             number = 0
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
         self.service.history.take_up(number, number - 1)
-        self.service.history.begin_with(trees["history"])
-        self._progress = trees["clients"]
+        self._take_up(trees)
         base = self.service.fits(self.shelf.put(number)).manifest.digest
         clock = int(trees["round"]["clock"])
         return events.Begun(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
+
+    def _take_up(self, trees: Mapping[str, Any]) -> None:
+        self.service.history.begin_with(trees["history"])
+        self._progress = trees["clients"]
+        self._module = {name: trees[name] for name in MODULE_ENTRIES if name in trees}
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -282,6 +288,7 @@ class Run:
         self, number: int, clock: int, updates: dict[str, str], counts: dict[str, int], progress: dict[str, Any]
     ) -> dict[str, Any]:
         return {
+            **self._module,
             "round": {"number": number, "clock": clock, "run": self.name, "updates": updates, "counts": counts},
             "federation": {"settings": asdict(self.federation), "strategy": type(self.federation.strategy).__name__},
             "clients": progress,

@@ -16,7 +16,7 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.journal import Injection
 from arclight.federated.errors import FederatedError
-from arclight.federated.rounds.centralised import moments_of, steps_of
+from arclight.federated.rounds.centralised import entries_in, entries_of, moments_of, statistics, steps_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.history import History, Round
 from arclight.federated.server.running import Measurement, Run, Start
@@ -162,12 +162,15 @@ class Server:
             return Start()
         if isinstance(given, torch.nn.Module):
             found: Weights = {name: tensor.detach() for name, tensor in named_weights(given).items()}
+            module = entries_of(given)
         elif isinstance(given, str | Path):
-            found, clock = checkpoint.load_weights(given), steps_of(given)
+            found, clock, module = checkpoint.load_weights(given), steps_of(given), entries_in(given)
             moments = moments or moments_of(given, self.federation.moments)
         else:
-            found = given
-        return Start(weights={k: v.detach().cpu() for k, v in found.items()}, moments=moments, clock=clock)
+            found, module = given, {}
+        module.setdefault("buffers", statistics(found))
+        weights = {name: tensor.detach().cpu() for name, tensor in found.items()}
+        return Start(weights=weights, moments=moments, clock=clock, module=module)
 
     def _measured(self, number: int, weights: Weights) -> Measurement:
         assert self._evaluate is not None

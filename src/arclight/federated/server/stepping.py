@@ -101,6 +101,7 @@ class Stepper:
             states=stacks.states_apart(anchor.states(), anchor.counts),
             counts=anchor.counts,
             order=[part for part in order if part in parts or part in sent],
+            buffers=[part for name in anchor.buffers for part in stacks.parts(MODEL + name)],
             folding=self.folding,
         )
         states = {
@@ -149,7 +150,9 @@ class _Anchor:
         self.model, self.moments, self.server = (
             rounds.stored(number, entry) for entry in ("model", "moments", "server")
         )
-        self.counts: dict[str, int] = rounds.trees(number)["round"].get("counts", {})
+        trees = rounds.trees(number)
+        self.counts: dict[str, int] = trees["round"].get("counts", {})
+        self.buffers: list[str] = trees.get("buffers", [])
 
     def by_key(self) -> dict[str, torch.Tensor]:
         return {**{MODEL + name: tensor for name, tensor in self.model.items()}, **self.moments}
