@@ -15,3 +15,17 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = LIMI
     while not condition():
         assert time.monotonic() < until, f"{what}: not within {seconds:g} s"
         time.sleep(0.02)
+
+
+def patiently(check: Callable[[float], None], *seconds: float) -> None:
+    """``check`` of something that lasts as long as it is given: so few seconds, and more of them on a machine that is too busy for it.
+
+    What is wrong by itself is wrong each time.
+    """
+    *few, most = seconds
+    for given in few:
+        try:
+            return check(given)
+        except AssertionError:
+            pass
+    return check(most)

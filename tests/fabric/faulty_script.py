@@ -13,12 +13,10 @@ import torch
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 
-SECONDS = {"crash": 300, "kill": 300, "hang": 75}
-"""Within these ranks meet too, on a busy machine; one that hangs is waited for so long."""
 
-
-def main(fault: str, start_method: str = "popen") -> None:
-    strategy = DDPStrategy(timeout=datetime.timedelta(seconds=SECONDS[fault]), start_method=start_method)
+def main(fault: str, start_method: str = "popen", seconds: str = "300") -> None:
+    """Within ``seconds`` ranks have to meet, and one that hangs is waited for so long."""
+    strategy = DDPStrategy(timeout=datetime.timedelta(seconds=float(seconds)), start_method=start_method)
     fabric = al.Fabric(accelerator="cpu", devices=2, strategy=strategy)
     if start_method == "popen":
         fabric.launch()

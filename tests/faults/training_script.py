@@ -1,6 +1,7 @@
 """Trains a small model that is shared out over processes, with checkpoints in the background; one rank may fail on the way.
 
-usage: training_script.py ROOT FAULT DEVICES (FAULT: none, kill, sleep, stop). Every rank notes the samples that it has trained on.
+usage: training_script.py ROOT FAULT DEVICES SECONDS (FAULT: none, kill, sleep, stop). Every rank notes the samples that it has trained on.
+Within so many seconds ranks have to meet, and one that does not come is waited for so long.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import arclight as al
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint
 
-ROOT, FAULT, DEVICES = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+ROOT, FAULT, DEVICES, SECONDS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 STEPS, FAULT_STEP = 12, 7
 
 
@@ -68,8 +69,7 @@ def main() -> None:
     print(f"process {os.getpid()}", flush=True)
     torch.set_num_threads(1)
     al.seed_everything(5)
-    seconds = 40 if FAULT in ("sleep", "stop") else 300  # within these they meet too, on a busy machine
-    strategy = FSDPStrategy(auto_wrap_policy={nn.Linear}, timeout=datetime.timedelta(seconds=seconds))
+    strategy = FSDPStrategy(auto_wrap_policy={nn.Linear}, timeout=datetime.timedelta(seconds=SECONDS))
     trainer = al.Trainer(
         accelerator="cpu", devices=DEVICES, strategy=strategy, max_steps=STEPS, logger=False, enable_progress_bar=False,
         default_root_dir=ROOT,

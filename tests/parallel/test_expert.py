@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 
 from arclight.parallel import Plan, PlanError
 from arclight.parallel.apply import check
@@ -22,26 +19,9 @@ CHECKS = ("uneven", "all_on_one", "fixed_sizes", "too_small", "recomputed", "bes
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_experts_on_several_processes(size: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = Path(__file__).with_name("expert_script.py")
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)], env={**os.environ, **rendezvous, "RANK": str(rank)}, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(size)
-    ]  # fmt: skip
-    try:
-        for process in processes:
-            out, error = process.communicate(timeout=280)
-            assert process.returncode == 0, error
-            assert [line.removeprefix("passed ") for line in out.split("\n") if line] == list(CHECKS)
-    finally:
-        for process in processes:
-            process.kill()
+    for done in warm.run_ranks(size, Path(__file__).with_name("expert_script.py"), timeout=600):
+        assert done.returncode == 0, done.stderr
+        assert [line.removeprefix("passed ") for line in done.stdout.split("\n") if line] == list(CHECKS)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.parallel.plan_suite import CASES, Case
 
 SCRIPT = Path(__file__).with_name("plan_suite.py")
@@ -16,25 +14,10 @@ SCRIPT = Path(__file__).with_name("plan_suite.py")
 
 def run(world_size: int, quick: bool) -> dict[str, dict[str, float]]:
     """All cases of one world size in one group of processes; what they found by the case's name."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={world_size}",
-        str(SCRIPT),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *(["quick"] if quick else [])],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {found["case"]: found for line in done.stdout.splitlines() if (found := json.loads(line))}
+    first, *others = warm.run_ranks(world_size, SCRIPT, *(["quick"] if quick else []), timeout=600)
+    for done in (*others, first):
+        assert done.returncode == 0, done.stderr[-4000:]
+    return {found["case"]: found for line in first.stdout.splitlines() if (found := json.loads(line))}
 
 
 def check(cases: list[Case], quick: bool) -> None:

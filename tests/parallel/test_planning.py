@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import warm
 from tests.parallel.planning_script import CASES, batch, loss
 from torch import nn
 
@@ -38,20 +38,10 @@ GIB = 2**30
 
 def real_run(processes: int, quick: bool) -> None:
     """Bytes of every collective are predicted exactly, memory within a tenth."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={processes}",
-        str(SCRIPT),
-    ]
-    done = subprocess.run(
-        [*command, *(["quick"] if quick else [])], capture_output=True, text=True, timeout=560, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = {(line := json.loads(text))["case"]: line for text in done.stdout.splitlines() if text.startswith("{")}
+    first, *others = warm.run_ranks(processes, SCRIPT, *(["quick"] if quick else []), timeout=900)
+    for done in (*others, first):
+        assert done.returncode == 0, done.stderr[-4000:]
+    found = {(line := json.loads(text))["case"]: line for text in first.stdout.splitlines() if text.startswith("{")}
     cases = [case for case in CASES if case.plan.world_size == processes and (case.quick or not quick)]
     assert found.keys() == {name for case in cases for name in case.names}
     for name, one in found.items():

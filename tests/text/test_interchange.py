@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests import warm
 from tests.text.hf_models import CASES, hf_folder, hf_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.functional import cross_entropy
@@ -228,23 +226,11 @@ def test_eight_bit_blocks_are_multiplied_by_their_scales(folders: Any, tmp_path:
 
 def test_two_processes_read_and_write_their_shares(folders: Any, tmp_path: Path) -> None:
     script, cases = Path(__file__).with_name("shared_out_script.py"), ["llama", "gpt2", "qwen3-tied", "deepseek-v3"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        str(script),
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        [*command, *(str(folders[case][0]) for case in cases)], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("passed pictures") == 2, done.stdout
+    ranks = warm.run_ranks(2, script, tmp_path, *(folders[case][0] for case in cases), timeout=600)
+    for done in ranks:
+        assert done.returncode == 0, done.stderr
+        assert {f"passed {name}" for name in ("pictures", *cases)} <= set(done.stdout.splitlines()), done.stdout
     for case in cases:
-        assert done.stdout.count(f"passed {case}") == 2, done.stdout
         written, original = from_hf(tmp_path / case), from_hf(folders[case][0])
         for name, parameter in original.named_parameters():
             assert torch.equal(parameter, written.get_parameter(name)), name

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.trainer.same import assert_same
 
 from arclight import checkpoint
@@ -15,9 +14,7 @@ SCRIPT = Path(__file__).parent / "resume_script.py"
 
 
 def run(root: Path, *arguments: str, killed: bool = False) -> None:
-    process = subprocess.run(
-        [sys.executable, str(SCRIPT), str(root), *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+    process = warm.run(SCRIPT, root, *arguments, timeout=300)
     if killed:
         assert process.returncode == -9, process.stderr
     else:

@@ -4,11 +4,11 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 
 from arclight import checkpoint
 
@@ -38,23 +38,14 @@ torch.save(model.state_dict(), "end.pt")
 
 
 def run(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        check=False,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return warm.run("-c", SCRIPT, cwd=folder, env={**os.environ, **variables}, timeout=300)
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> dict[str, torch.Tensor]:
-    (tmp_path / "whole").mkdir()
-    run(tmp_path / "whole").check_returncode()
-    weights: dict[str, torch.Tensor] = torch.load(tmp_path / "whole" / "end.pt", weights_only=True)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder).check_returncode()
+    weights: dict[str, torch.Tensor] = torch.load(folder / "end.pt", weights_only=True)
     return weights
 
 

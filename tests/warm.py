@@ -1,0 +1,171 @@
+"""Python programs in processes of their own that do not import torch again: forked from a process that has done so and nothing else.
+
+To start Python and to import what nearly all programs here import takes seconds of processor time; a fork takes a hundredth of that. What a
+program meets is otherwise as in a fresh interpreter: its own process, arguments, folder, environment, streams and end. Tests of imports, of
+start-up, of what the environment says to libraries while they load, and of how programs end that have started others have to start an
+interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Mapping
+from contextlib import ExitStack
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import IO, Any
+
+PRELOADED = [
+    "pytest", "numpy", "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data",
+    "arclight", "arclight.cli", "arclight.cli.run", "arclight.cli.train", "arclight.trainer.trainer", "arclight.trainer.session",
+    "arclight.trainer.callbacks.model_checkpoint", "arclight.trainer.callbacks.model_summary", "arclight.trainer.defaults",
+    "arclight.federated.server.server", "arclight.federated.clients.node", "arclight.federated.clients.trainer_learner",
+    "arclight.federated.transports.http_link", "arclight.federated.transports.http_server", "uvicorn", "httpx",
+    "arclight.parallel", "arclight.parallel.apply", "arclight.text", "arclight.fabric.strategies", "safetensors.torch",
+]  # fmt: skip
+"""The optimizers of torch import its compiler, and its summary of sharded tensors their algebra: two thirds of a short run's time."""
+
+GRACE = 30.0
+"""Seconds that ranks have to say what is wrong after one of them has failed."""
+
+
+def context() -> Any:
+    """Of multiprocessing: processes are forked from the one that has all of that."""
+    found = mp.get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
+
+
+class Program:
+    """A Python program, ``script.py ...``, ``-m module ...`` or ``-c code ...``, that runs; the part of subprocess.Popen that is needed."""
+
+    def __init__(
+        self, *words: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None, merged: bool = False
+    ) -> None:
+        """cwd, env: folder and environment, by default those of this process; merged: errors go where output goes."""
+        self.args = list(map(str, words))
+        self._out: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the program)
+        self._err: IO[bytes] = self._out if merged else tempfile.TemporaryFile()  # noqa: SIM115
+        streams = [mp.reduction.DupFd(stream.fileno()) for stream in (self._out, self._err)]
+        given = (self.args, os.fspath(cwd or Path.cwd()), dict(os.environ if env is None else env), *streams)
+        self._process: BaseProcess = context().Process(target=_run, args=given)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout, *self.said())
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.pid is not None and self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def said(self) -> tuple[str, str]:
+        """Output and errors so far."""
+        return _text(self._out), "" if self._err is self._out else _text(self._err)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever it does, it ends."""
+        self.kill()
+        self._process.join(60)
+
+
+def run(
+    *words: str | Path, timeout: float, cwd: Path | None = None, env: Mapping[str, str] | None = None,
+    check: bool = False,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
+    """A program to its end, as by subprocess.run with its streams captured."""
+    with Program(*words, cwd=cwd, env=env) as program:
+        program.wait(timeout)
+        done = subprocess.CompletedProcess(program.args, program.wait(0), *program.said())
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+def run_ranks(
+    count: int, *words: str | Path, timeout: float, env: Mapping[str, str] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """A program in ``count`` processes that meet as under torchrun, to its end in all of them; by rank."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = dict(os.environ if env is None else env)
+    given |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+    until = time.monotonic() + timeout
+    with ExitStack() as stack:
+        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        programs = [stack.enter_context(Program(*words, env=given | rank)) for rank in ranks]
+        while any(program.returncode is None for program in programs) and time.monotonic() < until:
+            if any(program.returncode for program in programs):  # the others may wait for it
+                until = min(until, time.monotonic() + GRACE)
+            time.sleep(0.02)
+    return [subprocess.CompletedProcess(one.args, one.wait(0), *one.said()) for one in programs]
+
+
+def _text(stream: IO[bytes]) -> str:
+    size = os.fstat(stream.fileno()).st_size
+    return os.pread(stream.fileno(), size, 0).decode(errors="replace")
+
+
+def _run(words: list[str], cwd: str, env: dict[str, str], out: Any, err: Any) -> None:
+    for number, stream in enumerate((out, err), start=1):
+        os.dup2(stream.detach(), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    try:
+        _interpret(*words)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:  # multiprocessing leaves both out
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _interpret(kind: str, *rest: str) -> None:
+    """As Python does with its command line."""
+    if kind == "-m":
+        sys.argv, sys.path[:0] = ["-m", *rest[1:]], [""]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv, sys.path[:0] = ["-c", *rest[1:]], [""]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv, sys.path[:0] = [kind, *rest], [os.path.dirname(os.path.abspath(kind))]
+        runpy.run_path(kind, run_name="__main__")
