@@ -14,6 +14,8 @@ from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.fabric.spread import own_part
 
+_WILD = set("*?[")
+
 
 def chosen(
     path: Path | str, entries: dict[str, Any], only: Iterable[str] | None, exclude: Iterable[str] | None
@@ -27,6 +29,8 @@ def chosen(
     unwanted = _listed(exclude or ())
     if wanted is None and not unwanted:
         return entries
+    if wanted is not None and not unwanted and all(name in entries and not _WILD & set(name) for name in wanted):
+        return {name: node for name, node in entries.items() if name in wanted}  # whole entries need no looking into
     used: set[str] = set()
 
     def keep(name: str) -> bool:

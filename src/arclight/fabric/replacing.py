@@ -39,28 +39,32 @@ def temporary(path: Path, kind: str = "saving") -> Path:
     return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_PROCESS}-{next(_numbers)}")
 
 
-def publish(staging: Path, path: Path) -> None:
-    """Put the folder `staging` at `path`; what was there stays complete until the new one is there."""
-    sync_folder(staging)
+def publish(staging: Path, path: Path, *, durable: bool = True) -> None:
+    """Put the folder `staging` at `path`; what was there stays complete until the new one is there.
+
+    durable: whether a power failure may not undo it.
+    """
+    sync = sync_folder if durable else _leave
+    sync(staging)
     if not os.path.lexists(path):
         staging.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     elif _exchange(staging, path):
-        sync_folder(path.parent)
+        sync(path.parent)
         discard(staging)  # holds what was there before
     else:
         former = temporary(path, "replaced")
         path.rename(former)
         staging.rename(path)
-        sync_folder(path.parent)
+        sync(path.parent)
         discard(former)
 
 
-def retire(path: Path) -> None:
-    """Remove a folder so that no half of it is ever seen under its name."""
+def retire(path: Path, *, durable: bool = True) -> None:
+    """Remove a folder so that no half of it is ever seen under its name. durable: as for `publish`."""
     doomed = temporary(path)
     path.rename(doomed)
-    sync_folder(path.parent)
+    (sync_folder if durable else _leave)(path.parent)
     discard(doomed)
 
 
@@ -102,6 +106,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _leave(folder: Path) -> None:
+    """To the system, which writes names down when it likes."""
 
 
 def _alive(match: re.Match[str]) -> bool:

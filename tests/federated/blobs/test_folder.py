@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from arclight.federated.blobs import folder
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.incoming import BusyError
 from arclight.federated.errors import BlobError
@@ -196,22 +197,34 @@ def test_a_blob_that_the_disk_has_changed_is_found_out(store: FolderStore) -> No
     assert store.size(DIGEST) is None
 
 
-def test_copies_that_need_not_last_wait_for_no_disk_and_are_verified_when_they_are_found(
+def test_what_need_not_last_waits_for_no_disk_and_is_verified_after_a_restart_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    other = hashlib.sha256(b"other").hexdigest()
-    cache = FolderStore(tmp_path, durable=False)
+    monkeypatch.setattr(folder, "running_since", lambda: since)
+    other, since = hashlib.sha256(b"other").hexdigest(), "Monday"
+    cache = FolderStore(tmp_path, durable="none")
     cache.put(other, b"other")
     with cache.receive(DIGEST) as coming:
         coming.write(BYTES)
         coming.finish()
-    FolderStore(tmp_path / "links", durable=False).adopt(DIGEST, cache.file(DIGEST))
+    FolderStore(tmp_path / "links", durable="none").adopt(DIGEST, cache.file(DIGEST))
+    FolderStore(tmp_path / "came", durable="made").put(DIGEST, BYTES)
     assert synced == []
     with cache.file(other).open("r+b") as file:
         file.write(b"\0")
-    again = FolderStore(tmp_path, durable=False)
+    assert FolderStore(tmp_path, durable="none").size(other) == 5, "this machine has run all the time"
+    since = "Tuesday"
+    again = FolderStore(tmp_path, durable="none")
     assert (again.size(other), again.size(DIGEST)) == (None, len(BYTES))
+    since = ""  # a system that does not say
+    with again.file(DIGEST).open("r+b") as file:
+        file.write(b"\0")
+    assert FolderStore(tmp_path, durable="none").size(DIGEST) is None
     FolderStore(tmp_path / "last").put(DIGEST, BYTES)
+    with FolderStore(tmp_path / "made", durable="made").create() as writing:
+        assert synced
+        synced.clear()
+        writing.write(BYTES)
     assert synced

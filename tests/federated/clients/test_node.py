@@ -15,6 +15,8 @@ from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, Rows, centralised, weights_of
 
 from arclight import Callback
+from arclight.federated.blobs import folder
+from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.crew import InThisProcess
 from arclight.federated.clients.node import Node
@@ -272,8 +274,14 @@ def test_a_deadline_ends_a_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", [{"kind": "raw"}, {"kind": "int8", "block": 32}])
-def test_a_stopped_node_goes_on_where_it_was(tmp_path: Path, codec: dict[str, Any]) -> None:
-    """Broken off in a round's middle, and again between an update and its receipt: the end has the bits of an undisturbed run."""
+@pytest.mark.parametrize("power", [True, False])
+def test_a_stopped_node_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: dict[str, Any], power: bool
+) -> None:
+    """Broken off in a round's middle, and again between an update and its receipt: the end has the bits of an undisturbed run.
+
+    power: the second time by a power failure, which loses what has not waited for the disk.
+    """
     torch.manual_seed(1)
     order: dict[str, Any] = {"form": "delta", "codec": codec, "journal_every": 3}
     begin = beginning(width=256)
@@ -302,6 +310,12 @@ def test_a_stopped_node_goes_on_where_it_was(tmp_path: Path, codec: dict[str, An
     assert server.round == 2
     assert counts[1].steps == 16 - 8 - 3, "the journal had three of the round's steps"
     server.on_update = lambda update: None
+    if power:
+        monkeypatch.setattr(folder, "running_since", lambda: "another time")
+        (finished,) = (tmp_path / "node" / "run" / "clients" / "a" / "finished").iterdir()
+        for lost in () if codec["kind"] == "int8" else FolderStore(finished / "blobs"):
+            (finished / "blobs" / lost).unlink()  # the server's is the same file here
+            (finished / "blobs" / lost).write_bytes(bytes(100))
     nodes.append(Node(InProcess(server), [client_of("a", counts[2], width=256)], tmp_path / "node", "n"))
     run(nodes[2])
     assert counts[2].steps == 8, "what was finished is sent, not trained again"
@@ -340,14 +354,15 @@ def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
     assert again.round == 2
 
 
-def test_a_damaged_account_is_told_of(tmp_path: Path) -> None:
+def test_a_damaged_account_is_told_of_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
     run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
     file = tmp_path / "node" / "run" / "clients" / "a" / "client.json"
     assert json.loads(file.read_text())["client"] == "a"
     file.write_text(file.read_text()[:40])
-    with pytest.raises(FederatedError, match=r"client\.json is damaged"):
-        run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    assert "client.json is damaged" in caplog.text
+    assert json.loads(file.read_text())["client"] == "a"
 
 
 def test_a_client_is_one_thing() -> None:

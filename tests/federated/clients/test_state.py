@@ -10,20 +10,24 @@ from tests.federated.clients.sites import fit_order
 from arclight.fabric import replacing
 from arclight.federated.clients import state
 from arclight.federated.clients.state import Begun, ClientFolder
-from arclight.federated.protocol import Fit
+from arclight.federated.protocol import Fit, Manifest, Update
 
 
 class Killed(BaseException):
     pass
 
 
-def killed(*_: object) -> None:
+def killed(*_: object, **__: object) -> None:
     raise Killed
 
 
 def finish(folder: ClientFolder, order: Fit) -> None:
-    with folder.finishing(order) as staging:
-        (staging / "update.json").write_text("{}")
+    with folder.finishing(order, durable=False) as staging:
+        update = Update(
+            node="", session="", client="a", round=order.round, manifest=Manifest(kind="update", tensors={}, blobs={}),
+            samples=1, tokens=0, steps=4, seconds=0.0,
+        )  # fmt: skip
+        (staging / "update.json").write_text(update.to_json())
 
 
 def rounds(folder: Path) -> list[str]:
@@ -34,7 +38,7 @@ def test_a_round_that_was_not_noted_is_removed_and_begun_again(tmp_path: Path, m
     folder, order = ClientFolder(tmp_path, "a", "run"), fit_order(1, 4, 0)
     folder.begin(order)
     with monkeypatch.context() as patched:
-        patched.setattr(state, "replace_durably", killed)
+        patched.setattr(state, "replace_text", killed)
         with pytest.raises(Killed):
             finish(folder, order)
     assert rounds(tmp_path) == ["000001"]

@@ -16,7 +16,7 @@ from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.events import EvaluatePlan, FitPlan
 from arclight.federated.coordination.journal import _decode, _encode
-from arclight.federated.coordination.records import Record, RoundClosed, RoundCommitted, UpdateAccepted
+from arclight.federated.coordination.records import Record, RoundClosed, RoundCommitted, UpdateAccepted, UpdatesLost
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.protocol import Close, Receipt
 from arclight.federated.settings import Federation
@@ -124,12 +124,12 @@ class Anything(RuleBasedStateMachine):
         if self.world.folds and self.world.folds[-1].round == self.world.coordinator.state.committed + 1:
             self.world.tell(self.world.committed(self.world.folds[-1]))
 
-    @rule()
-    def restart(self) -> None:
+    @rule(lost=st.sets(st.integers(0, 8), max_size=4))
+    def restart(self, lost: set[int]) -> None:
         if self.world.coordinator.state.ended is None or self.world.coordinator.state.failed:
             self.requests.clear()
             self.nodes.clear()
-            self.world.restart()
+            self.world.restart({self.client(number) for number in lost})
 
     @invariant()
     def the_journal_is_the_state(self) -> None:
@@ -185,6 +185,12 @@ def check(settings: Federation, journal: Sequence[Record]) -> None:
             assert set(record.clients) == set(accepted[record.round])
             assert list(record.clients) == sorted(record.clients, key=int)
             closed[record.round] = record.clients
+        elif isinstance(record, UpdatesLost):
+            for client in record.clients:
+                del accepted[record.round][client]
+            left = tuple(client for client in closed.pop(record.round, ()) if client not in record.clients)
+            if settings.buffered and left:
+                closed[record.round] = left
         elif isinstance(record, RoundCommitted):
             assert record.round == 0 or record.round in closed
             committed.append(record.round)
@@ -210,8 +216,9 @@ TestAnything = Anything.TestCase
 
 @pytest.mark.parametrize("which", ["all", "sampled", "buffered", "streaming"])
 @pytest.mark.parametrize("written_first", [False, True])
+@pytest.mark.parametrize("lost", [(), ("0", "2", "3")], ids=["killed", "power"])
 def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit_twice(
-    which: str, written_first: bool
+    which: str, written_first: bool, lost: tuple[str, ...]
 ) -> None:
     options = (
         {"rounds": 3, "local_steps": 6, "evaluate_every": 2} | SETTINGS[which] | {"waiting": Waiting(beat_every=0.4)}
@@ -222,7 +229,7 @@ def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit
     assert len(expected) == 3
     assert writes > 10
     for at in range(1, writes):
-        found, again, _ = lived(Federation(**options), at, written_first)
+        found, again, _ = lived(Federation(**options), at, written_first, lost)
         assert len(again) == len(set(again)), f"killed at write {at}, a fit was done twice: {again}"
         if which != "buffered":  # where who is in time decides
             assert found == expected, f"killed at write {at}"
@@ -230,9 +237,9 @@ def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit
 
 
 def lived(
-    federation: Federation, kill_at: int | None, written_first: bool
+    federation: Federation, kill_at: int | None, written_first: bool, lost: tuple[str, ...] = ()
 ) -> tuple[dict[int, tuple[str, ...]], list[tuple[str, int]], int]:
-    """A run whose server is killed at one write to its journal: contributors, fits begun, and writes."""
+    """A run whose server is killed at one write to its journal, and may lose updates: contributors, fits begun, and writes."""
     world = World(federation, federation.clients)
     agents = [Agent(world, f"node {n}") for n in range(2)]
     writes = 0
@@ -249,24 +256,24 @@ def lived(
                 raise Killed
 
     world.journal = Mortal()
-    survived(world, world.begin)
+    survived(world, world.begin, lost)
     while world.coordinator.state.ended is None:
         assert world.now < 500, world.coordinator.about(world.now)
-        survived(world, lambda: world.pass_(0.2))
+        survived(world, lambda: world.pass_(0.2), lost)
         for agent in agents:
-            survived(world, agent.step)
+            survived(world, agent.step, lost)
     assert world.coordinator.state.ended == "all 3 rounds are done"
     check(federation, world.journal)
     return world.closed(), [fit for agent in agents for fit in agent.fits], writes
 
 
-def survived(world: World, act: Any) -> None:
+def survived(world: World, act: Any, lost: tuple[str, ...]) -> None:
     try:
         act()
     except Killed:
         world.now += 0.3
         if world.journal and len(world.journal) >= 2:
-            world.restart()
+            world.restart(lost)
         else:
             world.journal.clear()
             world.coordinator = Coordinator(world.settings, world.clients, world.seed, "run")

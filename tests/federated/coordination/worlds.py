@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.driving import drive
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
-from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
+from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened, UpdatesLost
 from arclight.federated.protocol import Close, Held, Receipt, Wait
 from arclight.federated.settings import Federation
 
@@ -67,10 +67,17 @@ class World:
             round=fold.round, base=f"weights {fold.round}", checkpoint=f"{fold.round:06d}", norm=1.0
         )  # fmt: skip
 
-    def restart(self) -> None:
-        """The server is killed and comes back with what is in its journal; nodes and requests are gone."""
+    def restart(self, lost: Collection[str] = ()) -> None:
+        """The server is killed and comes back with what is in its journal; nodes and requests are gone.
+
+        lost: clients whose accepted updates a power failure has taken with it.
+        """
         self.coordinator = Coordinator(self.settings, self.clients, self.seed, "run")
         self.coordinator.replay(self.journal)
+        for open in list(self.coordinator.state.open.values()):
+            if gone := tuple(client for client in open.accepted if client in lost):
+                self.journal.append(UpdatesLost(round=open.round, clients=gone))
+                self.coordinator.replay(self.journal[-1:])
         self.folds = []
         self.tell(ev.Resumed())
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from tests.federated.server.quadratic import Quadratic, Script
 
+from arclight.federated.blobs import folder
 from arclight.federated.clients.client import Client
 from arclight.federated.codecs.settings import Int8
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Fit
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
+from arclight.federated.server.shelf import manifest_of
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
 from arclight.federated.transports.in_process import InProcess
@@ -131,6 +133,33 @@ def test_a_round_under_way_counts_what_had_come_before_a_stop(tmp_path: Path) ->
     trained(server, learners)
     assert sorted(learner.steps for learner in learners.values()) == [4, 4]
     assert server.history[1].contributors == ["0", "1"]
+
+
+@pytest.mark.parametrize("what", ["blob", "manifest"])
+def test_an_update_that_a_power_failure_has_damaged_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    learners = {"0": Quadratic(1.0), "1": Quadratic(-3.0)}
+    with Server(settings(rounds=1), START, folder=tmp_path / "run").opened() as run:
+        script = Script(InProcess(run.service), learners)
+        script.join()
+        order = script.ask()
+        assert isinstance(order, Fit)
+        assert script.send(script.trained(order)).accepted
+        (spooled,) = run.driver.spooled()
+        damaged = spooled if what == "manifest" else next(iter(manifest_of(run.service.blobs, spooled).blobs))
+        path = run.service.blobs.file(damaged)
+    path.write_bytes(
+        bytes(path.stat().st_size)
+    )  # as some file systems leave a file whose content was not on the disk yet
+    monkeypatch.setattr(folder, "running_since", lambda: "another time")
+    server = Server(settings(rounds=1), folder=tmp_path / "run")
+    trained(server, learners)
+    assert f"updates of round 1 are gone, and asked for again: {order.client}" in caplog.text
+    undisturbed = Server(settings(rounds=1), START, folder=tmp_path / "again", run="run")
+    trained(undisturbed, {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+    assert server.history[1].base == undisturbed.history[1].base
+    assert sorted(learner.steps for learner in learners.values()) == [4, 8]
 
 
 def test_weights_of_one_client_are_its_own_bit_for_bit(tmp_path: Path) -> None:

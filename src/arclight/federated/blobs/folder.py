@@ -1,7 +1,7 @@
 """Blobs in a folder: each is the file ``<digest>``; what is still coming in lies under ``.partial/``.
 
-A name appears in one step, when all bytes are on the disk and hash to it. Any number of threads and processes may use one
-folder. What came of a blob before a connection or a process broke off is kept, and an attempt to come goes on from there.
+A name appears in one step, when all bytes are there and hash to it. Any number of threads and processes may use one folder.
+What came of a blob before a connection or a process broke off is kept, and an attempt to come goes on from there.
 """
 
 from __future__ import annotations
@@ -13,33 +13,37 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from arclight.checkpoint.files import HashedFile
 from arclight.fabric import replacing
 from arclight.federated.blobs.digests import checked, missing, not_it, pieces_of
 from arclight.federated.blobs.incoming import Incoming, telling_of_room
+from arclight.federated.durable import replace_text, running_since
 from arclight.federated.errors import BlobError
 
-_PARTIAL = ".partial"
+Durable = Literal["all", "made", "none"]
+
+_PARTIAL, _SINCE = ".partial", ".since"
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
 
 
 class FolderStore:
     """A folder of blobs, made where it is missing; what processes that are gone left half done there is removed.
 
-    keep_partial: seconds for which a blob that came only in part waits for the rest. durable: whether a power failure may lose
-    nothing. Copies of what can be fetched again need not wait for the disk: they are verified when their folder is opened, and
-    what is not sound is removed.
+    keep_partial: seconds for which a blob that came only in part waits for the rest. durable: what a power failure may not lose
+    and is on the disk before its name is seen: all, only what is made here (`create`), or none, where others have it too or it
+    can be made again. What need not be there after a power failure is verified when the folder is first opened after one (any
+    restart of the machine), and removed where it is not sound.
     """
 
-    def __init__(self, folder: str | Path, *, keep_partial: float = 86_400.0, durable: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, keep_partial: float = 86_400.0, durable: Durable = "all") -> None:
         self.folder, self._durable = Path(folder), durable
         self._partial = self.folder / _PARTIAL
         self._partial.mkdir(parents=True, exist_ok=True)
         self.sweep(keep_partial)
-        for digest in [] if durable else list(self):
-            with suppress(BlobError):  # it is removed, and fetched when it is wanted
-                self.check(digest)
+        if durable != "all":
+            self._verify_after_a_restart()
 
     def __repr__(self) -> str:
         return f"FolderStore({str(self.folder)!r})"
@@ -96,6 +100,11 @@ class FolderStore:
 
         digest: which one it has to be. Raises BlobError, and keeps nothing, where another comes out.
         """
+        with self._write(digest, durable=self._durable != "none") as file:
+            yield file
+
+    @contextmanager
+    def _write(self, digest: str | None, *, durable: bool) -> Iterator[HashedFile]:
         temporary = replacing.temporary(self.folder / "blob")
         what = "a new blob" if digest is None else f"blob {checked(digest)[:12]}"
         try:
@@ -104,11 +113,12 @@ class FolderStore:
                 yield writer
                 if digest not in (None, writer.sha256):
                     raise not_it(digest, writer.sha256, writer.bytes)
-                if self._durable:
+                if durable:
                     file.flush()
                     os.fsync(file.fileno())
             temporary.replace(self._path(writer.sha256))
-            self._sync_names()
+            if durable:
+                replacing.sync_folder(self.folder)
         finally:
             replacing.discard(temporary)
 
@@ -117,7 +127,7 @@ class FolderStore:
 
         Raises BusyError where another thread or process is receiving it.
         """
-        return Incoming(digest, self._partial / checked(digest), self._path(digest), durable=self._durable)
+        return Incoming(digest, self._partial / checked(digest), self._path(digest), durable=self._durable == "all")
 
     def received(self, digest: str) -> int:
         """Bytes that an earlier or running attempt left of a blob that is not there yet."""
@@ -159,9 +169,14 @@ class FolderStore:
                 if time.time() - entry.stat().st_mtime >= keep_partial:
                     Incoming.drop(entry)
 
-    def _sync_names(self) -> None:
-        if self._durable:
-            replacing.sync_folder(self.folder)
+    def _verify_after_a_restart(self) -> None:
+        marker, since = self.folder / _SINCE, running_since()
+        if since and marker.exists() and marker.read_text(encoding="utf-8") == since:
+            return
+        for digest in list(self):
+            with suppress(BlobError):  # it is removed
+                self.check(digest)
+        replace_text(marker, since, durable=False)
 
     def _path(self, digest: str) -> Path:
         return self.folder / checked(digest)
@@ -171,14 +186,14 @@ class FolderStore:
             self._copy(digest, pieces_of(path))
 
     def _copy(self, digest: str, pieces: Iterable[bytes]) -> None:
-        with self.create(digest) as file:
+        with self._write(digest, durable=self._durable == "all") as file:
             for piece in pieces:
                 file.write(piece)
 
     def _link(self, digest: str, source: Path, seen: os.stat_result) -> bool:
         """Give a file its digest as a further name, if it is still the one that was seen; False where links cannot be."""
         target = self._path(digest)
-        if self._durable:
+        if self._durable == "all":
             with source.open("rb") as file:
                 os.fsync(file.fileno())
         temporary = replacing.temporary(target)
@@ -190,7 +205,8 @@ class FolderStore:
                     f"{source} was changed while it became blob {digest[:12]}: put it again once it is finished"
                 )
             temporary.replace(target)
-            self._sync_names()
+            if self._durable == "all":
+                replacing.sync_folder(self.folder)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise

@@ -22,7 +22,7 @@ from arclight.federated.clients.session import ClosedError, Session, told
 from arclight.federated.clients.state import Begun, ClientFolder, clients_in, folder_name, read_json
 from arclight.federated.clients.work import addressed
 from arclight.federated.codecs.downlink import Held as HeldWeights
-from arclight.federated.durable import replace_durably
+from arclight.federated.durable import replace_text
 from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.protocol import (
     Ask,
@@ -126,7 +126,7 @@ class Node:
         self._open(str(read_json(self._folder / "node.json").get("run", "")))
         run = self._session.join().run
         self._open(run)
-        replace_durably(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
+        replace_text(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
 
     def _send_what_was_left(self) -> None:
         for client, folder in self._folders.items():
@@ -147,7 +147,7 @@ class Node:
             for one in folder.account.finished:
                 if not one.taken and folder.update_of(one).secure:
                     folder.drop(one)
-        self._here = FolderStore(self._place / "weights", durable=False)
+        self._here = FolderStore(self._place / "weights", durable="none")
         self._weights = HeldWeights(self._here, self._link.blobs)
         self._crew.open(self._place / "clients", run)
 
@@ -162,7 +162,7 @@ class Node:
     def _work(self, slot: int) -> None:
         """Ask and do, until the run is over."""
         try:
-            store, about = FolderStore(self._place / "slots" / str(slot), durable=False), ""
+            store, about = FolderStore(self._place / "slots" / str(slot), durable="none"), ""
             while not self._stopping.is_set():
                 answer = self._session.say(lambda session: Ask(node=self.name, session=session, wait=self._ask_for))
                 match answer:

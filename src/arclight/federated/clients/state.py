@@ -5,12 +5,15 @@
     finished/<round>/       update.json and its blobs, and the residuals that encoding left
     residuals/              those that the next encoding goes on from, once an update has been taken
 
-A round is finished in one step: the folder with all of it is renamed into its place, or nothing of it is there.
+A round is finished in one step: the folder with all of it is renamed into its place, or nothing of it is there. ``states/`` wait
+for the disk. An update does not where nothing was left unsaid: one that a power failure has damaged is not there either, and is
+made again from the client's state when the server asks for it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -21,12 +24,14 @@ from urllib.parse import quote, unquote
 from arclight.fabric import replacing
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.residuals import Residuals
-from arclight.federated.durable import replace_durably
+from arclight.federated.durable import replace_text
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.protocol import Held, Update, read
 
 if TYPE_CHECKING:
     from arclight.federated.protocol import Fit
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 _FILE = "client.json"
@@ -82,10 +87,20 @@ class ClientFolder:
         self.account = found or Account(client=client, run=run)
         if found is None:
             self._write(self.account)
-        there = tuple(one for one in self.account.finished if (self._place(one) / "update.json").exists())
+        there = tuple(one for one in self.account.finished if self._is_whole(one))
         if len(there) != len(self.account.finished):
             self._write(replace(self.account, finished=there))
         self._remove_unknown()
+
+    def _is_whole(self, one: Finished) -> bool:
+        try:
+            needed, blobs = self.update_of(one).manifest.blobs, self.blobs_of(one)
+        except FederatedError as error:
+            log.warning("round %d of client %s is lost here: %s", one.round, self.account.client, error)
+            return False
+        if lost := [digest for digest, size in needed.items() if blobs.size(digest) != size]:
+            log.warning("round %d of client %s is lost here: blob %s", one.round, self.account.client, lost[0][:12])
+        return not lost
 
     def _remove_unknown(self) -> None:
         """What a process left that was killed just before it noted a finished round, or just after it forgot one."""
@@ -110,17 +125,20 @@ class ClientFolder:
         return None
 
     @contextmanager
-    def finishing(self, order: Fit) -> Iterator[Path]:
-        """A folder to write ``update.json``, blobs and residuals into; it is the round's when the block ends."""
+    def finishing(self, order: Fit, *, durable: bool) -> Iterator[Path]:
+        """A folder to write ``update.json``, blobs and residuals into; it is the round's when the block ends.
+
+        durable: whether a power failure may not lose it: residuals cannot be made again once the server has the update.
+        """
         done = Finished(order.round, order.base, order.fragment)
         staging = replacing.make_staging(self._place(done))
         try:
             yield staging
-            replacing.publish(staging, self._place(done))
+            replacing.publish(staging, self._place(done), durable=durable)
         finally:
             replacing.discard(staging)
         others = tuple(one for one in self.account.finished if self._place(one) != self._place(done))
-        self._write(replace(self.account, begun=None, finished=(*others, done)))
+        self._write(replace(self.account, begun=None, finished=(*others, done)), durable=durable)
 
     # -- what became of it ---------------------------------------------------------------------------------------------
 
@@ -139,7 +157,7 @@ class ClientFolder:
         if rest != self.account.finished:
             self._write(replace(self.account, finished=rest))
         if self._place(one).exists():
-            replacing.retire(self._place(one))
+            replacing.retire(self._place(one), durable=False)
 
     def committed(self, round: int) -> None:
         """Rounds up to this one are part of the server's weights, or never will be."""
@@ -154,20 +172,18 @@ class ClientFolder:
         return done if begun is None else [*done, Held(client=self.account.client, round=begun.round, finished=False)]
 
     def update_of(self, one: Begun) -> Update:
-        """An update that was finished. Raises FederatedError where it is damaged."""
+        """An update that was finished. Raises FederatedError where it is not there, or damaged."""
         path = self._place(one) / "update.json"
         try:
             update = read(path.read_bytes())
         except (OSError, ProtocolError) as error:
-            raise FederatedError(
-                f"{path} cannot be read ({error}): remove its folder, the round will be trained again"
-            ) from error
+            raise FederatedError(f"{path} cannot be read ({error})") from error
         if not isinstance(update, Update):
-            raise FederatedError(f"{path} is no update but a message {update.kind!r}: remove its folder")
+            raise FederatedError(f"{path} is no update but a message {update.kind!r}")
         return update
 
     def blobs_of(self, one: Begun) -> FolderStore:
-        return FolderStore(self._place(one) / "blobs")
+        return FolderStore(self._place(one) / "blobs", durable="none")
 
     def _place(self, one: Begun) -> Path:
         part = "" if one.fragment is None else f"-{one.fragment}"
@@ -191,17 +207,16 @@ class ClientFolder:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise FederatedError(
-                f"{path} is damaged ({error!r}): correct it by hand, or remove it; then unsent updates of this client are trained again"
-            ) from error
+            log.warning("%s is damaged (%r): what this client had not sent is trained again", path, error)
+            return None
         if (account.client, account.run) != (client, run):
             raise FederatedError(
                 f"{path} belongs to client {account.client!r} of run {account.run!r}, not to {client!r} of {run!r}: choose another folder"
             )
         return account
 
-    def _write(self, account: Account) -> None:
-        replace_durably(self.folder / _FILE, json.dumps(asdict(account), indent=1))
+    def _write(self, account: Account, *, durable: bool = False) -> None:
+        replace_text(self.folder / _FILE, json.dumps(asdict(account), indent=1), durable=durable)
         self.account = account
 
 

@@ -18,8 +18,8 @@ from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.clients.residuals import Residuals
 from arclight.federated.clients.state import ClientFolder, folder_name
 from arclight.federated.codecs.encoding import decode, encode_all
-from arclight.federated.codecs.settings import from_table
-from arclight.federated.durable import replace_durably
+from arclight.federated.codecs.settings import Raw, from_table
+from arclight.federated.durable import replace_text
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.masks.experts import expert_of
 from arclight.federated.privacy.noise import protect
@@ -77,9 +77,11 @@ class Work:
         if "noise" in order.privacy:
             changes = protect(lambda: _changes(order, outcome.tensors, weights), order.privacy["noise"])
         left: dict[str, torch.Tensor] = {}
-        with folder.finishing(order) as staging:
-            encoded = encode_all(changes, from_table(order.codec), folder.residuals.load(), left)
-            blobs = FolderStore(staging / "blobs")
+        codec = from_table(order.codec)
+        durable = not isinstance(codec, Raw)
+        with folder.finishing(order, durable=durable) as staging:
+            encoded = encode_all(changes, codec, folder.residuals.load(), left)
+            blobs = FolderStore(staging / "blobs", durable="all" if durable else "none")
             manifest = write_blobs(encoded, blobs, kind="update", base=order.base)
             if not manifest.tensors:
                 raise FederatedError(
@@ -100,7 +102,7 @@ class Work:
                 fragment=order.fragment,
                 secure="secure" in order.privacy,
             )
-            replace_durably(staging / "update.json", update.to_json())
+            replace_text(staging / "update.json", update.to_json(), durable=durable)
         return update
 
     def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:

@@ -16,6 +16,7 @@ from arclight.federated.coordination.records import (
     RunEnded,
     RunOpened,
     UpdateAccepted,
+    UpdatesLost,
 )
 from arclight.federated.coordination.sampling import Sampler
 from arclight.federated.errors import FederatedError
@@ -121,6 +122,8 @@ class Replay:
                 self._opened(record)
             case UpdateAccepted():
                 self._accepted(record)
+            case UpdatesLost():
+                self._lost(record)
             case ClientFailed():
                 self.state.outstanding.get(record.round, {}).pop(record.client, None)
                 current = self.gathering if self.settings.buffered else self.state.open.get(record.round)
@@ -201,10 +204,21 @@ class Replay:
         self.state.outstanding.get(begun, {}).pop(record.client, None)
         open.failed.pop(record.client, None)
 
+    def _lost(self, record: UpdatesLost) -> None:
+        """A round that was closed with them is open again; in buffered mode only where nothing else is in it."""
+        open = self.state.open[record.round]
+        for client in record.clients:
+            del open.accepted[client]
+        if self.settings.buffered:
+            open.closed = tuple(client for client in open.closed or () if client in open.accepted) or None
+        else:
+            open.closed = None
+            self.state.outstanding.setdefault(record.round, {}).update(dict.fromkeys(record.clients))
+
     def _closed(self, record: RoundClosed) -> None:
         self.state.open[record.round].closed = record.clients
         if self.settings.buffered:
-            self.state.open[record.round + 1] = Open(record.round + 1)
+            self.state.open.setdefault(record.round + 1, Open(record.round + 1))
         else:
             self.state.outstanding.pop(record.round, None)
 

@@ -40,7 +40,7 @@ class RoundOpened(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateAccepted(Record):
-    """An update is spooled: its blobs are on the server's disk and were checked."""
+    """An update is spooled: its blobs are here and were checked."""
 
     round: int
     """The round that it goes into; the client began ``staleness`` rounds earlier."""
@@ -57,6 +57,16 @@ class UpdateAccepted(Record):
     metrics: dict[str, float] = field(default_factory=dict)
     staleness: int = 0
     """Rounds that were committed since the client began (buffered asynchronous mode)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatesLost(Record):
+    """Accepted updates of a round are not here any more, as after a power failure: these clients are asked again, who have them
+    still, or can make them again. In buffered mode they count as never come.
+    """
+
+    round: int
+    clients: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,12 +87,11 @@ class Rounds:
         manifest = self.open(number)
         return writing.weights_manifest(layout_of(manifest), manifest.files)
 
-    def trees(self, number: int) -> dict[str, Any]:
-        """The entries without tensors."""
+    def trees(self, number: int, *names: str) -> dict[str, Any]:
+        """The entries without tensors, or those of them that are named; fewer where the round does not have all."""
         there = self.open(number).entries
-        return checkpoint.load(
-            self.path(number), only=[name for name in (*TREE_ENTRIES, *MODULE_ENTRIES) if name in there]
-        )
+        wanted = names or (*TREE_ENTRIES, *MODULE_ENTRIES)
+        return checkpoint.load(self.path(number), only=[name for name in wanted if name in there])
 
     def stored(self, number: int, entry: str) -> dict[str, torch.Tensor]:
         """An entry of tensors that stay in their file: each is read when it is used."""

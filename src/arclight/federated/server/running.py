@@ -25,8 +25,8 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
-from arclight.federated.durable import replace_durably
-from arclight.federated.errors import FederatedError, UnopenedError
+from arclight.federated.durable import replace_text
+from arclight.federated.errors import BlobError, FederatedError, UnopenedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
@@ -83,7 +83,11 @@ class Run:
         self._start, self._evaluate, self._told, self._inject = start, evaluate, told, inject
         self.rounds = Rounds(folder)
         at = federation.blobs_at
-        self.blobs = MirroredStore(folder / "blobs", at) if at else FolderStore(folder / "blobs")
+        self.blobs = (
+            MirroredStore(folder / "blobs", at)
+            if at
+            else FolderStore(folder / "blobs", durable="all" if federation.secure else "made")
+        )
         self.shelf = Shelf(folder, self.rounds, self.blobs, federation)
         self.service = Service(federation, name, self.blobs, self.shelf, History(folder), recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)
@@ -136,7 +140,7 @@ class Run:
         """What nodes know the run by: two runs of one name are not one, and what a node keeps of the other is not this one's."""
         path = self.folder / "identity"
         if not path.exists():
-            replace_durably(path, f"{self.name}-{secrets.token_hex(4)}")
+            replace_text(path, f"{self.name}-{secrets.token_hex(4)}")
         return path.read_text(encoding="utf-8")
 
     def __exit__(self, *_: object) -> None:
@@ -183,6 +187,7 @@ class Run:
         state, history = self.coordinator.state, self.service.history
         if state.committed < 0:
             return self._begin()
+        self._look_for_updates()
         history.take_up(state.oldest, state.opened, known)
         for record in self._journal.records():
             self.service.note(record)
@@ -200,6 +205,24 @@ class Run:
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
         return events.Resumed()
+
+    def _look_for_updates(self) -> None:
+        """What was accepted does not wait for the disk: a power failure loses it, and then it is asked for again."""
+        for open in list(self.coordinator.state.open.values()):
+            gone = [client for client, update in open.accepted.items() if not self._is_here(update.digest)]
+            if gone:
+                lost = r.UpdatesLost(round=open.round, clients=tuple(gone))
+                log.warning("updates of round %d are gone, and asked for again: %s", open.round, ", ".join(gone))
+                self._journal.append([lost])
+                self.coordinator.replay([lost])
+
+    def _is_here(self, digest: str) -> bool:
+        """Whether an update's manifest and blobs are; what was damaged has been removed when the folder was opened."""
+        try:
+            needed = manifest_of(self.blobs, digest).blobs
+        except BlobError:
+            return False
+        return all(self.blobs.size(blob) == size for blob, size in needed.items())
 
     def _begin(self) -> events.Event:
         number = self.rounds.newest(verify=True)

@@ -20,7 +20,7 @@ import torch
 from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fold import Fold, mean_of
 from arclight.federated.aggregation.scale import Contribution, Scale
-from arclight.federated.durable import replace_durably
+from arclight.federated.durable import replace_text
 from arclight.federated.errors import FederatedError, ProtocolError, UnopenedError
 from arclight.federated.privacy.agreement import Circle, Keys
 from arclight.federated.privacy.masks import Revealed, Sum, Unmasking, shift_of
@@ -67,7 +67,7 @@ class Exchange:
             self._take(message)
             self._settle(expected)
             if (after := json.dumps(asdict(self._state))) != before:
-                replace_durably(self._path, after)
+                replace_text(self._path, after)
                 self._changed.notify_all()
             return self._told(message.client)
 
@@ -147,7 +147,7 @@ class Exchange:
             for client, told in state.revealed.items():  # of before a restart
                 self._sum.add(_revealed(client, told))
             state.here = names
-            replace_durably(self._path, json.dumps(asdict(state)))
+            replace_text(self._path, json.dumps(asdict(state)))
             opened = self._sum
             self._changed.wait_for(lambda: not opened.missing(), self._settings.patience)
             return opened.open()

@@ -11,7 +11,7 @@ from pathlib import Path
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.downlink import Chain, advance
 from arclight.federated.codecs.settings import Raw
-from arclight.federated.durable import replace_durably
+from arclight.federated.durable import replace_text
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol import Manifest, digest_of
 from arclight.federated.rounds.store import Rounds
@@ -68,7 +68,7 @@ class Shelf:
             else advance(former, own, self._federation.down, self._federation.down_changes, self._blobs)
         )
         if chain.changes or chain.weights != own:
-            replace_durably(self._file(number), chain.to_json())
+            replace_text(self._file(number), chain.to_json())
         return self._offer(number, chain)
 
     def put_back(self, number: int, base: str) -> Weights:

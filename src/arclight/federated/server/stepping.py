@@ -150,7 +150,7 @@ class _Anchor:
         self.model, self.moments, self.server = (
             rounds.stored(number, entry) for entry in ("model", "moments", "server")
         )
-        trees = rounds.trees(number)
+        trees = rounds.trees(number, "round", "buffers")
         self.counts: dict[str, int] = trees["round"].get("counts", {})
         self.buffers: list[str] = trees.get("buffers", [])
 

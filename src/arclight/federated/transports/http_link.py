@@ -72,7 +72,7 @@ class HttpLink:
         self._client_: httpx.Client | None = None
         self._making, self._closed = threading.Lock(), False
         self._token = ""
-        self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache, durable=False)
+        self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache, durable="none")
         self._blobs: BlobStore = blobs or HttpBlobs(self.request, self._cache, self._patience, self.address)
         self._elsewhere = ""
 
