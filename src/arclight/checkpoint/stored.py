@@ -101,6 +101,10 @@ class StoredTensor(torch.Tensor):
         row = (self.numel(),)
         return StoredTensor(row, self.dtype, [Piece(piece.source, piece.begin, (0,), row)])
 
+    def read_elements(self, start: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a `flat` tensor's values from number ``start`` on; raises as `read`."""
+        _read_at(self._pieces[0], start * self.dtype.itemsize, into)
+
     def row(self, number: int) -> torch.Tensor:
         """Entry ``number`` of the first dimension; it stays stored where it lies together in one file."""
         rest = tuple(self.shape[1:])

@@ -31,6 +31,10 @@ class Scratch:
     whole: Array = field(default_factory=lambda: np.empty(CHUNK, dtype=np.int64))
     raw: torch.Tensor = field(default_factory=lambda: torch.empty(8 * CHUNK, dtype=torch.uint8))
 
+    def __post_init__(self) -> None:
+        self.bytes = memoryview(self.raw.numpy())  # type: ignore[arg-type]
+        """Of ``raw``."""
+
 
 class Lanes:
     """Threads that share a tensor's chunks; made by `lanes`."""
@@ -87,8 +91,11 @@ class Chunked:
         """Elements as they are; not to be changed, and valid until the scratch, if one is given, is used for another part."""
         if self._stored is None:
             return self._flat[start:stop]
-        into = None if scratch is None else scratch.raw[: (stop - start) * self.dtype.itemsize].view(self.dtype)
-        return self._stored.read([start], [stop - start], into=into)
+        if scratch is None:
+            return self._stored.read([start], [stop - start])
+        size = (stop - start) * self.dtype.itemsize
+        self._stored.read_elements(start, scratch.bytes[:size])
+        return scratch.raw[:size].view(self.dtype)
 
     def wide(self, start: int, stop: int, into: Array, scratch: Scratch) -> Array:
         """Elements as float64, in ``into``."""

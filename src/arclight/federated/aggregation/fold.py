@@ -76,21 +76,23 @@ class Fold:
         anchor = None
         if key in self._of_values and key in self._anchor and scale.rule in ("mean", "alone"):
             anchor = Chunked(self._anchor[key])
-        sums = _Sums(key, scale, among, self._buffer)
+        sums, norms = _Sums(key, scale, among, self._buffer), dict[str, float]()
         for given in holders:
             norm = sums.add(given, anchor)
             if norm is not None:
+                norms[given.client] = norm
                 self._gathered.client(key, given.client, norm)
         self._buffer = sums.buffer
-        mean = mean_of(scale, sums.total, sums.dtype, sums.shape, among)
+        mean, norm_of_mean = _mean(scale, sums.total, sums.dtype, sums.shape, anchor, among)
         if sums.dtype.is_floating_point:
-            whole = Chunked(mean)
-            self._gathered.mean(key, _mean_norm(scale, whole, anchor, among))
+            self._gathered.mean(key, norm_of_mean)
             if self._cosines and self._gathered.counts(key):
+                whole = Chunked(mean)
                 for given in holders:
                     own = scale.factor_for(given, key)
-                    similar = _product(scale, own, Chunked(given.tensors[key]), whole, anchor, among)
-                    self._gathered.product(key, given.client, similar)
+                    lengths = (norms[given.client] * own, norm_of_mean * scale.factor(scale.total))
+                    cosine = _cosine(scale, own, Chunked(given.tensors[key]), whole, anchor, lengths, among)
+                    self._gathered.product(key, given.client, cosine)
         return mean
 
 
@@ -115,7 +117,7 @@ class _Sums:
             self._first, self.shape, self.dtype = given.client, tensor.shape, tensor.dtype
             if tensor.elements > self.buffer.numel():
                 self.buffer = torch.empty(tensor.elements, dtype=torch.int64)
-            self.total = self.buffer[: tensor.elements].zero_()
+            self.total = self.buffer[: tensor.elements]
             first = True
         else:
             first = False
@@ -129,11 +131,11 @@ class _Sums:
         if tensor.dtype is torch.float64:
             self.dtype = torch.float64
         if averaged:
-            return self._add_terms(given, tensor, anchor)
+            return self._add_terms(given, tensor, anchor, first)
         self._take_furthest(tensor, first)
         return None
 
-    def _add_terms(self, given: Contribution, tensor: Chunked, anchor: Chunked | None) -> float:
+    def _add_terms(self, given: Contribution, tensor: Chunked, anchor: Chunked | None, first: bool) -> float:
         sums, factor = self.total.numpy(), self.scale.factor_for(given, self.key)
         alone = self.scale.rule == "alone"
 
@@ -146,9 +148,11 @@ class _Sums:
             self._check(given.client, size, terms, scratch)
             if anchor is not None:
                 size = squares(_change(anchor, factor, terms, start, stop, scratch), scratch)
-            if not alone:
-                whole = scratch.whole[: stop - start]
-                np.copyto(whole, np.rint(terms, out=terms), casting="unsafe")
+            if alone:
+                return size
+            whole = sums[start:stop] if first else scratch.whole[: stop - start]
+            np.copyto(whole, np.rint(terms, out=terms), casting="unsafe")
+            if not first:
                 sums[start:stop] += whole
             return size
 
@@ -223,25 +227,35 @@ def mean_of(
     if among is None:
         with lanes(1) as one:
             return mean_of(scale, sums, dtype, shape, one)
+    return _mean(scale, sums, dtype, shape, None, among)[0]
+
+
+def _mean(
+    scale: Scale, sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], anchor: Chunked | None, among: Lanes
+) -> tuple[torch.Tensor, float]:
+    """The mean, and the L2 norm of it, or of the change from the anchor to it; 0 for integers."""
     mean = torch.empty(
         sums.numel(), dtype=dtype if dtype in (torch.float64,) or not dtype.is_floating_point else torch.float32
     )
     divisor = scale.factor(scale.total)
 
-    def work(start: int, stop: int, scratch: Scratch) -> None:
+    def work(start: int, stop: int, scratch: Scratch) -> float:
         part = sums[start:stop]
+        wide: Any = scratch.wide[: stop - start]
         if scale.rule == "alone":
-            mean[start:stop].copy_(part.view(torch.float64))
+            values = part.view(torch.float64)
+            mean[start:stop].copy_(values)
+            np.multiply(values.numpy(), divisor, out=wide)
         elif scale.rule == "mean":
-            wide: Any = scratch.wide[: stop - start]
             np.copyto(wide, part.numpy(), casting="same_kind")
-            wide /= divisor
-            mean[start:stop].copy_(torch.from_numpy(wide))
+            mean[start:stop].copy_(torch.from_numpy(np.divide(wide, divisor, out=scratch.other[: stop - start])))
         else:
             mean[start:stop].copy_(part)
+            return 0.0
+        return squares(wide if anchor is None else _change(anchor, divisor, wide, start, stop, scratch), scratch)
 
-    among.over(sums.numel(), work)
-    return mean.reshape(tuple(shape))
+    size = float(np.sqrt(total(among.over(sums.numel(), work)))) / divisor
+    return mean.reshape(tuple(shape)), size
 
 
 def _change(anchor: Chunked, factor: float, scaled: Array, start: int, stop: int, scratch: Scratch) -> Array:
@@ -252,24 +266,21 @@ def _change(anchor: Chunked, factor: float, scaled: Array, start: int, stop: int
     return before
 
 
-def _mean_norm(scale: Scale, mean: Chunked, anchor: Chunked | None, among: Lanes) -> float:
-    factor = scale.factor(scale.total)
-
-    def work(start: int, stop: int, scratch: Scratch) -> float:
-        values = mean.wide(start, stop, scratch.wide, scratch)
-        values *= factor
-        if anchor is not None:
-            values = _change(anchor, factor, values, start, stop, scratch)
-        return squares(values, scratch)
-
-    return float(np.sqrt(total(among.over(mean.elements, work)))) / factor
-
-
-def _product(scale: Scale, own: float, tensor: Chunked, mean: Chunked, anchor: Chunked | None, among: Lanes) -> float:
-    """Inner product of a contributor's change and the mean change of one key, over the product of their norms (0 for none)."""
+def _cosine(
+    scale: Scale,
+    own: float,
+    tensor: Chunked,
+    mean: Chunked,
+    anchor: Chunked | None,
+    lengths: tuple[float, float],
+    among: Lanes,
+) -> float:
+    """Of a contributor's change and the mean change of one key, whose scaled norms are ``lengths``; 0 where one does not change."""
+    if not all(lengths):
+        return 0.0
     common = scale.factor(scale.total)
 
-    def work(start: int, stop: int, scratch: Scratch) -> tuple[float, float, float]:
+    def work(start: int, stop: int, scratch: Scratch) -> float:
         first = tensor.wide(start, stop, scratch.wide, scratch)
         first *= own
         if anchor is not None:
@@ -280,8 +291,6 @@ def _product(scale: Scale, own: float, tensor: Chunked, mean: Chunked, anchor: C
             before = anchor.wide(start, stop, scratch.spare, scratch)
             before *= common
             np.subtract(before, second, out=second)
-        return product(first, second, scratch), squares(first, scratch), squares(second, scratch)
+        return product(first, second, scratch)
 
-    parts = among.over(tensor.elements, work)
-    crossed, of_first, of_second = (total(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0, 0.0)
-    return crossed / (np.sqrt(of_first) * np.sqrt(of_second)) if of_first and of_second else 0.0
+    return total(among.over(tensor.elements, work)) / lengths[0] / lengths[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -149,7 +150,7 @@ class Step:
             if set(made) != set(state):
                 said = f"{sorted(made)}, its state_keys are {sorted(state)}"
                 raise FederatedError(f"{type(strategy).__name__} gave the state {said}")
-            if not bool(torch.isfinite(weight).all()):
+            if not (math.isfinite(float(weight.sum())) or bool(torch.isfinite(weight).all())):
                 raise FederatedError(
                     f"the server's step would make {key} infinite or NaN (its mean change is at most "
                     f"{float(gradient.abs().max()):.4g}): lower the lr of {strategy}, or refuse updates of large norm"
