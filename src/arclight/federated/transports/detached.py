@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
@@ -157,7 +158,7 @@ def main() -> None:
     from arclight.federated.server.memory import give_back_freed_memory
 
     give_back_freed_memory()
-    server = _built(orders)
+    server = built(orders.build, Path(orders.folder), orders.config)
     certificate = _certificate(orders)
     listening = Listening(
         host=orders.host, port=orders.port, nodes=Path(orders.folder) / "keys" / "nodes", certificate=certificate,
@@ -176,12 +177,13 @@ def main() -> None:
     _tell(asdict(Ended(round=-1 if newest is None else newest, why=why, failed=failed)))
 
 
-def _built(orders: Orders) -> Server:
-    module, _, name = orders.build.partition(":")
+def built(build: str, folder: Path, config: Mapping[str, Any]) -> Server:
+    """What ``module:function`` makes of folder and config."""
+    module, _, name = build.partition(":")
     found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
-        raise FederatedError(f"{orders.build} is no function that builds a server")
-    made: Server = found(Path(orders.folder), orders.config)
+        raise FederatedError(f"{build} is no function that builds a server")
+    made: Server = found(folder, config)
     return made
 
 

@@ -23,7 +23,7 @@ from arclight.fabric.extras import require
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.errors import FederatedError
-from arclight.federated.transports.detached import Detached, Orders
+from arclight.federated.transports.detached import Detached, Orders, built
 from arclight.federated.transports.in_process import InProcess
 from arclight.federated.transports.keys import NodeKey
 from arclight.federated.transports.settings import FLOWER_DEFAULTS
@@ -33,12 +33,9 @@ if TYPE_CHECKING:
 
     from arclight.federated.clients.learner import Progress, Tensors
     from arclight.federated.protocol import Evaluate, Fit
-    from arclight.federated.server.server import Server
 
 log = logging.getLogger(__name__)
 
-BuildServer = Callable[[Path, Mapping[str, Any]], "Server"]
-"""Run folder and run config to a server. A function of a module, so that another process can import it."""
 BuildClient = Callable[[str, Mapping[str, Any]], "Client"]
 """A client's name and the run config to the client."""
 
@@ -64,8 +61,11 @@ def _be_heard() -> None:
 # -- the server's side -------------------------------------------------------------------------------------------------
 
 
-def server_app(build: BuildServer) -> Any:
-    """A ServerApp for ``build``'s server; mode and addresses are said in the app's run config (see `settings.FLOWER_DEFAULTS`)."""
+def server_app(build: str) -> Any:
+    """A ServerApp; mode and addresses are said in the app's run config (see `settings.FLOWER_DEFAULTS`).
+
+    build: ``module:function`` that makes a `Server` from run folder and run config; imported where that runs, and not waited for here.
+    """
     app = _flower("serverapp").ServerApp()
 
     def main(grid: Any, context: Any) -> None:
@@ -81,16 +81,16 @@ def server_app(build: BuildServer) -> Any:
     return app
 
 
-def _serve_sessions(build: BuildServer, grid: Any, config: Mapping[str, Any], folder: Path) -> None:
+def _serve_sessions(build: str, grid: Any, config: Mapping[str, Any], folder: Path) -> None:
     orders = Orders(
-        build=f"{build.__module__}:{build.__qualname__}", folder=str(folder), config=dict(config),
-        host=config["host"], port=config["port"], known_as=config["known-as"],
+        build=build, folder=str(folder), config=dict(config), host=config["host"], port=config["port"], known_as=config["known-as"],
     )  # fmt: skip
     parent, served = os.getppid(), Detached(orders)
     place = served.place
     log.info("the run in %s is served at %s by process %d", folder, place.address, served.process)
     sessions = _Sessions(grid, served, ttl=86400 * float(config["days"]))
     try:
+        sessions.look()
         while (over := served.ended(_LOOK)) is None:
             sessions.look()
     except BaseException:
@@ -237,12 +237,12 @@ def _clients_of(site: Mapping[str, Any]) -> list[str]:
 # -- compat mode -------------------------------------------------------------------------------------------------------
 
 
-def _serve_messages(build: BuildServer, grid: Any, config: Mapping[str, Any], folder: Path) -> None:
+def _serve_messages(build: str, grid: Any, config: Mapping[str, Any], folder: Path) -> None:
     """The server in this process, and beside it a node for each SuperNode, which turns orders into Flower's messages."""
     from arclight.federated.clients.node import Node
     from arclight.federated.server.secure import refuse_in_the_open
 
-    server = build(folder, config)
+    server = built(build, folder, config)
     refuse_in_the_open(server.federation)
     flower = _Messages(grid, float(config["reply-seconds"]))
     nodes: dict[int, tuple[Node, str, threading.Thread]] = {}

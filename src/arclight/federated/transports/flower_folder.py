@@ -38,11 +38,9 @@ clientapp = "{package}.client_app:app"
 _SERVER = '''\
 """What Flower runs beside its SuperLink."""
 
-from {package}.building import server
-
 from arclight.federated.transports.flower import server_app
 
-app = server_app(server)
+app = server_app("{package}.building:server")
 '''
 
 _CLIENT = '''\
