@@ -1,4 +1,4 @@
-"""A folder that is replaced by another in one step, so that one of the two is whole whenever a process is killed.
+"""A folder or file that is replaced by another in one step, so that one of the two is whole whenever a process is killed.
 
 A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; where the
 file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether
@@ -37,6 +37,25 @@ def temporary(path: Path, kind: str = "saving") -> Path:
     """Name for a file or folder under construction that is to replace `path`, whose parents are made where they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_PROCESS}-{next(_numbers)}")
+
+
+def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Put the text into the file `path`; what was there stays whole until the new one is there.
+
+    durable: whether it is on the disk when this returns, and a power failure may not undo it.
+    """
+    new = temporary(path)
+    try:
+        with new.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        new.replace(path)
+        if durable:
+            sync_folder(path.parent)
+    finally:
+        discard(new)
 
 
 def publish(staging: Path, path: Path, *, durable: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from arclight.federated.protocol import (
 
 class Scripted:
     """Rounds, from 1 on, of ``steps`` steps for all clients; lives in one process, without a disk journal."""
+
+    largest_message = 1 << 24
 
     def __init__(
         self,
@@ -69,6 +72,9 @@ class Scripted:
 
     def of(self, kind: type[Message]) -> list[Any]:
         return [message for message in self.said if isinstance(message, kind)]
+
+    def taking(self, *_: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def answer(self, message: Message) -> Message:
         with self.lock:

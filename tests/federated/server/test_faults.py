@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.federated.server.quadratic import Quadratic, Script
 
+from arclight.checkpoint.files import HashedFile
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.protocol import Ask, Close, Fit, Join, Receipt, Wait
 from arclight.federated.server.server import Server
@@ -74,16 +75,16 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
 def test_rounds_and_blobs_without_room_wait_for_it(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left, real = [0], os.fsync
+    left, real = [0], HashedFile.write
 
-    def fsync(file: int) -> None:
-        if left[0] and f"/run/{where}/" in os.readlink(f"/proc/self/fd/{file}"):
+    def write(self: HashedFile, data: bytes | memoryview) -> None:
+        if left[0] and f"/run/{where}/" in str(self._file.name):
             left[0] -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(file)
+        real(self, data)
 
     server = Server(settings(), START, folder=tmp_path / "run")
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(HashedFile, "write", write)
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
         left[0] = 2

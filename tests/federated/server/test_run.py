@@ -92,7 +92,7 @@ def test_a_run_that_was_stopped_goes_on_and_other_settings_are_refused(tmp_path:
     undisturbed = Server(settings(), START, folder=tmp_path / "again", run="run")
     undisturbed.run(clients({"0": Quadratic(1.0), "1": Quadratic(-3.0)}))
     assert [here.base for here in server.history] == [here.base for here in undisturbed.history]
-    assert [learner.steps for learner in learners.values()] == [12, 12]
+    assert all(12 <= learner.steps < 16 for learner in learners.values()), "a round that was broken off is begun anew"
 
 
 @pytest.mark.parametrize("given", [{"down": Int8()}, {"down": Int8(), "up": Int8(), "strategy": FedNesterov()}])
@@ -115,7 +115,7 @@ def test_what_is_written_down_in_few_bits_goes_on_after_a_stop(tmp_path: Path, g
     other = Server(asked, start, folder=tmp_path / "other", run="run")
     other.run(clients({"0": Quadratic(1.0), "1": Quadratic(-3.0)}))
     assert [here.base for here in server.history] == [here.base for here in other.history]
-    assert [learner.steps for learner in learners.values()] == [20, 20]
+    assert all(20 <= learner.steps < 24 for learner in learners.values()), "a round that was broken off is begun anew"
     whole = sum(tensor.numel() * 4 for tensor in start.values())
     assert sum(other.history[5].bytes_down.values()) < 0.35 * whole  # one node fetches for both clients
     assert other.history[5].base != other.rounds.weights(5).digest  # clients see a little less than all

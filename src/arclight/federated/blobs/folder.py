@@ -17,15 +17,24 @@ from typing import Literal
 
 from arclight.checkpoint.files import HashedFile
 from arclight.fabric import replacing
+from arclight.fabric.replacing import replace_text
 from arclight.federated.blobs.digests import checked, missing, not_it, pieces_of
 from arclight.federated.blobs.incoming import Incoming, telling_of_room
-from arclight.federated.durable import replace_text, running_since
 from arclight.federated.errors import BlobError
 
 Durable = Literal["all", "made", "none"]
 
 _PARTIAL, _SINCE = ".partial", ".since"
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP)
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def running_since() -> str:
+    """A name of the time since this machine was started, in which no power failure was; "" where the system has none."""
+    with suppress(OSError):
+        return _BOOT.read_text(encoding="ascii").strip()
+    return ""
 
 
 class FolderStore:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arclight.fabric.replacing import replace_text
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.clients.crew import Crew, InThisProcess
@@ -22,7 +23,6 @@ from arclight.federated.clients.session import ClosedError, Session, told
 from arclight.federated.clients.state import Begun, ClientFolder, clients_in, folder_name, read_json
 from arclight.federated.clients.work import addressed
 from arclight.federated.codecs.downlink import Held as HeldWeights
-from arclight.federated.durable import replace_text
 from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.protocol import (
     Ask,

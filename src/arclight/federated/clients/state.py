@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from arclight.fabric import replacing
+from arclight.fabric.replacing import replace_text
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.residuals import Residuals
-from arclight.federated.durable import replace_text
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.protocol import Held, Update, read
 

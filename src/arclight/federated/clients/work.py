@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from arclight.fabric.replacing import replace_text
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.opening import open_manifest
@@ -19,7 +20,6 @@ from arclight.federated.clients.residuals import Residuals
 from arclight.federated.clients.state import ClientFolder, folder_name
 from arclight.federated.codecs.encoding import decode, encode_all
 from arclight.federated.codecs.settings import Raw, from_table
-from arclight.federated.durable import replace_text
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.masks.experts import expert_of
 from arclight.federated.privacy.noise import protect

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.blobs.folder import FolderStore
@@ -25,7 +26,6 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
-from arclight.federated.durable import replace_text
 from arclight.federated.errors import BlobError, FederatedError, UnopenedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust

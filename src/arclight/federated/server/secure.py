@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fold import Fold, mean_of
 from arclight.federated.aggregation.scale import Contribution, Scale
-from arclight.federated.durable import replace_text
 from arclight.federated.errors import FederatedError, ProtocolError, UnopenedError
 from arclight.federated.privacy.agreement import Circle, Keys
 from arclight.federated.privacy.masks import Revealed, Sum, Unmasking, shift_of

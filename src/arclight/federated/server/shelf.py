@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from arclight.fabric.replacing import replace_text
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.downlink import Chain, advance
 from arclight.federated.codecs.settings import Raw
-from arclight.federated.durable import replace_text
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol import Manifest, digest_of
 from arclight.federated.rounds.store import Rounds

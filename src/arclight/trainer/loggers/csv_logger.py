@@ -13,6 +13,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
+from arclight.fabric.replacing import replace_text
 from arclight.trainer.loggers.folder_logger import FolderLogger
 from arclight.trainer.loggers.logger import rank_zero_experiment
 from arclight.trainer.loggers.params import convert_params, yaml_text
@@ -195,7 +196,7 @@ class ExperimentWriter:
     def _replace(self, path: str, text: str) -> None:
         self._files.makedirs(self._root, exist_ok=True)
         if self._local:
-            replace_text(Path(path), text)
+            replace_text(Path(path), text, durable=False)
         else:
             self._files.pipe_file(path, text.encode())
 
@@ -246,14 +247,3 @@ def read_metrics(path: Path) -> dict[str, list[tuple[int, float]]]:
             except ValueError:
                 continue  # a text is no curve
     return {name: sorted(points, key=lambda point: point[0]) for name, points in curves.items()}
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace ``path`` in one step: a crash leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
