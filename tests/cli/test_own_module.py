@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import warm
 
 Typed = Callable[[str], tuple[int, str, str]]
 
@@ -108,9 +107,7 @@ def printed(typed: Typed, line: str) -> dict[str, dict[str, object]]:
 
 def test_a_run_and_its_checkpoint_in_processes_of_their_own(own: Path) -> None:
     def arclight(line: str) -> str:
-        command = [sys.executable, "-W", "ignore", "-m", "arclight.cli", *line.split()]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = warm.run("-m", "arclight.cli", *line.split(), timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

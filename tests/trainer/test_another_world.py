@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.trainer import world_script
 
 from arclight.checkpoint import CheckpointError
@@ -22,8 +21,7 @@ def seen(root: Path) -> Counter[tuple[int, int]]:
 
 
 def run(root: Path, *arguments: object) -> None:
-    command = [sys.executable, str(SCRIPT), str(root), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run(SCRIPT, root, *map(str, arguments), timeout=300)
     assert done.returncode == 0, done.stderr
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import warm
+from tests.waiting import wait_until
 
 import arclight as al
 from arclight import checkpoint
@@ -149,7 +146,7 @@ SCRIPT = """
     def slow(path, encoded):
         if "epoch=1" in path.name:
             Path(sys.argv[1], "writing").touch()
-            time.sleep(60)
+            time.sleep(600)
         write(path, encoded)
     saver_module.write = slow
     class Line(al.Module):
@@ -168,14 +165,9 @@ SCRIPT = """
 
 def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    process = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "writing").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    with warm.Program(tmp_path / "script.py", tmp_path, cwd=tmp_path) as process:
+        wait_until(lambda: process.poll() is not None or (tmp_path / "writing").exists(), "a checkpoint is written")
+        assert process.poll() is None, process.said()
     assert names(tmp_path / "kept") == {"epoch=0.ckpt", "last.ckpt"}
     for name in ("epoch=0.ckpt", "last.ckpt"):
         assert checkpoint.verify(tmp_path / "kept" / name) == []

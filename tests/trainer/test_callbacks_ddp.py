@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import warm
 
 from arclight import checkpoint
 
@@ -13,10 +13,8 @@ SCRIPT = Path(__file__).parent / "callbacks_ddp_script.py"
 
 
 def test_two_processes_agree(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    for done in warm.run_ranks(2, SCRIPT, tmp_path, timeout=300):
+        assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert first == second
     assert first["stop"] == [8, "PATIENCE_EXHAUSTED", 1], "a value of the first process alone stops both"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from tests import warm
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -210,10 +210,7 @@ def test_in_a_bucket(tmp_path: Path, store: str) -> None:
 
 def test_shares_in_a_bucket(tmp_path: Path, store: str) -> None:
     script = Path(__file__).with_name("bucket_script.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), "s3://bucket/two"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = warm.run(script, tmp_path, "s3://bucket/two", timeout=300)
     assert done.returncode == 0, done.stderr
     assert checkpoint.inspect("s3://bucket/two/last.ckpt").ranks == 2
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import warm
 
 import arclight as al
 from arclight import checkpoint
@@ -17,9 +17,7 @@ SCRIPT = Path(__file__).parent / "ddp_script.py"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=180, check=False
-    )
+    return warm.run(SCRIPT, *arguments, timeout=300)
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:

@@ -13,12 +13,10 @@ from arclight import checkpoint
 SCRIPT = Path(__file__).parent / "resume_script.py"
 
 
-def run(root: Path, *arguments: str, killed: bool = False) -> None:
-    process = warm.run(SCRIPT, root, *arguments, timeout=300)
-    if killed:
-        assert process.returncode == -9, process.stderr
-    else:
-        assert process.returncode == 0, process.stderr
+def run(root: Path, *arguments: str, killed: bool = False, ranks: int = 1) -> None:
+    words = (SCRIPT, root, *arguments)
+    for process in [warm.run(*words, timeout=300)] if ranks == 1 else warm.run_ranks(ranks, *words, timeout=300):
+        assert process.returncode == (-9 if killed else 0), process.stderr
 
 
 def end_of(root: Path) -> tuple[dict, bytes]:
@@ -76,9 +74,9 @@ def test_killed_in_validation(whole: Path, tmp_path: Path) -> None:
 
 def test_two_processes_that_read_several_loaders(tmp_path: Path) -> None:
     arguments = ("--devices", "2", "--combined", "--workers", "1")
-    run(tmp_path / "whole", *arguments)
-    run(tmp_path / "killed", *arguments, "--die-at-step", "7", killed=True)
-    run(tmp_path / "killed", *arguments, "--resume")
+    run(tmp_path / "whole", *arguments, ranks=2)
+    run(tmp_path / "killed", *arguments, "--die-at-step", "7", killed=True, ranks=2)
+    run(tmp_path / "killed", *arguments, "--resume", ranks=2)
     compare(tmp_path / "whole", tmp_path / "killed")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests import warm
 
 from arclight import checkpoint
 from arclight.deploy import Program
@@ -28,13 +27,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(data: Path, root: Path, *flags: str) -> int:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(data), str(root), *flags],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = warm.run(SCRIPT, data, root, *flags, timeout=600)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode
 
