@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -169,6 +170,9 @@ class Told:
     @property
     def blobs(self) -> BlobStore:
         return self._link.blobs
+
+    def heed(self, stopping: threading.Event) -> None:
+        self._link.heed(stopping)
 
     def send(self, message: Message) -> Message:
         answer = self._link.send(message)

@@ -99,6 +99,31 @@ def test_rounds_and_blobs_without_room_wait_for_it(
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["rounds", "."])
+def test_what_a_run_begins_with_waits_for_room(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left, real, folder = [2], os.fsync, tmp_path / "run" / where
+
+    def fsync(file: int) -> None:
+        place = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if left[0] and (
+            folder in place.parents if where != "." else place.parent == folder and "identity" in place.name
+        ):
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    server = Server(settings(), START, folder=tmp_path / "run")
+    with caplog.at_level(logging.WARNING), server.opened() as run:
+        assert left == [0]
+        assert "the beginning of run run waits, and goes on when there is room" in caplog.text
+        Script(InProcess(run.service), both()).work()
+        assert run.driver.wait(20)
+    assert [here.base for here in server.history] == undisturbed(tmp_path)
+
+
 def _patiently(action):  # type: ignore[no-untyped-def]
     """As a node does what a full disk on the server's side keeps it from doing."""
     from arclight.federated.errors import LinkError

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from tests.federated.server.quadratic import Quadratic
-from tests.federated.server.serving import Nodes, Servers, outcome
+from tests.federated.server.serving import LIMIT, Nodes, Servers, outcome
 
+from arclight.federated.clients import Outcome
 from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.settings import Waiting
+from arclight.federated.protocol import Fit
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
 
@@ -63,6 +71,44 @@ def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path) -> N
     kills, disturbed, _ = through(tmp_path / "b", 3, 4)
     assert kills >= 15
     assert disturbed == undisturbed
+
+
+class Held(Quadratic):
+    """Trains once it may."""
+
+    may, begun = threading.Event(), threading.Event()
+
+    def fit(
+        self, order: Fit, weights: Mapping[str, torch.Tensor], progress: Callable[[int, float | None], None]
+    ) -> Outcome:
+        self.begun.set()
+        assert self.may.wait(LIMIT)
+        return super().fit(order, weights, progress)
+
+
+def test_a_server_that_stood_still_hears_its_nodes_before_it_counts_them_as_lost(tmp_path: Path) -> None:
+    servers = Servers(settings(1), tmp_path / "run")
+    with Nodes(tmp_path / "nodes", servers.port, {"left": {"0": Held(1.0)}, "right": {"1": Held(-2.0)}}) as nodes:
+        process, told = servers.start(None)
+        try:
+            assert Held.begun.wait(LIMIT)
+            for _ in range(4):
+                time.sleep(0.5)
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(1.5)  # nodes are lost after 0.6 s
+                os.kill(process.pid, signal.SIGCONT)
+            Held.may.set()
+            process.join(LIMIT)
+            assert process.exitcode == 0
+        finally:
+            Held.may.set()
+            process.kill()
+            told.close()
+    assert nodes.errors == []
+    log = (tmp_path / "server.log").read_text()
+    assert "is over" in log
+    assert "is lost" not in log
 
 
 @pytest.mark.slow

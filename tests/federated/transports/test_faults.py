@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,10 +15,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.federated.server.quadratic import Quadratic
 from tests.federated.transports.serving import REPOSITORY, Line, Serving, wait_until
 from tests.federated.transports.standin import StandIn
 
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
 from arclight.federated.errors import BlobError, LinkError, SessionError
 from arclight.federated.protocol import Beat, Join, Receipt, Welcome
 from arclight.federated.transports import http_blobs
@@ -205,6 +209,21 @@ def test_a_server_that_is_not_there_is_named_with_how_long_it_was_tried(tmp_path
         link.send(Join(node="a", clients=()))
     assert time.monotonic() - began < 30
     assert 3 <= line.connections <= 40, "tried too seldom, or without a pause"
+    link.close()
+
+
+def test_a_node_that_is_told_to_stop_does_not_wait_for_a_server_that_is_away(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    link = HttpLink(f"http://127.0.0.1:{port}", tmp_path / "cache", patience=300.0)
+    node = Node(link, [Client("a", learner=lambda _: Quadratic(1.0))], tmp_path / "node", "n")
+    thread = threading.Thread(target=node.run, daemon=True)
+    thread.start()
+    time.sleep(3)  # attempts are seconds apart by now
+    node.stop()
+    thread.join(30)
+    assert not thread.is_alive(), "it tries for its 300 s"
+    assert node.closed == "the node was told to stop"
     link.close()
 
 

@@ -71,6 +71,7 @@ class Node:
         self._crew: Crew = InThisProcess(clients) if isinstance(clients, Sequence) else clients
         self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
         self._stopping, self._lock, self._down = threading.Event(), threading.Condition(), threading.Lock()
+        link.heed(self._stopping)
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
         self._jobs: dict[str, Job] = {}
         self._folders: dict[str, ClientFolder] = {}

@@ -93,6 +93,11 @@ class Coordinator:
             return None
         return self._present.timers[0].at if self._present.timers else None
 
+    def next_alarm(self) -> float | None:
+        """When something is due by the time alone; None before a run has begun and after it has ended."""
+        timers = self._present.timers
+        return timers[0].at if timers and self.state.ended is None else None
+
     def about(self, now: float) -> str:
         """Who and what is waited for, for logs."""
         return ticking.about(self, now)

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from arclight.federated.coordination import events
 from arclight.federated.coordination.coordinator import Coordinator
@@ -31,10 +31,15 @@ _HELD_LONGER = 30.0
 """Seconds beyond an ask's own wait after which an answer that has not come is a fault of ours."""
 
 
-_LOOK = 0.25
+LOOK = 0.25
 """Seconds between attempts on a full disk."""
 _LATE = 0.25
 """Seconds by which the clock may wake too late before that counts as a standstill of this process."""
+
+
+ROOM_WAIT = 3600.0
+"""Seconds for which a full disk is waited for before the run ends."""
+T = TypeVar("T")
 
 
 class PausedError(LinkError):
@@ -57,7 +62,7 @@ class Driver:
         after: Callable[[Work], None],
         noted: Callable[[Record], None],
         told: Callable[[events.Command], None],
-        room_wait: float = 3600.0,
+        room_wait: float = ROOM_WAIT,
     ) -> None:
         self.coordinator, self._journal, self._do, self._after = coordinator, journal, do, after
         self._noted, self._told = noted, told
@@ -66,6 +71,8 @@ class Driver:
         self._answers: dict[str, Plan] = {}
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._room_wait, self._paused_for, self._paused = room_wait, 0.0, ""
+        self._excused = 0.0
+        """Until which time of the run a standstill has been made up for."""
         self._threads: list[threading.Thread] = []
         self._closing = False
         self.ended: events.End | None = None
@@ -86,7 +93,7 @@ class Driver:
             thread.start()
 
     def now(self) -> float:
-        """Seconds; they stand still while there is no room to write."""
+        """Seconds; they stand still while there is no room to write, and while this process does."""
         return time.monotonic() - self._paused_for
 
     def ask(self, event: Callable[[str], events.Said], wait: float = 0.0) -> Plan:
@@ -181,12 +188,25 @@ class Driver:
 
     def _happen(self, event: events.Event) -> None:
         self._lock.wait_for(lambda: not self._paused)  # whoever waits for room has decided something that comes first
+        self._excuse()
         for records, commands in drive(self.coordinator, self._write, event, self.now()):
             for record in records:
                 self._noted(record)
             for command in commands:
                 self._carry_out(command)
         self._lock.notify_all()
+
+    def _excuse(self) -> None:
+        """Where this process stood still, time did, too: what nodes have said meanwhile is heard before they count as silent."""
+        due, waiting = self.coordinator.next_alarm(), self.coordinator.settings.waiting
+        late = 0.0 if due is None else self.now() - due
+        if due is not None and late > _LATE and due >= self._excused:
+            if late > waiting.silence:
+                log.warning(
+                    "the server stood still for %.1f s: its nodes have %g s to be heard", late, waiting.beat_every
+                )
+            self._paused_for += late + waiting.beat_every
+            self._excused = due + waiting.beat_every  # and once again then at the earliest, so that time goes on
 
     def _write(self, records: Sequence[Record]) -> None:
         """Wait for room where there is none: until then nothing of the step has happened, and time stands still."""
@@ -204,7 +224,7 @@ class Driver:
                 if not self._paused:
                     log.error("the run pauses, and goes on when there is room: %s", error)
                 self._paused = f"the server waits for room on its disk: {error}"
-                self._lock.wait(_LOOK)
+                self._lock.wait(LOOK)
         if self._paused:
             self._paused_for += time.monotonic() - began
             self._paused = ""
@@ -228,19 +248,14 @@ class Driver:
     # -- threads -----------------------------------------------------------------------------------------------------
 
     def _keep_time(self) -> None:
-        """Let time pass. Where this process stood still, what nodes have said meanwhile is heard before they count as silent."""
-        asleep = False
+        """Let time pass."""
         with self._lock:
             while not self._closing and self.error is None:
+                self._excuse()
                 due = self.coordinator.next_deadline()
                 left = None if due is None else due - self.now()
                 if left is None or left > 0:
-                    asleep = True
                     self._lock.wait(left)
-                    continue
-                if asleep and left < -_LATE:
-                    asleep = False
-                    self._lock.wait_for(lambda: self._closing, self.coordinator.settings.waiting.beat_every)
                     continue
                 try:
                     self._happen(events.Tick())
@@ -253,7 +268,12 @@ class Driver:
         while (work := self._work.get()) is not None:
             self._doing = f"{type(work).__name__} of round {work.round}"
             try:
-                done = self._do_when_there_is_room(work)
+                done = when_there_is_room(
+                    lambda work=work: self._do(work),  # type: ignore[misc]
+                    self._doing,
+                    self._pause,
+                    self._room_wait,
+                )
                 self.happen(done)
                 self._after(work)
             except BaseException as error:
@@ -266,16 +286,25 @@ class Driver:
                 return
             self._doing = ""
 
-    def _do_when_there_is_room(self, work: Work) -> events.Event:
-        until, told = time.monotonic() + self._room_wait, False
-        while True:
-            try:
-                return self._do(work)
-            except OSError as error:
-                if error.errno not in NO_ROOM or time.monotonic() > until or self._closing:
-                    raise
-                if not told:
-                    log.error("%s waits, and goes on when there is room: %s", self._doing, error)
-                told = True
-            with self._lock:
-                self._lock.wait_for(lambda: self._closing, _LOOK)
+    def _pause(self) -> bool:
+        with self._lock:
+            return self._lock.wait_for(lambda: self._closing, LOOK)
+
+
+def when_there_is_room(do: Callable[[], T], what: str, pause: Callable[[], bool], seconds: float = ROOM_WAIT) -> T:
+    """What ``do`` gives, as soon as a full disk lets it. ``pause``: waits a moment; true where it is not to be tried again.
+
+    Raises the OSError that says where there was no room for so many ``seconds``.
+    """
+    until, told = time.monotonic() + seconds, False
+    while True:
+        try:
+            return do()
+        except OSError as error:
+            if error.errno not in NO_ROOM or time.monotonic() > until:
+                raise
+            if not told:
+                log.error("%s waits, and goes on when there is room: %s", what, error)
+            told = True
+            if pause():
+                raise

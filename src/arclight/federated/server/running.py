@@ -32,7 +32,7 @@ from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writing import MODULE_ENTRIES
-from arclight.federated.server.driver import NO_ROOM, Driver, Work
+from arclight.federated.server.driver import LOOK, NO_ROOM, Driver, T, Work, when_there_is_room
 from arclight.federated.server.history import History
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
@@ -123,7 +123,7 @@ class Run:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal.open(self.folder / "journal.jsonl", inject=self._inject)
         try:
-            self.service.run = self._identity()
+            self.service.run = self._patiently(self._identity)
             if (asked := self.federation.secure) is not None:
                 self.service.exchange = Exchange(asked, self.service.run, self.folder / "secure.json", self._expected)
             self.driver = self.service.driver = Driver(
@@ -142,6 +142,15 @@ class Run:
         if not path.exists():
             replace_text(path, f"{self.name}-{secrets.token_hex(4)}")
         return path.read_text(encoding="utf-8")
+
+    def _patiently(self, do: Callable[[], T]) -> T:
+        """As later steps do, those before the first round wait for room on the disk."""
+
+        def pause() -> bool:
+            time.sleep(LOOK)
+            return False
+
+        return when_there_is_room(do, f"the beginning of run {self.name}", pause)
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -186,7 +195,7 @@ class Run:
         self.coordinator.replay(records())
         state, history = self.coordinator.state, self.service.history
         if state.committed < 0:
-            return self._begin()
+            return self._patiently(self._begin)
         self._look_for_updates()
         history.take_up(state.oldest, state.opened, known)
         for record in self._journal.records():
@@ -200,7 +209,7 @@ class Run:
                     "put the folder back, or fork a new run from an earlier round (arclight checkpoint fork)"
                 )
             if not found.problems:
-                self.service.fits(self.shelf.put_back(number, base))
+                self.service.fits(self._patiently(partial(self.shelf.put_back, number, base)))
         self._take_up(self.rounds.trees(committed))
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True

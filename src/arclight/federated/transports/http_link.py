@@ -91,6 +91,9 @@ class HttpLink:
                 self._blobs, self._elsewhere = ObjectStore(answer.blobs, self._cache), answer.blobs
         return answer
 
+    def heed(self, stopping: threading.Event) -> None:
+        self._patience.stopping = stopping
+
     def close(self) -> None:
         with self._making:
             self._closed, client = True, self._client_

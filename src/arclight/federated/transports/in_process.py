@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -35,6 +36,9 @@ class InProcess:
 
     def send(self, message: Message) -> Message:
         return read(self._server.answer(read(message.to_json())).to_json())
+
+    def heed(self, stopping: threading.Event) -> None:
+        pass
 
     def close(self) -> None:
         pass

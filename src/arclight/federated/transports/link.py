@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 from arclight.federated.blobs import BlobStore
@@ -20,6 +21,9 @@ class Link(Protocol):
 
         Raises LinkError where the server cannot be reached, ProtocolError where it refuses the message as such.
         """
+
+    def heed(self, stopping: threading.Event) -> None:
+        """Once this is set, nothing is repeated: what does not get through raises LinkError at once."""
 
     def close(self) -> None:
         """Give back connections."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -30,6 +31,8 @@ class Patience:
 
     def __init__(self, other: str, seconds: float) -> None:
         self._other, self._seconds = other, seconds
+        self.stopping = threading.Event()
+        """Set: no further attempt is made."""
 
     def call(self, what: str, attempt: Callable[[], T]) -> T:
         """``attempt()``'s result. Raises LinkError where it was unavailable for all of the time; other errors pass."""
@@ -50,4 +53,5 @@ class Patience:
                         f"{self._other} did not {what} within {now - since:.1f} s ({tries} attempts in {now - began:.1f} s): {error}; "
                         f"see that the server runs and can be reached"
                     ) from error
-                time.sleep(pause)
+                if self.stopping.wait(pause):
+                    raise LinkError(f"{self._other} did not {what}, and is tried no more: {error}") from error
