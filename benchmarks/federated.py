@@ -234,7 +234,7 @@ def main() -> None:
         packages=f"{versions('torch', 'arclight')}, {flower}, {loads}",
         notes="Rounds are from opened to committed, with journal, SHA-256 of all blobs and a checkpoint on the disk; Flower's are from one "
         "`configure_train` to the next and keep nothing. Both run in turns under one SuperLink on loopback, with clients that add a "
-        "constant; its executors look for work every 0.1 s, not every second as by default. "
+        "constant; Flower's settings are its defaults. "
         "Memory is the process's peak resident size. `server_models_total` is what the largest number of clients takes beyond a "
         "model of 20 kB, `server_models_per_extra_client` the slope. Bytes are counted on the connection, requests and headers included. "
         f"Losses: a Llama of 0.1 million parameters on characters, {OUTER}, all runs from the same weights, on as many tokens, and at IID "
@@ -247,7 +247,7 @@ def parts(table: Table, options: argparse.Namespace) -> None:
         table.part("flower-10", beside_flower(table, 10, repeats=1, theirs=1, ours=3))
         table.part("memory", memory(table, 20.0, (1, 2)))
     else:
-        table.part("flower-10", beside_flower(table, 10, repeats=2, theirs=3, ours=10))
+        table.part("flower-10", beside_flower(table, 10, repeats=4, theirs=3, ours=10))
         table.part("flower-200", beside_flower(table, 200, repeats=2, theirs=2, ours=5))
         table.part("memory", memory(table, 100.0, (2, 4, 8)))
     table.part("starts", starts(table))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,13 +88,16 @@ class Peers:
 
 
 def compare(folder: Path, megabytes: float, *, repeats: int, theirs: int, ours: int) -> Peers:
-    """Run both in turns, each first in every second deployment. theirs, ours: rounds of a run."""
+    """Run both in turns, each first in every second deployment. theirs, ours: rounds of a run.
+
+    Flower and torch are as they are by default: executors look for work every second, sums use all processors.
+    """
     found = Peers()
     for number in range(repeats):
         order = KINDS if number % 2 == 0 else KINDS[::-1]
         here = folder / str(number)
         began = time.time()
-        with Deployment(here, 2, names=("0", "1")) as flower:
+        with Deployment(here, 2, names=("0", "1"), environment={"OMP_NUM_THREADS": str(os.cpu_count())}) as flower:
             for place, kind in enumerate(order):
                 first = here / f"first-{kind}"
                 first.mkdir()

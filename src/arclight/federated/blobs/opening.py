@@ -73,8 +73,11 @@ def open_manifest(manifest: Manifest, store: BlobStore) -> Opened:
     def opened(digest: str) -> _File:
         return _File(digest, store.file(digest), manifest.blobs[digest])
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-blobs") as pool:
-        files = dict(zip(manifest.blobs, pool.map(opened, manifest.blobs), strict=True))
+    if len(manifest.blobs) == 1:
+        files = {digest: opened(digest) for digest in manifest.blobs}
+    else:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-blobs") as pool:
+            files = dict(zip(manifest.blobs, pool.map(opened, manifest.blobs), strict=True))
     for key, entry in manifest.tensors.items():
         files[entry.blob].check(key, entry)
     return Opened(manifest, files)

@@ -24,7 +24,10 @@ def transfer(digests: Iterable[str], source: BlobStore, target: BlobStore) -> No
         source.forget(digest)
         target.forget(digest)
 
+    if len(wanted := list(digests)) == 1:
+        one(wanted[0])
+        return
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-transfer") as pool:
-        done = [pool.submit(one, digest) for digest in digests]
+        done = [pool.submit(one, digest) for digest in wanted]
     for transferred in done:
         transferred.result()

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from arclight.federated.coordination.settings import Streaming
@@ -22,6 +22,8 @@ from arclight.federated.masks.matching import check_patterns, matches
 from arclight.federated.masks.settings import Masks
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from arclight.federated.settings import Federation
 
 MODEL = "model/"
@@ -59,10 +61,10 @@ class Travel:
     @classmethod
     def from_table(cls, table: Mapping[str, Any], names: Iterable[str]) -> Travel:
         """Inverse of `to_table`. Raises ProtocolError for what cannot be, or is not known here."""
-        from pydantic import TypeAdapter, ValidationError
+        from pydantic import ValidationError
 
         try:
-            made = TypeAdapter(cls).validate_json(json.dumps(dict(table)), strict=True)
+            made = _adapter().validate_json(json.dumps(dict(table)), strict=True)
         except (ValidationError, ValueError, TypeError) as error:
             raise ProtocolError(f"masks that cannot be: {error}") from error
         if (unknown := _unknown(table, made)) is not None:
@@ -208,3 +210,10 @@ def _unknown(table: Mapping[str, Any], made: Any) -> str | None:
         if name not in known or deeper is not None:
             return deeper or name
     return None
+
+
+@cache
+def _adapter() -> TypeAdapter[Travel]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Travel)

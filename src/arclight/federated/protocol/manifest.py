@@ -11,9 +11,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from arclight.federated.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 VERSION = 1
 Kind = Literal["weights", "delta", "update"]
@@ -73,7 +77,7 @@ class Manifest:
     @classmethod
     def from_dict(cls, said: Any) -> Manifest:
         """From what JSON gave. Raises ProtocolError as `from_json`."""
-        from pydantic import TypeAdapter, ValidationError
+        from pydantic import ValidationError
 
         if not isinstance(said, Mapping):
             raise ProtocolError(f"a manifest is a table, got {type(said).__name__}")
@@ -82,12 +86,19 @@ class Manifest:
                 f"a manifest of version {said.get('version')!r}: this side speaks {VERSION}; install the same arclight on both"
             )
         try:
-            made = TypeAdapter(cls).validate_json(json.dumps(said), strict=True)
+            made = _adapter().validate_json(json.dumps(said), strict=True)
         except (ValidationError, ValueError) as error:
             raise ProtocolError(f"this is no manifest: {error}") from error
         if lost := [key for key, entry in made.tensors.items() if entry.blob not in made.blobs]:
             raise ProtocolError(f"{lost[0]} lies in a blob that the manifest does not list ({len(lost)} such tensors)")
         return made
+
+
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Manifest)
 
 
 def _json(text: str | bytes) -> Any:

@@ -11,10 +11,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from arclight.federated.errors import ProtocolError, Reason
 from arclight.federated.protocol.manifest import VERSION, Manifest
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 Metrics = dict[str, float]
 
@@ -36,7 +40,7 @@ class Message:
 
 def read(text: str | bytes) -> Message:
     """The message in ``text``. Raises ProtocolError for what is none, or is of another version."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
         said = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
@@ -48,9 +52,16 @@ def read(text: str | bytes) -> Message:
     if kind not in Message.kinds:
         raise ProtocolError(f"there is no message {kind!r}")
     try:
-        return TypeAdapter(Message.kinds[kind]).validate_json(json.dumps(said), strict=True)
+        return _adapter(kind).validate_json(json.dumps(said), strict=True)
     except ValidationError as error:
         raise ProtocolError(f"a message {kind!r} that cannot be: {error}") from error
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Message]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Message.kinds[kind])
 
 
 def _finite(text: str) -> float:
