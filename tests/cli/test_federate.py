@@ -340,6 +340,11 @@ def test_off_this_machine_tls_and_keys_are_needed(lines: Path, typed: Typed, fol
     assert status == 2
     assert "TLS" in err
     assert "federate keys" in err
+    assert "--tls-cert, --tls-key, --node-keys are missing" in err
+    (folder / "some.pem").write_text("")
+    status, _, err = typed("federate serve lines.toml --address 0.0.0.0:0 --tls-cert some.pem --tls-key some.pem")
+    assert status == 2
+    assert ": --node-keys is missing" in err
     status, _, err = typed("federate join http://example.org:8470 --name a --client 0")
     assert status == 2
     assert "not encrypted" in err

@@ -73,11 +73,20 @@ def serve(arguments: list[str]) -> None:
 
 def listening(options: Namespace) -> Listening:
     """Where to listen. Raises UsageError for an address that is none, and off this machine for what is missing."""
-    from arclight.federated.transports.settings import Listening
+    from arclight.federated.transports.settings import Listening, is_loopback
 
     host, colon, port = options.address.rpartition(":")
     if not colon or not port.isdigit():
         raise UsageError(f"--address {options.address}: write host:port, as in 0.0.0.0:{DEFAULT_PORT}")
+    flags = {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--node-keys": options.node_keys}
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing and not is_loopback(host):
+        raise UsageError(
+            f"--address {options.address}: other machines can reach it, so that it needs TLS and registered nodes: "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. `arclight federate keys server FOLDER NAME` "
+            "makes a certificate and its key, `arclight federate keys node FILE NAME --into NODES` a node's; "
+            "on this machine alone 127.0.0.1 needs none of them"
+        )
     try:
         return Listening(
             host=host.strip("[]"), port=int(port), certificate=options.tls_cert, private_key=options.tls_key, nodes=options.node_keys

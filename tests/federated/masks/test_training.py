@@ -9,11 +9,12 @@ import pytest
 import torch
 from tests.federated.clients.sites import Net, Rows, fit_order, weights_of
 
-from arclight import Callback, Module
+from arclight import Callback, Module, Trainer
 from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.clients.keeping import reconcile
 from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_maker
+from arclight.federated.protocol import Evaluate
 
 
 class First(Callback):
@@ -113,6 +114,58 @@ def test_a_client_sends_its_own_experts_whether_its_model_has_all_or_only_these(
     for place, number in enumerate((1, 3)):
         assert torch.equal(sent[f"model/experts.w[{number}]"], after[number if held == 4 else place])
         assert not torch.equal(sent[f"model/experts.w[{number}]"], stack[number])
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_weights_are_measured_with_what_is_the_clients_own(tmp_path: Path, again: bool) -> None:
+    keep = {"masks": {"personal": ["net.4."]}}
+    server = {key: torch.full_like(value, 0.1) for key, value in weights_of(Net()).items()}
+    site = Site(tmp_path, Net())
+    site.train(1, server, **keep)
+    trained = weights_of(site.module)
+    if again:  # its process has been started again
+        site = Site(tmp_path, Net())
+    before = weights_of(site.module)
+    newer = {key: torch.randn_like(value) for key, value in server.items()}
+    measured = site.learner.evaluate(_evaluate(newer, keep), newer)
+    whole = Net()
+    own = {key: value for key, value in trained.items() if "net.4." in key}
+    whole.load_state_dict({key.removeprefix("model/"): value for key, value in {**newer, **own}.items()})
+    assert measured.metrics["val/loss"] == pytest.approx(_loss(whole), rel=1e-5)
+    assert measured.samples == 36
+    for key, value in weights_of(site.module).items():
+        assert torch.equal(value, before[key]), f"{key} is not what it was"
+
+
+class Blocks(Mixture):
+    """Its experts, two or all, add up to a shift of the scores; those that a client does not have are zero at the server."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        scores = self.net(batch[0]) + self.experts["w"].sum()
+        self.log("val/loss", torch.nn.functional.cross_entropy(scores * scores.abs(), batch[1]))
+
+
+@pytest.mark.parametrize("held", [4, 2])
+def test_weights_are_measured_with_the_experts_that_a_client_has(tmp_path: Path, held: int) -> None:
+    keep = {"masks": {"experts": {"tensors": ["experts.w"], "per_client": 2}}, "experts": [1, 3]}
+    torch.manual_seed(2)
+    server = weights_of(Blocks(4))
+    server["model/experts.w"][[0, 2]] = 0
+    site = Site(tmp_path, Blocks(held))
+    measured = site.learner.evaluate(_evaluate(server, keep), server)
+    whole = Blocks(4)
+    whole.load_state_dict({key.removeprefix("model/"): value for key, value in server.items()})
+    assert measured.metrics["val/loss"] == pytest.approx(_loss(whole), rel=1e-5)
+
+
+def _evaluate(weights: dict[str, torch.Tensor], keep: dict[str, Any]) -> Evaluate:
+    manifest = write_blobs(weights, MemoryStore(), kind="weights")
+    return Evaluate(run="r", client="c", round=2, base="2" * 64, weights=manifest, keep=keep)
+
+
+def _loss(module: Module) -> float:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    return float(trainer.validate(module, datamodule=Rows(), verbose=False)[0]["val/loss"])
 
 
 def test_an_average_from_elsewhere_is_brought_back_to_what_gradients_allow() -> None:

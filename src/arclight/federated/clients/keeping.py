@@ -22,7 +22,7 @@ from arclight.trainer.named import bind_weights, named_weights
 if TYPE_CHECKING:
     from torch import nn
 
-    from arclight.federated.protocol import Fit
+    from arclight.federated.protocol import Evaluate, Fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Keep:
     """Forget the optimizers' states before the round."""
 
     @classmethod
-    def of(cls, order: Fit) -> Keep:
+    def of(cls, order: Fit | Evaluate) -> Keep:
         """From a message. Raises ProtocolError for what this version does not know."""
         table = dict(order.keep)
         reset = table.pop("reset_optimizer", False)
@@ -47,6 +47,13 @@ class Keep:
     @property
     def masks(self) -> Masks:
         return self.travel.masks
+
+
+def to_measure(module: nn.Module, weights: Mapping[str, torch.Tensor], keep: Keep) -> dict[str, torch.Tensor]:
+    """By parameter name, what of a round's weights a client measures: all but what is its own, and of experts those it has."""
+    own = (*keep.masks.personal, *keep.masks.randomised)
+    keys = [key for key in weights if key.startswith(MODEL) and not matches(key.removeprefix(MODEL), own)]
+    return {key.removeprefix(MODEL): value for key, value in for_module(module, weights, keys, keep.travel).items()}
 
 
 def to_take(weights: Mapping[str, torch.Tensor], keep: Keep, round: int, last: int | None) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import MAX_SEED, isolate_rng, seed_generators
-from arclight.federated.clients.keeping import MODEL, Keep, bind
+from arclight.federated.clients.keeping import MODEL, Keep, bind, to_measure
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.clients.states import States
 from arclight.federated.clients.turn import ENTRY, Measuring, Position, Taken, Turn
@@ -95,7 +95,11 @@ class TrainerLearner:
                 turn.end()
 
     def evaluate(self, order: Evaluate, weights: Tensors) -> Outcome:
-        measuring = Measuring({key.removeprefix(MODEL): w for key, w in weights.items() if key.startswith(MODEL)})
+        given = to_measure(self.module, weights, Keep.of(order))
+        state, _ = self._newest()
+        if isinstance(state, Path):  # the module does not have what is the client's own yet, or not any more
+            given = {**checkpoints.load_weights(state), **given}
+        measuring = Measuring(given)
         trainer = self.trainer
         callbacks, trainer.callbacks = trainer.callbacks, [measuring]
         with isolate_rng():

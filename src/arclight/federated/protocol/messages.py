@@ -270,6 +270,8 @@ class Evaluate(Message):
     weights: Manifest
     changes: tuple[Manifest, ...] = ()
     deadline: float | None = None
+    keep: dict[str, Any] = field(default_factory=dict)
+    """What a client keeps of its own, as in `Fit`: with that the weights are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,6 +208,7 @@ class Service:
                 weights=weights.manifest,
                 changes=weights.changes,
                 deadline=plan.deadline,
+                keep=self.travels.of(plan.client, plan.round, weights.manifest).to_table(),
             )
         return self._said(plan)
 
