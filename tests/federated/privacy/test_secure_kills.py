@@ -26,7 +26,7 @@ from arclight.federated.transports.http_server import HttpServer
 SCRIPT = Path(__file__).parent / "secure_site.py"
 GOALS = {"0": 1.0, "1": -3.0, "2": 0.5}
 SOME: dict[str, Any] = {
-    "waiting": Waiting(quorum=0.6, grace=60.0, lease=0.5, nodes=3),
+    "waiting": Waiting(quorum=0.6, grace=60.0, lease=5.0, nodes=3),
     "secure": SecureSum(threshold=0.6, patience=20.0),
 }
 

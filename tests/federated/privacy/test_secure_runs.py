@@ -288,7 +288,10 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
         restarted().open(1, ["a", "b"])
 
 
+def of_all(folder: Path, config: object) -> Server:
+    return Server(settings(), START, folder=folder)
+
+
 def test_what_only_clients_can_hide_is_refused_where_they_speak_flower_alone(tmp_path: Path) -> None:
-    server = Server(settings(), START, folder=tmp_path / "run")
     with pytest.raises(FederatedError, match="would be made on this machine"):
-        flower._serve_messages(lambda folder, config: server, None, {"reply-seconds": 1.0}, tmp_path)
+        flower._serve_messages(f"{__name__}:of_all", None, {"reply-seconds": 1.0}, tmp_path / "run")
