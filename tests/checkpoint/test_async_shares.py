@@ -36,7 +36,7 @@ def _in_the_background(fabric: al.Fabric, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (3,))
     table = distribute_tensor(torch.arange(70.0).reshape(10, 7), mesh, [Shard(0)])
     gate, write = threading.Event(), shares._write
-    shares._write = lambda *a: (gate.wait(20) or os._exit(3)) and write(*a)
+    shares._write = lambda *a: (gate.wait(60) or os._exit(3)) and write(*a)
     with AsyncSaver() as saver:
         first = saver.save_shares(folder / "1", {"model": {"w": table}, "step": 1}, strategy)
         places = {key: buffer.data_ptr() for key, buffer in saver._buffers.items()}
@@ -44,7 +44,7 @@ def _in_the_background(fabric: al.Fabric, folder: Path) -> None:
         assert not first.done()
         assert not (folder / "1").exists()
         threading.Timer(0.2 * rank, gate.set).start()
-        assert first.result(20) == folder / "1"
+        assert first.result(60) == folder / "1"
         for step in range(2, 5):
             table.to_local().fill_(step)
             saver.save_shares(folder / str(step), {"model": {"w": table}, "step": step}, strategy)
@@ -55,7 +55,7 @@ def _in_the_background(fabric: al.Fabric, folder: Path) -> None:
         broken = rank == 2
         shares._write = lambda *a: write(*a) if not broken else (_ for _ in ()).throw(OSError(28, "No space left"))
         future = saver.save_shares(folder / "5", {"model": {"w": table}, "step": 5}, strategy)
-        assert (future.exception(20) is None) == (rank == 1)
+        assert (future.exception(60) is None) == (rank == 1)
         shares._write = write
         with pytest.raises(CheckpointError, match=r"5 could not be written by rank 2: .*No space left.* is intact"):
             saver.save_shares(folder / "6", {"model": {"w": table}, "step": 6}, strategy)

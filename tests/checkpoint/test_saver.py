@@ -23,7 +23,7 @@ def state(value: float) -> dict:
 
 def test_what_changes_after_save_returns_is_not_saved(tmp_path, monkeypatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(saver, "write", lambda *a, write=saver.write: release.wait(10) and write(*a))
+    monkeypatch.setattr(saver, "write", lambda *a, write=saver.write: release.wait(60) and write(*a))
     current = state(1.0)
     with AsyncSaver() as background:
         future = background.save(tmp_path / "a", current)
@@ -33,7 +33,7 @@ def test_what_changes_after_save_returns_is_not_saved(tmp_path, monkeypatch) -> 
         assert not future.done()
         assert not (tmp_path / "a").exists()
         release.set()
-        assert future.result(10) == tmp_path / "a"
+        assert future.result(60) == tmp_path / "a"
     loaded = load(tmp_path / "a")
     assert (loaded["model"]["w"] == 1).all()
     assert loaded["scalar"][0] == 1

@@ -27,7 +27,7 @@ from arclight.recipe import RecipeError, read
 from arclight.trainer.loggers.csv_logger import read_metrics
 
 Typed = Callable[[str], tuple[int, str, str]]
-DEADLINE = 150.0
+DEADLINE = 300.0
 """Seconds for a process to end; they take a few where nothing else runs."""
 
 

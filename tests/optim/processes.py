@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from arclight.fabric.rank_zero import rank_zero_only
 
-PATIENCE = 200
+PATIENCE = 600
 """Seconds that all of it may take."""
-GRACE = 20
+GRACE = 60
 """Seconds that processes have to say what is wrong after one of them has failed."""
 
 

@@ -50,7 +50,7 @@ class Browser:
         """What the JavaScript function body ``script`` returns."""
         return self._post("execute/sync", script=script, args=list(args))
 
-    def wait(self, condition: str, *, seconds: float = 20.0) -> Any:
+    def wait(self, condition: str, *, seconds: float = 60.0) -> Any:
         """The first true value of a JavaScript expression."""
         deadline = time.monotonic() + seconds
         while not (value := self.run(f"return {condition}")):
@@ -118,5 +118,5 @@ def chromium() -> Iterator[Browser]:
                     driver_http.delete(session.rstrip("/"))
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
             process.stdout.close()

@@ -67,7 +67,7 @@ def running(*arguments: str, program: str = str(HERE / "host.py"), **limits: Any
         yield server
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stderr.close()
 
 

@@ -33,7 +33,7 @@ class Held:
 
         def held(path: Path, encoded: Any) -> None:
             self.begun.set()
-            assert self.gate.wait(20)
+            assert self.gate.wait(60)
             write(path, encoded)
 
         monkeypatch.setattr(saver_module, "write", held)
@@ -63,7 +63,7 @@ def test_training_goes_on_and_the_path_is_told_when_it_is_complete(fit: Any, mon
     class Look(al.Callback):
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
             if trainer.current_epoch == 1:
-                assert held.begun.wait(20)
+                assert held.begun.wait(60)
                 seen.append((trainer.global_step, saver.best_model_path, names(saver.dirpath)))
             if trainer.global_step == 7:
                 held.gate.set()

@@ -180,7 +180,7 @@ def store() -> Iterator[str]:
         finally:
             fsspec.get_filesystem_class("s3").clear_instance_cache()
             server.terminate()
-            server.wait(20)
+            server.wait(60)
 
 
 def free_port() -> int:
@@ -193,7 +193,7 @@ def await_server(server: subprocess.Popen[bytes], endpoint: str) -> None:
     deadline = time.monotonic() + 120
     while True:
         try:
-            urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=10).close()
+            urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=60).close()
         except OSError:
             assert server.poll() is None, "the server ended"
             assert time.monotonic() < deadline, "the server does not answer"

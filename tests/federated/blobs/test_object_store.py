@@ -48,12 +48,12 @@ def bucket() -> Iterator[str]:
         finally:
             fsspec.get_filesystem_class("s3").clear_instance_cache()
             server.terminate()
-            server.wait(20)
+            server.wait(60)
 
 
 def _answers(endpoint: str) -> bool:
     try:
-        urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=10).close()
+        urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=60).close()
     except OSError:
         return False
     return True

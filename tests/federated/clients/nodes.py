@@ -21,13 +21,13 @@ def begin(node: Node) -> tuple[threading.Thread, list[BaseException]]:
     return thread, failed
 
 
-def end(thread: threading.Thread, failed: list[BaseException], seconds: float = 100) -> None:
+def end(thread: threading.Thread, failed: list[BaseException], seconds: float = 300) -> None:
     thread.join(seconds)
     assert not thread.is_alive(), f"node {thread.name} has not ended within {seconds} s"
     if failed:
         raise failed[0]
 
 
-def run(node: Node, seconds: float = 60) -> None:
+def run(node: Node, seconds: float = 300) -> None:
     """`Node.run`, but not for ever."""
     end(*begin(node), seconds)

@@ -42,7 +42,7 @@ def node(address: str, folder: Path, workers: int, *names: str) -> Iterator[subp
             yield process
         finally:
             process.kill()
-            process.wait(20)
+            process.wait(60)
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
@@ -71,7 +71,7 @@ def test_a_node_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
                 with node(http.address, folder, 0, "a") as process:
                     wait_until(partial(reached, folder / "a.steps", 15), "the client is in its second round")
                     process.send_signal(signal.SIGKILL)
-                    process.wait(20)
+                    process.wait(60)
                 assert server.round == 2
             with node(http.address, folder, 0, "a") as process:
                 assert process.wait(90) == 0, (folder / "log.txt").read_text()
@@ -99,8 +99,8 @@ def test_workers_end_with_a_node_that_is_killed(tmp_path: Path) -> None:
             children = psutil.Process(process.pid).children(recursive=True)
             assert len(children) >= 2
             process.send_signal(signal.SIGKILL)
-            process.wait(20)
-            _, alive = psutil.wait_procs(children, timeout=10)
+            process.wait(60)
+            _, alive = psutil.wait_procs(children, timeout=60)
             assert not alive, "workers end with their node"
         with node(http.address, tmp_path / "node", 2, "a", "bb") as process:
             assert process.wait(100) == 0, (tmp_path / "node" / "log.txt").read_text()

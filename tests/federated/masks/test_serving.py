@@ -58,7 +58,7 @@ def run(folder: Path, learners: dict[str, Quadratic], moments: tuple[str, ...] =
     with server.opened() as opened:
         script = Masked(InProcess(opened.service), learners, moments=moments)
         script.work()
-        assert opened.driver.wait(20)
+        assert opened.driver.wait(60)
     return server, script
 
 
@@ -167,7 +167,7 @@ def test_a_fleet_may_mix_codecs(tmp_path: Path) -> None:
     server = Server(Federation(clients=3, rounds=1, local_steps=4), start, folder=tmp_path / "run")
     with server.opened() as opened:
         Mixed(InProcess(opened.service), learners).work()
-        assert opened.driver.wait(20)
+        assert opened.driver.wait(60)
     after = [moved(start["w"], float(number), 1) for number in range(3)]
     said = [
         decode("w", encode("w", start["w"] - w, codec)[0])

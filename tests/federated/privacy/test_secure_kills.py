@@ -65,7 +65,7 @@ class Killing:
         if (masking if self._when == "masking" else here) and (message.client, message.round) == ("2", 2):  # type: ignore[attr-defined]
             assert self.victim is not None
             os.kill(self.victim.pid, signal.SIGKILL)
-            self.victim.wait(20)
+            self.victim.wait(60)
         return answer
 
 
@@ -82,7 +82,7 @@ def site(address: str, folder: Path, name: str) -> Iterator[subprocess.Popen[byt
             yield process
         finally:
             process.kill()
-            process.wait(20)
+            process.wait(60)
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: 
     with server.opened() as run:
         node = Node(Late(run.service, silent=late), list[Any](sites), tmp_path / "node", "n", ask=1.0)
         node.run()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
     assert isinstance(refused[0], Receipt)
     assert (refused[0].accepted, refused[0].reason) == (False, "stale")
     assert "masked it for a sum of round 1 that was discarded" in refused[0].message

@@ -26,7 +26,7 @@ from arclight.federated.settings import Federation
 from arclight.federated.transports.http_link import HttpLink
 from arclight.federated.transports.settings import Listening
 
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds that anything here is waited for."""
 
 

@@ -49,7 +49,7 @@ class Bench:
         """The run ends as one does in which nothing was refused."""
         assert self.script.send(self.update).accepted
         self.script.work()
-        assert self.run.driver.wait(20)
+        assert self.run.driver.wait(60)
         decay, goal = (1 - 0.1) ** 8, (1.0 - 3.0) / 2
         for name, tensor in self.server.weights().items():
             torch.testing.assert_close(tensor, goal + decay * (START[name] - goal), rtol=1e-6, atol=1e-6)
@@ -211,7 +211,7 @@ def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Pa
         assert receipt.reason == ("weight" if samples > 100 else "not_finite")
         script.send(Beat(node="n", session=script.session))
         script.work()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
     assert [sorted(here.metrics_by_client) for here in server.history][-1] == ["0", "1"]
     assert all(math.isfinite(here.metrics["val/loss"]) for here in server.history)
 

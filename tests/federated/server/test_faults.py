@@ -38,7 +38,7 @@ def undisturbed(folder: Path) -> list[str]:
     server = Server(settings(), START, folder=folder / "undisturbed")
     with server.opened() as run:
         Script(InProcess(run.service), both()).work()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
     return [here.base for here in server.history]
 
 
@@ -63,7 +63,7 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
         Script(InProcess(run.service), learners).work()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
     assert disk.left == 0
     assert "goes on when there is room" in caplog.text
     assert "there is room again" in caplog.text
@@ -94,7 +94,7 @@ def test_rounds_and_blobs_without_room_wait_for_it(
             if isinstance(order, Fit):
                 update = _patiently(lambda order=order: script.trained(order))
                 assert _patiently(lambda update=update: script.send(update)).accepted
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
     assert left == [0]
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
@@ -120,7 +120,7 @@ def test_what_a_run_begins_with_waits_for_room(
         assert left == [0]
         assert "the beginning of run run waits, and goes on when there is room" in caplog.text
         Script(InProcess(run.service), both()).work()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
 
@@ -157,7 +157,7 @@ def test_the_order_of_arrival_and_the_transport_leave_no_trace(tmp_path: Path) -
                 updates = {name: script.trained(_fit(script)) for name, script in nodes.items()}
                 for name in order:
                     assert nodes[name].send(updates[name]).accepted
-            assert run.driver.wait(20)
+            assert run.driver.wait(60)
         found.add(server.history[-1].base)
     assert len(found) == 1
 
@@ -184,7 +184,7 @@ def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path
         assert told.reason == "session"
         assert first.send(first.trained(order)).accepted
         first.work()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
 
@@ -199,17 +199,17 @@ def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> 
 
     def evaluate(weights: object) -> dict[str, float]:
         going.set()
-        assert folded.wait(20)
+        assert folded.wait(60)
         return {"val/loss": 1.0}
 
     server = Server(settings(), START, folder=tmp_path / "run", evaluate=evaluate)
     with server.opened() as run:
         script = Script(InProcess(run.service), both())
         script.join()
-        assert going.wait(20)  # the worker is at the weights that the run begins with
+        assert going.wait(60)  # the worker is at the weights that the run begins with
         order = script.ask(wait=1.0)
         assert isinstance(order, Fit)
         assert script.send(script.trained(order)).accepted
         folded.set()
         script.work()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)

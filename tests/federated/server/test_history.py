@@ -46,7 +46,7 @@ def served(
     with server.opened() as run:
         Script(InProcess(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
         if run.coordinator.state.ended is not None:
-            assert run.driver.wait(20)
+            assert run.driver.wait(60)
     return server
 
 

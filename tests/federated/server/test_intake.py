@@ -74,7 +74,7 @@ def test_nor_with_blobs_that_it_never_finishes(served: Served) -> None:
     node, before = served.node(), served.on_disk()
     statuses = []
     for number in range(12):
-        line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=10)
+        line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=60)
         headers = {"authorization": f"Bearer {node.session}", "content-range": "bytes 0-999999/1500000"}
         line.request("PUT", f"/v1/blobs/{number:064x}", bytes(1_000_000), headers)
         statuses.append(line.getresponse().status)
@@ -133,13 +133,13 @@ def test_the_first_blobs_of_a_slow_update_wait_for_the_last(served: Served, monk
     monkeypatch.setattr("arclight.federated.server.running.ORPHAN", 1.0)
     time.sleep(1.2)
     part = bytes(1000)
-    line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=10)
+    line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=60)
     headers = {"authorization": f"Bearer {node.session}", "content-range": "bytes 0-999/2000"}
     line.request("PUT", f"/v1/blobs/{1:064x}", part, headers)
     assert line.getresponse().status == 202
     line.close()
     assert isinstance(node.work(), Close)
-    assert served.run.driver.wait(20)
+    assert served.run.driver.wait(60)
     _until_tidy(served, names[gone])
     assert served.run.blobs.size(names[here]) == len(here)
 
@@ -155,7 +155,7 @@ def test_messages_are_as_large_as_they_need_to_be(served: Served) -> None:
     node = served.node()
 
     def send(size: int, token: str) -> tuple[int, str]:
-        line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=10)
+        line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=60)
         line.request("POST", "/v1/message", b" " * size, {"authorization": f"Bearer {token}"} if token else {})
         answer = line.getresponse()
         said = answer.status, str(json.loads(answer.read())["error"])

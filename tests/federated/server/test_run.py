@@ -30,7 +30,7 @@ def settings(**given: object) -> Federation:
 def trained(server: Server, learners: dict[str, Quadratic]) -> None:
     with server.opened() as run:
         Script(InProcess(run.service), learners).work()
-        assert run.driver.wait(20)
+        assert run.driver.wait(60)
 
 
 def test_rounds_of_two_clients_are_what_the_closed_form_says(tmp_path: Path) -> None:

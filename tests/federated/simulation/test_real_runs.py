@@ -45,7 +45,7 @@ def measured_rate() -> float:
                 sending.start()
                 while got < size:
                     got += len(far.recv(1 << 16))
-                sending.join(10)
+                sending.join(60)
         line.close()
     return size / (time.monotonic() - began)
 

@@ -92,7 +92,7 @@ class Line:
 
     def _carry(self, near: socket.socket) -> None:
         try:
-            far = socket.create_connection(("127.0.0.1", self.target), 10)
+            far = socket.create_connection(("127.0.0.1", self.target), 60)
         except OSError:
             near.close()
             return
@@ -123,7 +123,7 @@ class Line:
         return True
 
 
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_until(true: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

@@ -158,7 +158,7 @@ class Deployment:
     def kill(self, name: str) -> None:
         """SIGKILL to one of the processes that were started here, not to its children."""
         self.started[name].kill()
-        self.started[name].wait(10)
+        self.started[name].wait(60)
 
     def close(self) -> None:
         """End everything that was started here, its children included; whatever does not go is killed."""
@@ -193,7 +193,7 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 def _listens(port: int) -> bool:
     with socket.socket() as one:
-        one.settimeout(1)
+        one.settimeout(10)
         return one.connect_ex(("127.0.0.1", port)) == 0
 
 
