@@ -1,13 +1,12 @@
 """Federation beside plain Flower FedAvg and beside training in one place: seconds, memory, bytes, losses, bits.
 
 Rounds under Flower's SuperLink are run in turns, with models that are not trained; losses are those of a small Llama. ``--qris`` adds a
-detector that is trained on the photos of four merchants each with its own, and on all of them (an hour).
+detector that four sites train on with merchants of their own each (an hour); ``benchmarks.federated_qris`` measures it alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import shutil
 import signal
@@ -22,10 +21,11 @@ from pathlib import Path
 import torch
 from tests.federated.transports.superlink import ABSENT, BIN, installed
 
-from arclight.federated.rounds.history_file import read_history
 from benchmarks.federated_flower import Peers, compare
 from benchmarks.federated_parity import OUTER, parity
 from benchmarks.federated_plane import digests, in_process, over_http
+from benchmarks.federated_qris import compare as compare_detectors
+from benchmarks.federated_qris import row
 from benchmarks.results import parser, publish, versions
 
 TEXT = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "shakespeare.txt"
@@ -192,25 +192,9 @@ def losses(table: Table, *, quick: bool) -> Callable[[Path], None]:
 
 
 def detector(table: Table) -> Callable[[Path], None]:
-    """The recipe as it is typed, and the same training in one place."""
-
-    def arclight(*words: str | Path) -> None:
-        subprocess.run([sys.executable, "-m", "arclight.cli", *map(str, words)], check=True, timeout=4 * 3600)
-
     def work(folder: Path) -> None:
-        photos, runs = folder / "photos", folder / "runs"
-        recipe = Path(__file__).resolve().parents[1] / "recipes" / "fed-qris.toml"
-        arclight("data", "qris", "--out", photos, "--count", "1200", "--merchants", "24")
-        arclight("federate", recipe, "--centralised", "--root", runs, "--task.data", photos / "data.yaml")
-        told = read_history(next(runs.glob("fed-qris/*")))
-        rounds = [one for one in told if "val/map50" in one["metrics"]]
-        with next(runs.glob("fed-qris-centralised/*/metrics.csv")).open(newline="") as file:
-            central = [float(row["val/map50"]) for row in csv.DictReader(file) if row.get("val/map50")]
-        ours = rounds[-1]["metrics"]["val/map50"]
-        table.add(
-            "mAP50 of a detector of payment codes, four sites with merchants of their own: federated, in one place",
-            f"{ours:.4f}", f"{central[-1]:.4f}", map50_below_central=central[-1] - ours,
-        )  # fmt: skip
+        (about, ours, central), figures = row(compare_detectors(folder, range(2)))
+        table.add(about, ours, central, **figures)
 
     return work
 
@@ -238,7 +222,8 @@ def main() -> None:
         "Memory is the process's peak resident size. `server_models_total` is what the largest number of clients takes beyond a "
         "model of 20 kB, `server_models_per_extra_client` the slope. Bytes are counted on the connection, requests and headers included. "
         f"Losses: a Llama of 0.1 million parameters on characters, {OUTER}, all runs from the same weights, on as many tokens, and at IID "
-        "clients on the same ones; training in one place has the best of two rates, the federation the first of them.",
+        "clients on the same ones; training in one place has the best of two rates, the federation the first of them."
+        " A detector: [federated_qris.md](federated_qris.md).",
     )  # fmt: skip
 
 
