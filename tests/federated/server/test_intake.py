@@ -6,6 +6,7 @@ import hashlib
 import http.client
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from arclight.federated.server.settings import Checks
 from arclight.federated.settings import Federation
 from arclight.federated.transports.http_link import HttpLink
 from arclight.federated.transports.http_server import HttpServer
+from arclight.federated.transports.in_process import InProcess
 
 START = {"w": torch.linspace(-1, 1, 300_000)}
 ROOM = 2 * (2 * 1_200_000 + (1 << 20))
@@ -181,6 +183,43 @@ def test_names_and_values_that_would_fill_the_journal(served: Served) -> None:
     receipt = node.send(update)
     assert "logs 1,002 values: 1,000 are taken" in receipt.message
     assert node.send(Beat(node="n", session=node.session)).accepted
+
+
+def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Path) -> None:
+    """The second is taken just while what the first has left is looked for."""
+    accepted, asked = threading.Event(), list[set[str]]()
+    server = Server(Federation(clients=1, rounds=2, local_steps=3, evaluate_every=0), START, folder=tmp_path / "run")
+    with server.opened() as run:
+        spooled = run.driver.spooled
+
+        def slowly() -> set[str]:
+            asked.append(spooled())
+            assert accepted.wait(20)
+            return asked[-1]
+
+        run.driver.spooled = slowly  # type: ignore[method-assign]
+        node = Script(InProcess(run.service), {"0": Quadratic(1.0)})
+        node.join()
+        for number in (1, 2):
+            order = _fit(node)
+            outcome = node.learners["0"].fit(order, START, lambda step, loss: None)
+            while number == 2 and not asked:
+                time.sleep(0.01)
+            assert node.send(node.packed(order, {"model/w": torch.zeros(300_000)}, outcome)).accepted
+        accepted.set()
+        assert run.driver.wait(20)
+    assert [here.contributors for here in server.history] == [[], ["0"], ["0"]]
+
+
+def test_sessions_that_are_gone_are_forgotten(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arclight.federated.server.service._SESSIONS", 3)
+    node = served.node()
+    for _ in range(6):
+        node.join()
+        order = _fit(node)
+    assert len(served.run.service._has) == 3
+    assert served.run.service.history.sent_down(1) == 6 * order.weights.size, "each session fetches all"
+    assert node.send(node.trained(order)).accepted
 
 
 def _fit(node: Script) -> Fit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ class Intake:
         self._blobs, self._lock = blobs, threading.Lock()
         self._of: dict[str, dict[str, _Put]] = {}
         """Node to its blobs, those that it has been silent about for longest first."""
+        self._read: Counter[str] = Counter()
+        """Blobs of updates that are being looked at."""
+        self._since: set[str] = set()
+        """Those, and all that were since the server has last asked what is `kept`."""
 
     @contextmanager
     def taking(self, node: str, digest: str, size: int, room: int) -> Iterator[None]:
@@ -64,6 +69,25 @@ class Intake:
             put.open, put.heard = put.open + 1, time.monotonic()
             return put
 
+    @contextmanager
+    def reading(self, digests: list[str]) -> Iterator[None]:
+        """While an update with these blobs is looked at: an older one may have had the same, and be over now."""
+        with self._lock:
+            self._read.update(digests)
+            self._since.update(digests)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._read.subtract(digests)
+                self._read = +self._read
+
+    def remove(self, digest: str) -> None:
+        """Remove what nobody needed when the server last asked what is `kept`, unless an update with it has come since."""
+        with self._lock:
+            if digest not in self._since:
+                self._blobs.remove(digest)
+
     def counts(self, digests: Collection[str]) -> None:
         """An update with these blobs was taken: they are the server's."""
         with self._lock:
@@ -83,6 +107,7 @@ class Intake:
         """Blobs of nodes that were sending within the last ``silent`` seconds; what others have left is removed."""
         since, found, left = time.monotonic() - silent, set[str](), set[str]()
         with self._lock:
+            self._since = set(self._read)
             for node, mine in list(self._of.items()):
                 if any(put.open or put.heard > since for put in mine.values()):
                     found |= mine.keys()
@@ -93,6 +118,6 @@ class Intake:
         return found
 
     def _dropped(self, node: str, digest: str) -> bool:
-        """Remove what a node has put, unless another one has put the same; False where that cannot be now."""
-        others = any(digest in theirs for name, theirs in self._of.items() if name != node)
+        """Remove what a node has put, unless another one has the same; False where that cannot be now."""
+        others = any(digest in theirs for name, theirs in self._of.items() if name != node) or self._read[digest] > 1
         return others or self._blobs.discard(digest)

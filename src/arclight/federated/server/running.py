@@ -345,7 +345,9 @@ class Run:
         done = [update.digest for update in fold.updates]
         for digest in done:
             self.service.checked.pop(digest, None)
-        self.shelf.tidy(self.driver.bases(), done, self.driver.spooled(), self.service.intake.kept(ORPHAN))
+        intake = self.service.intake
+        coming = intake.kept(ORPHAN)  # first: what comes from here on is not removed
+        self.shelf.tidy(self.driver.bases(), done, self.driver.spooled(), coming, intake.remove)
 
     def _write_history(self) -> None:
         self.service.history.write(self.driver.oldest())

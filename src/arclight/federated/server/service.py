@@ -49,6 +49,7 @@ _LONGEST_HELD = 60.0
 _LARGEST = 1e250
 """Of a metric: sums of these over all samples of all clients are still finite."""
 _LONGEST_NAME, _LONGEST_TEXT = 200, 4000
+_SESSIONS = 10_000  # of which it is remembered what they were sent
 _SPARE = 2
 """Times the room for the updates that a node may have under way: what was begun and is not wanted any more lies there too."""
 _REMEMBERED = 200
@@ -81,7 +82,7 @@ class Service:
         self._tokens: deque[float] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
         self._has: dict[str, str] = {}
-        """Session to the digest of the weights that it has been sent."""
+        """Session to the digest of the weights that it has been sent, the one that was heard longest ago first."""
         self.intake = Intake(blobs)
         self.checked: dict[str, Checked] = {}
         """What the check of an update found, by the digest of its manifest, until its round is folded."""
@@ -240,8 +241,12 @@ class Service:
         return self.driver.coordinator.roster.index(client)
 
     def _update(self, message: Update) -> Message:
-        """Checked first, which takes a while and needs no lock; then it happens."""
         text = message.manifest.to_json().encode()
+        with self.intake.reading([digest_of(text), *message.manifest.blobs]):
+            return self._look_at(message, text)
+
+    def _look_at(self, message: Update, text: bytes) -> Message:
+        """Checked first, which takes a while and needs no lock; then it happens."""
         digest = digest_of(text)
         early = self.driver.refusal(message.session, message.client, message.round, digest) or self._of_another(message)
         if early is not None:
@@ -259,16 +264,8 @@ class Service:
             log.warning("refused: %s", error)
             reason, why = error.reason, str(error)[:_LONGEST_TEXT]
             self.intake.refused(message.node, message.manifest.blobs)
-            return self._tell(
-                lambda to: events.UpdateUnsound(
-                    to=to,
-                    session=message.session,
-                    client=message.client,
-                    round=message.round,
-                    reason=reason,
-                    message=why,
-                )
-            )
+            who = {"session": message.session, "client": message.client, "round": message.round}
+            return self._tell(lambda to: events.UpdateUnsound(to=to, reason=reason, message=why, **who))  # type: ignore[arg-type]
         self.blobs.put(digest, text)
         self.checked[digest] = checked
         receipt = self._tell(lambda to: _checked(to, message, digest, checked.norm))
@@ -354,8 +351,10 @@ class Service:
         """What a node has to fetch for an order: nothing where it has been sent these weights before."""
         weights = self.shelf.known(base)
         with self._lock:
-            had = self._has.get(session)
+            had = self._has.pop(session, None)
             self._has[session] = base
+            if len(self._has) > _SESSIONS:
+                del self._has[next(iter(self._has))]
             if had == base:
                 size = 0
             elif had is not None and had in (chain := [change.base for change in weights.changes]):

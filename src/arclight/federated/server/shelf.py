@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,9 +90,14 @@ class Shelf:
         return self._offer(number, chain)
 
     def tidy(
-        self, needed: Collection[str], done: Iterable[str], spooled: Iterable[str], coming: Iterable[str] = ()
+        self,
+        needed: Collection[str],
+        done: Iterable[str],
+        spooled: Iterable[str],
+        coming: Iterable[str],
+        remove: Callable[[str], None],
     ) -> None:
-        """Forget weights that are not ``needed``, and remove blobs of these, of ``done`` updates and of nobody.
+        """Forget weights that are not ``needed``, and ``remove`` blobs of these, of ``done`` updates and of nobody.
 
         done, spooled: digests of updates' manifests; the latter stay. coming: blobs of updates that are not here as a whole yet.
         """
@@ -105,7 +110,7 @@ class Shelf:
         old = time.time() - ORPHAN
         for digest in list(self._blobs):
             if digest not in wanted and (digest in going or self._written(digest) < old):
-                self._blobs.remove(digest)
+                remove(digest)
         self._prune_rounds()
 
     def _prune_rounds(self) -> None:
