@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -135,6 +136,15 @@ def address_of(server: subprocess.Popen[str]) -> str:
     raise AssertionError("the server has not said where it listens")
 
 
+def until(process: subprocess.Popen[str], words: str) -> str:
+    """The line in which a process says ``words``."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return line
+    raise AssertionError(f"the process has ended without {words!r}")
+
+
 # -- in this process -----------------------------------------------------------------------------------------------
 
 
@@ -256,6 +266,55 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         assert words in err
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("serv lines.toml", "neither a recipe, as recipes/fed-lm.toml, nor one of serve, join, keys, flower, report; did you mean serve?"),
+        ("serve", "name a recipe, a .toml or .yaml file"),
+        ("serve line.toml", "did you mean lines.toml?"),
+        ("serve lines.toml --adress 127.0.0.1:1", "--adress is no option of arclight federate serve; did you mean --address?"),
+        ("serve lines.toml --address 127.0.0.1", "as in 127.0.0.1:8470"),
+        ("serve lines.toml --address :8470", "write host:port"),
+        ("serve lines.toml --address 127.0.0.1:99999", "write host:port"),
+        ("serve lines.toml --address 0.0.0.0:0 --tls-cert a.pem", "--tls-key, --node-keys are missing"),
+        ("join http://127.0.0.1:1 --name a --cleint 3", "did you mean --client?"),
+        ("join http://127.0.0.1:1 --name a --client 0 --data nowhere", "--data nowhere: there is no such file or folder"),
+        ("lines.toml --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
+        ("report runs/lines/1 --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
+    ],
+)  # fmt: skip
+def test_what_is_typed_wrongly_is_told_at_once(lines: Path, typed: Typed, folder: Path, line: str, words: str) -> None:
+    status, _, err = typed(f"federate {line}")
+    assert status == 2
+    assert words in err
+    assert not (folder / "runs").exists()
+
+
+def test_a_taken_port_is_told_before_a_run_is_begun(lines: Path, typed: Typed, folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        status, _, err = typed(f"federate serve lines.toml --address 127.0.0.1:{other.getsockname()[1]}")
+    assert status == 2
+    assert "Address already in use; name another port" in err
+    assert not (folder / "runs").exists()
+
+
+def test_an_interrupted_run_says_how_to_go_on(lines: Path, typed: Typed, folder: Path) -> None:
+    run = command("federate", "lines.toml", FED_PAUSE="0.3")
+    assert run.stdout is not None
+    until(run, "round 1/3")
+    run.send_signal(signal.SIGINT)
+    out, _ = run.communicate(timeout=DEADLINE)
+    assert run.returncode == 130
+    said = re.search(
+        r"arclight: interrupted: (\d) of 3 rounds are done, and kept in (\S+) .* with --resume (\S+) goes on", out
+    )
+    assert said is not None, out
+    assert said.groups() == ("1", "runs/lines/1", "runs/lines/1")
+    assert typed("federate lines.toml --resume runs/lines/1")[0] == 0
+    assert typed("federate lines.toml")[0] == 0
+    assert digest(folder / "runs/lines/1", 3) == digest(folder / "runs/lines/2", 3)
+
+
 def test_the_help_lists_every_field(typed: Typed, folder: Path) -> None:
     status, out, _ = typed("federate --help")
     assert status == 0
@@ -285,6 +344,14 @@ def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: P
     assert typed("federate lines.toml")[0] == 0
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
     address = address_of(server)
+    for flags, why in (
+        (("--client", "9"), "this run has no client '9': its clients are 0, 1, 2"),
+        (("--trainer.acelerator", "cpu"), "did you mean --trainer.accelerator?"),
+    ):
+        mistaken = command("federate", "join", address, "--name", "c", "--folder", "nodes/c", *flags)
+        out, _ = mistaken.communicate(timeout=DEADLINE)
+        assert mistaken.returncode == 2
+        assert why in out
     nodes = [joined(address, "0", "2", name="a"), joined(address, "1", name="b")]
     said = [ended(node) for node in nodes]
     ended(server)
@@ -292,6 +359,23 @@ def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: P
     assert "round 3: client 2" in said[0]
     assert "is done" in said[1]
     assert (folder / "runs/lines/2/report.html").exists()
+
+
+def test_interrupted_processes_say_what_is_kept(lines: Path, folder: Path) -> None:
+    """The server has an ask in hand, which it does not keep waiting; the node waits for a server that is gone."""
+    server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
+    node = joined(address_of(server), "0", name="a")
+    until(node, "waiting: round 1: 1 of 3 updates")
+    server.send_signal(signal.SIGINT)
+    out, _ = server.communicate(timeout=DEADLINE)
+    assert server.returncode == 130
+    assert "interrupted: 0 of 3 rounds are done, and kept in runs/lines/1" in out
+    assert "Traceback" not in out
+    until(node, "cannot reach its server")
+    node.send_signal(signal.SIGINT)
+    out, _ = node.communicate(timeout=DEADLINE)
+    assert node.returncode == 130
+    assert "interrupted: node a has left. What its clients have done is kept in nodes/a" in out
 
 
 @pytest.mark.slow
@@ -453,6 +537,17 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
         "round 1/3  train/loss 2  2 of 2 clients  8 steps  5.0 MB up, 4.0 MB down  agreement 0.60  "
     )
     assert lines[2] == "node a is lost: silent for 1.5 s"
+
+
+def test_who_was_waited_for_is_forgotten_with_the_round() -> None:
+    stream = Terminal(moves=True)
+    told = Progress(1, stream)
+    told.told(records.RoundOpened(round=1, base="b", clients=("0",), wanted=1, clock=0, steps=4))
+    told.told(events.Say(text="round 1: 0 of 1 updates; waiting for 0 (node a, step 2)"))
+    told.told(accepted("0"))
+    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
+    told.told(records.RoundEvaluated(round=1, client=None, samples=1, metrics={"val/loss": 1.0}))
+    assert "waiting for 0 (node a, step 2)" not in stream.getvalue()
 
 
 # -- the page ------------------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import difflib
 import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -30,6 +32,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def check_spelling(self, words: Sequence[str], fields: Iterable[str] = ()) -> None:
+        """Raises UsageError for a flag among ``words``, which are no option, that is none of ``fields`` and nearly an option."""
+        known = set(fields)
+        for word in words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and "." not in name and name[2:] not in known:
+                for near in difflib.get_close_matches(name, self._option_string_actions, 1, cutoff=0.75):
+                    raise UsageError(f"{name} is no option of {self.prog}; did you mean {near}?")
 
 
 def recipe_parser(verb: str, about: str) -> Parser:
@@ -75,11 +86,23 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
     source = words.pop(0) if words and not words[0].startswith("-") else None
     options, overrides = parser.parse_known_args(words)
     options.source = source
+    if source is None and not overrides:
+        raise UsageError(f"name a recipe, a .toml or .yaml file (see {parser.prog} --help)")
+    check_file(source)
+    parser.check_spelling(overrides, (field.name for field in dataclasses.fields(schema)))
     # Classes named as package.module:Class are looked for here too, as `python -m` does, after all that is installed.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     with problems_listed(f"{source or 'the recipe'} cannot be used"):
         return read(schema, source if source is not None else {}, overrides), options
+
+
+def check_file(source: str | None) -> None:
+    """Raises UsageError where ``source`` is no file, and nearly the name of one beside it."""
+    path = Path(source or "")
+    others = [other.name for other in path.parent.glob(f"*{path.suffix}")] if path.suffix and not path.exists() else []
+    for near in difflib.get_close_matches(path.name, others, 1):
+        raise UsageError(f"there is no file {source}; did you mean {path.with_name(near)}?")
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import importlib
 import logging
 import sys
@@ -49,6 +51,10 @@ def federate(arguments: list[str]) -> None:
         raise UsageError(
             f"name a recipe, as recipes/fed-lm.toml, or one of {', '.join(VERBS)} (see arclight federate --help)"
         )
+    word = arguments[0]
+    if not word.startswith("-") and ":" not in word and not Path(word).suffix:
+        near = "".join(f"; did you mean {verb}?" for verb in difflib.get_close_matches(word, VERBS, 1))
+        raise UsageError(f"{word} is neither a recipe, as recipes/fed-lm.toml, nor one of {', '.join(VERBS)}{near}")
     parser = run_parser("federate", ABOUT)
     recipe, options = read_as(FederatedRecipe, parser, arguments)
     return run_here(recipe, options)
@@ -62,13 +68,22 @@ def run_parser(verb: str, about: str) -> Parser:
         help="go on where a run stopped: last is the newest run of this name, PATH a run folder",
     )
     parser.add_argument(
-        "--beside", type=Path, metavar="RUN", help="a centralised run whose curves the report shows beside these"
+        "--beside", type=with_curves, metavar="RUN", help="a centralised run whose curves the report shows beside these"
     )
     parser.add_argument(
         "--centralised", action="store_true",
         help="train the same recipe without a federation too, on as many samples, and show it beside",
     )  # fmt: skip
     return parser
+
+
+def with_curves(path: str) -> Path:
+    """The folder of a run that can be shown beside another; one that cannot is told before anything is trained."""
+    if not (Path(path) / "metrics.csv").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{path} has no metrics.csv: give the folder of a run, as runs/<name>/<number>"
+        )
+    return Path(path)
 
 
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
@@ -141,9 +156,15 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
             with server.opened() as run:
                 progress.sent_down = run.service.history.sent_down
                 yield run, progress
+        except KeyboardInterrupt as error:
+            failed(folder, options, f"It was interrupted. --resume {folder.path} goes on with it.")
+            done = len([here for here in server.history if here.contributors])
+            raise KeyboardInterrupt(
+                f"{done} of {recipe.federation.rounds} rounds are done, and kept in {folder.path} with what clients have sent since. "
+                f"The same command with --resume {folder.path} goes on"
+            ) from error
         except BaseException as error:
-            why = "It was interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-            failed(folder, options, f"{why}. --resume {folder.path} goes on with it.")
+            failed(folder, options, f"{error or type(error).__name__}. --resume {folder.path} goes on with it.")
             raise
         finish(recipe, folder, server, options, measuring)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from arclight.cli.arguments import Parser, UsageError, problems_listed, read_as
 from arclight.cli.federate import folder_of, opened, run_parser
 from arclight.cli.federated_schema import FederatedRecipe
-from arclight.federated.protocol import Evaluate, Fit, Message, Receipt, Update, Wait, Welcome
+from arclight.federated.errors import FederatedError
+from arclight.federated.protocol import Evaluate, Fit, Leave, Message, Receipt, Update, Wait, Welcome
 from arclight.trainer.report import size_text
 
 if TYPE_CHECKING:
@@ -60,15 +62,29 @@ def serve(arguments: list[str]) -> None:
     from arclight.federated.transports.http_server import HttpServer
 
     give_back_freed_memory()
-    folder = folder_of(recipe, options)
-    with (
-        opened(recipe, folder, options) as (run, progress),
-        HttpServer(Watched(run.service, progress), where, run.blobs) as server,
-    ):
-        progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
-        progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
-        run.wait()
-        run.let_nodes_hear()
+    with closing(bound(where)) as here:
+        folder = folder_of(recipe, options)
+        with (
+            opened(recipe, folder, options) as (run, progress),
+            HttpServer(Watched(run.service, progress), where, run.blobs, here) as server,
+        ):
+            progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
+            progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
+            run.wait()
+            run.let_nodes_hear()
+
+
+def bound(where: Listening) -> socket.socket:
+    """A socket that listens there. Raises UsageError where that cannot be, before anything of the run is made."""
+    from arclight.federated.transports.http_server import bind
+
+    try:
+        return bind(where.host, where.port)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise UsageError(
+            f"--address {where.host}:{where.port}: {why}; name another port, or 0 for a free one"
+        ) from error
 
 
 def listening(options: Namespace) -> Listening:
@@ -76,8 +92,9 @@ def listening(options: Namespace) -> Listening:
     from arclight.federated.transports.settings import Listening, is_loopback
 
     host, colon, port = options.address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise UsageError(f"--address {options.address}: write host:port, as in 0.0.0.0:{DEFAULT_PORT}")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        named = options.address.rstrip(":") or "127.0.0.1"
+        raise UsageError(f"--address {options.address}: write host:port, as in {named}:{DEFAULT_PORT}")
     flags = {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--node-keys": options.node_keys}
     missing = [flag for flag, value in flags.items() if value is None]
     if missing and not is_loopback(host):
@@ -115,7 +132,7 @@ def join(arguments: list[str]) -> None:
 
     folder = options.folder or Path("runs") / "nodes" / options.name
     key = NodeKey.read(options.key) if options.key else None
-    site = Site(options.data, overrides)
+    site = Site(options.data, overrides, options.client)
     link = Told(
         HttpLink(
             options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
@@ -132,8 +149,15 @@ def join(arguments: list[str]) -> None:
         return node
 
     with written_down(folder), closing(link):
-        while (node := work()).another:
-            print(f"{node.closed}; what was finished for that is kept", flush=True)
+        try:
+            while (node := work()).another:
+                print(f"{node.closed}; what was finished for that is kept", flush=True)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(
+                f"node {options.name} has left. What its clients have done is kept in {folder}: the same command goes on"
+            ) from error
+    if node.failed:
+        raise FederatedError(f"node {options.name} ends: {node.closed}")
     print(f"node {options.name} is done: {node.closed}")
 
 
@@ -187,7 +211,11 @@ class Told:
         answer = self._link.send(message)
         match answer:
             case Welcome():
-                self._site.recipe = answer.recipe
+                try:
+                    self._site.take(answer.recipe)
+                except BaseException:
+                    self._link.send(Leave(node=getattr(message, "node", ""), session=answer.session))
+                    raise
                 self._show(f"joined run {answer.run}" + (" again" if answer.run == self._run else ""))
                 self._run = answer.run
             case Fit():
@@ -245,6 +273,7 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
         help="how long a server that does not answer is tried again (default: %(default)s)",
     )  # fmt: skip
     options, overrides = parser.parse_known_args(arguments)
+    parser.check_spelling(overrides)
     wrong = [word for word in overrides if word.startswith("--") and not word[2:].startswith(OF_THE_NODE)]
     if wrong:
         raise UsageError(
@@ -254,16 +283,23 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
         raise UsageError(f"--client {strange[0]}: clients are numbered, from 0 to one less than federation.clients")
     if options.data is not None and len(options.client) != 1:
         raise UsageError("--data are one client's: say whose with --client N")
+    if options.data is not None and "://" not in options.data and not Path(options.data).exists():
+        raise UsageError(f"--data {options.data}: there is no such file or folder")
     return options, overrides
 
 
 class Site:
     """What a node trains clients with: the server's recipe, with what is otherwise here. It goes to worker processes as it is."""
 
-    def __init__(self, data: str | None, overrides: list[str]) -> None:
-        self._data, self._overrides = data, overrides
-        self.recipe: dict[str, Any] = {}
-        """As the server has sent it when the node joined."""
+    def __init__(self, data: str | None, overrides: list[str], clients: Sequence[str] = ()) -> None:
+        self._data, self._overrides, self._clients = data, overrides, tuple(clients)
+        self._recipe: dict[str, Any] = {}
+
+    def take(self, recipe: dict[str, Any]) -> None:
+        """The recipe that the server has sent when the node joined. Raises UsageError where it cannot be used here."""
+        self._recipe = recipe
+        for client in self._clients or ("0",) if recipe else ():
+            self._at(client)
 
     def client(self, name: str) -> Client:
         from arclight.federated.clients.client import Client
@@ -272,17 +308,21 @@ class Site:
 
     def learner(self, client: str, folder: Path) -> Learner:
         """For a client of the recipe that the server has sent. Raises UsageError where it cannot be used here."""
-        from arclight.cli.federated_sites import at_site, learner_at, with_data
+        from arclight.cli.federated_sites import learner_at
+
+        return learner_at(self._at(client), folder)
+
+    def _at(self, client: str) -> FederatedRecipe:
+        from arclight.cli.federated_sites import at_site, with_data
         from arclight.recipe import read
 
-        if not self.recipe:
+        if not self._recipe:
             raise UsageError(
                 "the server has sent no recipe: it was not started by `arclight federate serve`, but by a program of its own"
             )
         with problems_listed("the server's recipe cannot be used here"):
-            recipe = read(FederatedRecipe, self.recipe, self._overrides)
-        recipe = at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
-        return learner_at(recipe, folder)
+            recipe = read(FederatedRecipe, self._recipe, self._overrides)
+        return at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
 
 
 # -- keys ----------------------------------------------------------------------------------------------------------

@@ -137,8 +137,8 @@ class Progress:
             f"agreement {sum(record.drift.values()) / len(record.drift):.2f}" if record.drift else "",
             clock_text(self._clock() - here.began),
         ]
+        self._open, self._waiting = None, ""
         self._say(f"{bold(f'round {here.number}/{self._rounds}')}  " + "  ".join(part for part in parts if part))
-        self._open = None
 
     def _say(self, text: str) -> None:
         self._clear()

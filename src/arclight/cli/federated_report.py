@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.federate import with_curves
 from arclight.cli.federated_charts import Stack, stacked_bars
 from arclight.federated.rounds.history_file import has_history, read_history
 from arclight.trainer.curves import Chart, best_point, last_finite, number_text
@@ -31,7 +32,7 @@ def report(arguments: list[str]) -> None:
     parser = Parser(prog="arclight federate report", description="Write the page of a federated run anew.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument(
-        "--beside", type=Path, metavar="RUN", help="a centralised run whose curves are shown beside these"
+        "--beside", type=with_curves, metavar="RUN", help="a centralised run whose curves are shown beside these"
     )
     options = parser.parse_args(arguments)
     if not has_history(options.run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, build, steps_in, weights_of
 from tests.waiting import wait_until
 
+from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.clients.workers import Workers
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.travel import Travel
-from arclight.federated.protocol import Failed, Update
+from arclight.federated.protocol import Failed, Fit, Leave, Update
 from arclight.federated.transports.in_process import InProcess
 
 CPU = {"accelerator": "cpu"}
@@ -90,6 +91,34 @@ def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: lis
     assert victim not in {pid for pid, _ in steps()[-4:]}  # a client may have moved to the other worker before, too
     assert not server.of(Failed)
     assert sorted(server.measured[3]) == list(names)
+
+
+class Interrupted(Workers):
+    """Whoever is at the terminal has had enough at the third step."""
+
+    said: list[Any]
+
+    def fit(self, order: Fit, weights: FolderStore, progress: Callable[[int, float | None], None]) -> Update:
+        def until_then(steps: int, loss: float | None) -> None:
+            if steps >= 3:
+                raise KeyboardInterrupt
+            progress(steps, loss)
+
+        return super().fit(order, weights, until_then)
+
+    def close(self) -> None:
+        assert not self.said or isinstance(self.said[-1], Leave), "the server hears of it before workers have ended"
+        super().close()
+
+
+def test_an_interrupted_node_leaves_and_breaks_off_what_is_trained(tmp_path: Path, crews: list[Workers]) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=200)
+    crew = Interrupted([client_of("a", tmp_path, pause=0.3)])
+    crew.said = server.said
+    crews.append(crew)
+    with pytest.raises(KeyboardInterrupt):
+        Node(InProcess(server), crew, tmp_path / "node", "n").run()
+    assert len(steps_in(tmp_path / "a.steps")) <= 6
 
 
 def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, crews: list[Workers]) -> None:

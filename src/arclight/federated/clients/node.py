@@ -86,6 +86,11 @@ class Node:
         """Whether it ended because the server is at another run now, which a new node may join with the same folder."""
         return self._session.another
 
+    @property
+    def failed(self) -> bool:
+        """Whether it ended because the run could not go on, or has no place for it."""
+        return self._session.failed
+
     def run(self) -> None:
         """Join, and work until the run is over or `stop` is called. Raises what ended the node otherwise."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -109,8 +114,8 @@ class Node:
             self.closed = str(closed)
         finally:
             self._stopping.set()
+            self._session.leave()  # before workers end, which takes seconds
             self._crew.close()
-            self._session.leave()
         if self._error is not None:
             raise self._error
 
@@ -177,7 +182,7 @@ class Node:
                             log.info("node %s waits for %s", self.name, about or "work")
                         self._stopping.wait(answer.seconds)
                     case Close():
-                        raise ClosedError(answer.why)
+                        raise self._session.closed(answer)
                     case _:
                         raise ProtocolError(f"the server answered {answer.kind!r} to an ask")
         except ClosedError as closed:
@@ -319,13 +324,8 @@ class Node:
 
         def failure(session: str) -> Message:
             return Failed(
-                node=self.name,
-                session=session,
-                client=order.client,
-                round=order.round,
-                error=str(what),
-                again=what.again,
-            )
+                node=self.name, session=session, client=order.client, round=order.round, error=str(what), again=what.again
+            )  # fmt: skip
 
         self._receipt(failure, f"failure of {order.client}")
 
@@ -372,7 +372,7 @@ class Node:
     def _receipt(self, make: Callable[[str], Message], about: str) -> Receipt:
         answer = self._session.say(make)
         if isinstance(answer, Close):
-            raise ClosedError(answer.why)
+            raise self._session.closed(answer)
         if not isinstance(answer, Receipt):
             raise ProtocolError(f"the server answered {answer.kind!r} to the {about}")
         return answer

@@ -61,6 +61,8 @@ class Session:
         self._stopping = stopping
         self.another = False
         """Whether the server has begun another run meanwhile, which the node can join when it starts anew."""
+        self.failed = False
+        """Whether the server has ended it because the run could not go on, or has no place for the node."""
 
     @property
     def welcome(self) -> Welcome:
@@ -90,7 +92,7 @@ class Session:
                         )
                         return answer
                     case Close():
-                        raise ClosedError(answer.why)
+                        raise self.closed(answer)
                     case Wait():
                         log.info("node %s waits to join: %s", self.node, answer.about)
                         self._pause(
@@ -141,6 +143,11 @@ class Session:
         except (LinkError, SessionError) as error:
             log.debug("node %s: %s", self.node, error)
             return None
+
+    def closed(self, answer: Close) -> ClosedError:
+        """What to raise where the server has answered so."""
+        self.failed = answer.failed
+        return ClosedError(answer.why)
 
     def leave(self) -> None:
         if self._welcome is not None:

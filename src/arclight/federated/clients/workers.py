@@ -176,6 +176,7 @@ class Group:
         """End the processes, in order if they can."""
         with suppress(WorkerDiedError):
             if self._processes:
+                self._tell({"do": "cancel", "why": "the node ends"})  # what is under way goes on when the node is back
                 self._tell({"do": "close"})
         for process in self._processes:
             process.join(_TO_END / 4)

@@ -119,9 +119,9 @@ def _join(c: Coordinator, event: ev.Joined, now: float) -> Decision:
         return Decision(event=event, now=now, commands=(Answer(to=event.to, plan=plan), *others), notes=notes)
 
     if c.state.ended is not None:
-        return answer(Close(why=c.state.ended))
+        return answer(Close(why=c.state.ended, failed=c.state.failed))
     if strange := [client for client in event.clients if c.roster.index(client) is None]:
-        return answer(Close(why=f"this run has no client {strange[0]!r} ({len(strange)} such)"))
+        return answer(Close(why=f"this run has no client {strange[0]!r}: its clients are {c.roster}", failed=True))
     here = c.present.nodes.get(event.node)
     if here is None or here.lost is not None or not event.process or here.process in ("", event.process):
         former = () if here is None else tuple(unknown_session(to, c.state.committed) for to in here.asks)
@@ -131,7 +131,10 @@ def _join(c: Coordinator, event: ev.Joined, now: float) -> Decision:
     ago = f"it was heard {now - here.heard:.1f} s ago"
     if challenger == event.process and here.heard > since + waiting.beat_every:
         return answer(
-            Close(why=f"another process works as node {event.node!r} ({ago}): give each node a name of its own")
+            Close(
+                why=f"another process works as node {event.node!r} ({ago}): give each node a name of its own",
+                failed=True,
+            )
         )
     about = f"node {event.node!r} is here from another process ({ago}); it counts as lost {waiting.silence} s after its last word"
     wait = Wait(seconds=max(0.0, here.heard + waiting.silence - now) + waiting.beat_every / 2, about=about)
@@ -185,7 +188,7 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
 
 def _ask(c: Coordinator, event: ev.Asked, node: Node, now: float) -> tuple[Command, ...]:
     if c.state.ended is not None:
-        return (Answer(to=event.to, plan=Close(why=c.state.ended)),)
+        return (Answer(to=event.to, plan=Close(why=c.state.ended, failed=c.state.failed)),)
     again = next((task.work for task in node.tasks.values() if _unknown(c, task, now)), None)
     work = again or node.next()
     if work is not None:

@@ -44,6 +44,11 @@ class Roster:
             return None
         return number if number < self._size else None
 
+    def __str__(self) -> str:
+        if self._names is None:
+            return f"0 to {self._size - 1}"
+        return ", ".join(self._names[:8]) + (f" and {self._size - 8} more" if self._size > 8 else "")
+
     def sort(self, names: Collection[str]) -> tuple[str, ...]:
         """Names in the clients' order. Raises KeyError for one that is none."""
         places = {name: self.index(name) for name in names}

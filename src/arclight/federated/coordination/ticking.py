@@ -30,7 +30,7 @@ def tick(c: Coordinator, event: Event, now: float) -> Decision:
     if c.state.committed < 0:
         return Decision(event=event, now=now)
     if c.state.ended is not None:
-        closing = tuple(Answer(to=to, plan=Close(why=c.state.ended)) for to in c.present.asks)
+        closing = tuple(Answer(to=to, plan=Close(why=c.state.ended, failed=c.state.failed)) for to in c.present.asks)
         return Decision(event=event, now=now, commands=closing)
     if c.present.timers and c.present.timers[0].at <= now:
         return _ring(c, event, c.present.timers[0], now)
@@ -60,7 +60,7 @@ def plan(c: Coordinator, work: Work, now: float) -> FitPlan | EvaluatePlan:
 
 
 def end(c: Coordinator, event: Event, now: float, why: str, *, failed: bool) -> Decision:
-    closing = tuple(Answer(to=to, plan=Close(why=why)) for to in c.present.asks)
+    closing = tuple(Answer(to=to, plan=Close(why=why, failed=failed)) for to in c.present.asks)
     return Decision(
         event=event, now=now, records=(RunEnded(why=why, failed=failed),), commands=(*closing, ev.End(why=why, failed=failed))
     )  # fmt: skip

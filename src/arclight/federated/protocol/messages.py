@@ -304,6 +304,8 @@ class Close(Message):
     """The run is over for this node."""
 
     why: str
+    failed: bool = False
+    """Whether the run could not go on, or has no place for this node."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,8 @@ class Driver:
     def ask(self, event: Callable[[str], events.Said], wait: float = 0.0) -> Plan:
         """Let a node's event happen and return the answer to it, which may be held for ``wait`` seconds.
 
-        Raises PausedError where nothing can be written just now, FederatedError where the run has ended by an error.
+        Raises PausedError where nothing can be written just now, LinkError where the server stops meanwhile, and FederatedError
+        where the run has ended by an error.
         """
         to = str(next(self._names))
         with self._lock:
@@ -110,6 +111,8 @@ class Driver:
             while to not in self._answers:
                 if self.error is not None:
                     raise FederatedError(f"the server has failed: {self.error}") from self.error
+                if self._closing:
+                    raise LinkError("the server stops; ask again when it is back")
                 left = until - time.monotonic()
                 if left <= 0 and not self._paused:
                     raise FederatedError(f"an ask was not answered for {wait + _HELD_LONGER:g} s: {event(to)}")

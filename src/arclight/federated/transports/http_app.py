@@ -91,6 +91,8 @@ class App:
                 return _refused(request, 413, str(error))
             except BlobError as error:
                 return _refused(request, 404, str(error))
+            except asyncio.CancelledError:  # uvicorn stops, and waits no longer for what is held
+                return _refused(request, 503, "the server stops; ask again when it is back")
             except LinkError as error:  # the server cannot answer now; it will
                 return _refused(request, 503, str(error))
             except FederatedError as error:
