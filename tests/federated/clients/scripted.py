@@ -123,6 +123,8 @@ class Scripted:
                         run=self.run, client=client, round=self.round, base=manifest.digest, weights=manifest
                     )
         if self.round > self.rounds or not self.clients:
+            if self.evaluate and not set(self.clients) <= self.measured.get(self.round, {}).keys():
+                return Wait(seconds=0.02, about="measures that are under way")
             return Close(why="all rounds are done")
         for client in clients:
             if client in self.clients and client not in {*self.given, *self.updates}:
