@@ -55,7 +55,7 @@ def names_are_the_models(model: nn.Module, pipe: Pipe) -> None:
     assert set().union(*(stage.state_dict() for stage in pipe.stages)) == set(model.state_dict())
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_is_cut_without_its_authors_help(name: str, stages: int) -> None:
     kind = ZOO[name]
