@@ -12,6 +12,7 @@ import torch
 
 from arclight.checkpoint import load_weights
 from arclight.cli.export import load_detector
+from arclight.federated.rounds.history_file import read_history
 
 Typed = Callable[[str], tuple[int, str, str]]
 
@@ -64,7 +65,7 @@ def test_a_round_goes_wherever_a_checkpoint_goes(photos: Path, typed: Typed, fol
     status, _, err = typed(f"validate runs/sites/1/recipe.toml --checkpoint {ROUND} --json values.json")
     assert status == 0, err
     measured = json.loads(Path("values.json").read_text())[0]
-    told = json.loads(Path("runs/sites/1/history.json").read_text())[-1]["metrics"]
+    told = read_history(folder / "runs/sites/1")[-1]["metrics"]
     assert measured["val/loss"] == pytest.approx(told["val/loss"], rel=1e-5)
     status, _, err = typed(f"train central.toml --task.weights {ROUND} --task.optimizer.lr 1e-30")
     assert status == 0, err
@@ -94,5 +95,5 @@ def test_a_federation_begins_with_a_centralised_detector(
     status, _, err = typed(f"federate sites.toml --task.weights {start} --federation.evaluate_on {measured_by}")
     assert status == 0, err
     assert same(load_weights("runs/sites/1/rounds/000000"), load_weights(start))
-    history = json.loads(Path("runs/sites/1/history.json").read_text())
+    history = read_history(folder / "runs/sites/1")
     assert [here["clock"] for here in history] == [0, 1]
