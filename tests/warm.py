@@ -143,6 +143,7 @@ def _run(words: list[str], cwd: str, env: dict[str, str], out: Any, err: Any) ->
         os.dup2(stream.detach(), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.setsid()
+    mp.set_start_method(None, force=True)  # this process was started in a way of its own; what it starts is not
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
