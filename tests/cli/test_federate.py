@@ -22,7 +22,7 @@ from arclight.cli.federated_progress import Progress
 from arclight.cli.federated_report import federated_report
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.coordination import events, records
-from arclight.federated.protocol import Beat
+from arclight.federated.protocol import Beat, Doing
 from arclight.federated.rounds.history_file import read_history
 from arclight.recipe import RecipeError, read
 from arclight.trainer.loggers.csv_logger import read_metrics
@@ -522,7 +522,13 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
     stream = Terminal(moves)
     told = Progress(3, stream, clock=lambda: float(next(seconds)))
     told.told(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
-    told.beat(Beat(node="a", session="s", steps={"0": 3, "7": 9}, losses={"0": 2.5}))
+    told.beat(
+        Beat(
+            node="a",
+            session="s",
+            doing=(Doing(client="0", round=1, steps=3, loss=2.5), Doing(client="7", round=1, steps=9)),
+        )
+    )
     told.told(accepted("1", metrics={"train/loss": 1.5}))
     assert ("waiting for client 0 at 3 of 4 (loss 2.500)" in stream.getvalue()) == moves
     told.told(records.UpdateRefused(round=1, client="0", reason="not_finite", message="w has 3 values that are none"))

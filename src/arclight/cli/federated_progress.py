@@ -110,8 +110,11 @@ class Progress:
         with self._lock:
             if self._open is not None:
                 known = set(self._open.clients)
-                self._open.done |= {client: steps for client, steps in beat.steps.items() if client in known}
-                self._open.losses |= {client: loss for client, loss in beat.losses.items() if client in known}
+                for one in beat.doing:
+                    if one.kind == "fit" and one.round == self._open.number and one.client in known:
+                        self._open.done[one.client] = one.steps
+                        if one.loss is not None:
+                            self._open.losses[one.client] = one.loss
 
     def say(self, text: str) -> None:
         """A line that stands."""

@@ -99,6 +99,15 @@ class Federation:
                 f"{self.local_steps} local steps cannot be divided into {self.streaming.fragments} fragments' rounds of equal length"
             )
 
+    @property
+    def overlap(self) -> int:
+        """Rounds of a client whose updates may be under way while its next one is trained."""
+        return self.streaming.overlap if self.streaming is not None else 0
+
+    def lane(self, round: int) -> int:
+        """Rounds that may be under way at the same time have lanes of their own; those of one fragment follow each other in one."""
+        return round % max(self.streaming.fragments, self.overlap + 1) if self.streaming is not None else 0
+
     def _check_noise(self, noise: Noise) -> None:
         """What is counted as private must be: every client moves the sum by at most the clip, once a round."""
         if self.send != "delta" or self.weigh_by != "equal" or self.moments:

@@ -94,7 +94,7 @@ class Scripted:
                     return self._work(self.sessions[message.session].clients)
                 case Beat():
                     self.last_beat = message
-                    return self._receipt(cancel=self.cancel)
+                    return self._receipt(cancel=tuple(one for one in message.doing if one.client in self.cancel))
                 case Update():
                     return self._take(message)
                 case Evaluated():
@@ -122,6 +122,8 @@ class Scripted:
                     return Evaluate(
                         run=self.run, client=client, round=self.round, base=manifest.digest, weights=manifest
                     )
+            if len(self.measured[self.round]) < len(clients):
+                return Wait(seconds=0.02, about="measurements")
         if self.round > self.rounds or not self.clients:
             if self.evaluate and not set(self.clients) <= self.measured.get(self.round, {}).keys():
                 return Wait(seconds=0.02, about="measures that are under way")

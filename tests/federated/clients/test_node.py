@@ -191,7 +191,7 @@ def test_what_another_process_did_in_its_place_leaves_nothing_unsaid(tmp_path: P
         form="delta",
         codec={"kind": "int8", "block": 32},
     )
-    residuals, kept = Residuals(tmp_path / "node" / "run" / "clients" / "a" / "residuals"), []
+    residuals, kept = Residuals(tmp_path / "node" / "run" / "clients" / "a" / "residuals" / "0"), []
 
     def answer(update: Update) -> Receipt | None:
         if update.round == 1:
@@ -321,7 +321,7 @@ def test_a_stopped_node_goes_on_where_it_was(
     assert counts[2].steps == 8, "what was finished is sent, not trained again"
     assert server.round == 4
     assert_equal(server.weights, clean.weights)
-    assert (tmp_path / "node" / "run" / "clients" / "a" / "residuals").exists() == (codec["kind"] == "int8")
+    assert (tmp_path / "node" / "run" / "clients" / "a" / "residuals" / "0").exists() == (codec["kind"] == "int8")
 
 
 class Away:

@@ -17,8 +17,13 @@ import pytest
 import torch
 from tests.federated.clients.scripted import Scripted
 from tests.federated.clients.sites import Net, steps_in, weights_of
+from tests.federated.transports.serving import Line
 
+from arclight.federated.codecs.settings import Int8
+from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Failed, Join, Update
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
 from arclight.federated.transports.http_server import HttpServer
 
 SCRIPT = Path(__file__).parent / "node_script.py"
@@ -86,6 +91,44 @@ def test_a_node_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     assert 0 < again <= 3 + 1, "what the journal has is not done again (nor the step under way)"
     second = server.of(Join)[1]
     assert [(held.round, held.finished) for held in second.held if not held.finished] == [(2, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_node_that_is_killed_while_it_trains_and_sends_comes_to_the_same_weights(
+    tmp_path: Path, workers: int
+) -> None:
+    """A streamed run through a slow line, killed again and again: before, while and after the update of a round goes up."""
+    federation = Federation(
+        clients=1, rounds=5, local_steps=16, evaluate_every=0, journal_every=3, up=Int8(),
+        streaming=Streaming(fragments=2, overlap=1), waiting=Waiting(beat_every=0.3, lease=60.0),
+    )  # fmt: skip
+    ends, kills, overlapped = [], (9, 20), 0
+    for killed in (False, True):
+        torch.manual_seed(1)
+        server = Server(federation, Net(), folder=tmp_path / f"run-{killed}", clients=["a"], run="run")
+        folder = tmp_path / f"node-{killed}"
+        with server.opened() as run, HttpServer(run.service, None, run.blobs) as http:
+            line = Line(http.port)
+            for at in kills if killed else ():
+                line.rate = 15_000
+                with node(line.address, folder, workers, "a") as process:
+                    wait_until(partial(reached, folder / "a.steps", at), f"the client is at step {at}")
+                    before = run.driver.coordinator.state.open.get(at // 8)
+                    overlapped += before is not None and not before.accepted
+                    process.send_signal(signal.SIGKILL)
+                    process.wait(20)
+            line.rate = None
+            with node(line.address, folder, workers, "a") as process:
+                assert process.wait(90) == 0, (folder / "log.txt").read_text()
+            line.close()
+            run.wait(10)
+        ends.append([one.base for one in server.history])
+    assert ends[0] == ends[1]
+    assert overlapped, "an update was on its way when its node was killed in the round after"
+    steps = [step for _, step in steps_in(tmp_path / "node-True" / "a.steps")]
+    assert sorted(set(steps)) == list(range(40))
+    assert len(steps) - 40 <= len(kills) * (3 + 1), "what the journal has is not done again (nor the step under way)"
 
 
 @pytest.mark.slow

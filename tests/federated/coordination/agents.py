@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.federated.coordination.worlds import Plan, World
+from tests.federated.coordination.worlds import Plan, World, kind_of
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.events import EvaluatePlan, FitPlan
-from arclight.federated.protocol import Close, Held, Receipt
+from arclight.federated.protocol import Close, Doing, Held, Receipt
 
 
 class Killed(BaseException):
@@ -36,7 +36,11 @@ class Agent:
         """One beat of the node's life."""
         if not self.closed and (self.session or self._join()):
             self._deliver()
-            self._say(ev.Beaten, steps={self.work.client: self.done} if self.work else {})
+            doing = [] if self.work is None else [self.work]
+            self._say(
+                ev.Beaten,
+                doing=tuple(Doing(client=x.client, round=x.round, kind=kind_of(x), steps=self.done) for x in doing),
+            )
             if self.work is None:
                 self._take()
             else:
@@ -66,7 +70,9 @@ class Agent:
             if plan.reason == "session":
                 self.session = ""
             self.kept = {key: told for key, told in self.kept.items() if key[1] > plan.committed}
-            if self.work is not None and self.work.client in plan.cancel:
+            if self.work is not None and any(
+                one.client == self.work.client and one.round == self.work.round for one in plan.cancel
+            ):
                 self.work = None
         return plan
 

@@ -68,6 +68,7 @@ class Anything(RuleBasedStateMachine):
         plan = self.world.answers.get(request)
         if isinstance(plan, FitPlan | EvaluatePlan):
             node.work[plan.client] = plan
+            node.plans.append(plan)
 
     @precondition(lambda self: any(node.work for node in self.nodes))
     @rule(
@@ -76,7 +77,8 @@ class Anything(RuleBasedStateMachine):
     def work(self, data: st.DataObject, what: str) -> None:
         node = data.draw(st.sampled_from([node for node in self.nodes if node.work]))
         client = data.draw(st.sampled_from(sorted(node.work)))
-        plan = node.work.pop(client)
+        plan = node.work[client]
+        node.forget(client, plan.round)
         common = {"session": node.session, "client": client, "round": plan.round}
         if isinstance(plan, EvaluatePlan) and what == "deliver":
             self.world.said(ev.EvaluatedBy, **common, samples=2, metrics={"loss": 1.0})

@@ -66,10 +66,11 @@ def test_a_streamed_run_steps_a_fragment_each_round_from_the_weights_of_the_roun
         node = Script(InProcess(run.service), {"0": Quadratic(0.0)}, "node")
         node.join()
         bases = []
-        first, ahead = fit(node.ask()), fit(node.ask())  # the second is given while the first is fitted
+        first = fit(node.ask())
+        ahead = fit(node.ask(having=[first]))  # while the first is fitted
         assert [(o.round, o.fragment, o.steps, o.clock) for o in (first, ahead)] == [(1, 1, 1, 0), (2, 0, 1, 1)]
         assert first.base == ahead.base
-        assert isinstance(node.ask(wait=0.1), Wait)
+        assert isinstance(node.ask(wait=0.1, having=[first, ahead]), Wait)
         for order in (first, ahead):
             send(node, order)
         while not isinstance(order := node.ask(), Close):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.driving import drive
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened, UpdatesLost
-from arclight.federated.protocol import Close, Held, Receipt, Wait
+from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
 from arclight.federated.settings import Federation
 
 Plan = ev.Welcoming | FitPlan | EvaluatePlan | Wait | Close | Receipt
@@ -123,6 +124,9 @@ class NodeHere:
     process: str
     session: str = ""
     work: dict[str, FitPlan | EvaluatePlan] = field(default_factory=dict)
+    """The newest of each client."""
+    plans: list[FitPlan | EvaluatePlan] = field(default_factory=list)
+    """All that it has said that it has."""
 
     def join(self, held: Sequence[Held] = ()) -> Plan:
         session = next(self.world._sessions)
@@ -133,23 +137,35 @@ class NodeHere:
             self.session = session
         return plan
 
-    def beat(self, steps: dict[str, int] | None = None) -> Receipt:
-        plan = self.world.said(
-            ev.Beaten, session=self.session, steps=dict.fromkeys(self.work, 0) if steps is None else steps
+    def doing(self, steps: dict[str, int] | None = None) -> tuple[Doing, ...]:
+        """What it has, or of that what is of the clients in ``steps``."""
+        here = [plan for plan in (*self.plans, *self.work.values()) if steps is None or plan.client in steps]
+        return tuple(
+            Doing(client=plan.client, round=plan.round, kind=kind_of(plan), steps=(steps or {}).get(plan.client, 0))
+            for plan in dict.fromkeys(here)
         )
+
+    def beat(self, steps: dict[str, int] | None = None) -> Receipt:
+        plan = self.world.said(ev.Beaten, session=self.session, doing=self.doing(steps))
         assert isinstance(plan, Receipt)
-        for client in plan.cancel:
-            self.work.pop(client, None)
+        for one in plan.cancel:
+            self.forget(one.client, one.round)
         return plan
 
+    def forget(self, client: str, round: int) -> None:
+        self.plans = [plan for plan in self.plans if (plan.client, plan.round) != (client, round)]
+        if client in self.work and self.work[client].round == round:
+            del self.work[client]
+
     def hold(self, wait: float = 20.0) -> str:
-        return self.world.ask(ev.Asked, session=self.session, wait=wait)
+        return self.world.ask(ev.Asked, session=self.session, wait=wait, doing=self.doing())
 
     def take(self, wait: float = 0.0) -> Plan:
         """What there is to do now."""
         plan = self.world.answers[self.hold(wait)]
         if isinstance(plan, FitPlan | EvaluatePlan):
             self.work[plan.client] = plan
+            self.plans.append(plan)
         return plan
 
     def deliver(self, client: str, round: int | None = None, digest: str | None = None) -> Receipt:
@@ -161,12 +177,14 @@ class NodeHere:
         )  # fmt: skip
         assert isinstance(plan, Receipt)
         if plan.accepted:
-            self.work.pop(client, None)
+            self.forget(client, round)
         return plan
 
     def fail(self, client: str, *, again: bool = False, error: str = "out of memory") -> Receipt:
+        round = self.work[client].round
+        self.forget(client, round)
         plan = self.world.said(
-            ev.WorkFailed, session=self.session, client=client, round=self.work.pop(client).round, error=error, again=again
+            ev.WorkFailed, session=self.session, client=client, round=round, error=error, again=again
         )  # fmt: skip
         assert isinstance(plan, Receipt)
         return plan
@@ -178,8 +196,12 @@ class NodeHere:
             if isinstance(plan, FitPlan):
                 done += self.deliver(plan.client).accepted
             else:
-                self.work.pop(plan.client)
+                self.forget(plan.client, plan.round)
                 self.world.said(
                     ev.EvaluatedBy, session=self.session, client=plan.client, round=plan.round, samples=4, metrics={"loss": 0.5}
                 )  # fmt: skip
         return done
+
+
+def kind_of(plan: FitPlan | EvaluatePlan) -> Literal["fit", "evaluate"]:
+    return "fit" if isinstance(plan, FitPlan) else "evaluate"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,11 +13,13 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.opening import open_manifest
 from arclight.federated.blobs.packing import Encoded, write_blobs
 from arclight.federated.clients import Outcome
+from arclight.federated.clients.keeping import Keep
 from arclight.federated.codecs.encoding import decode, encode
 from arclight.federated.codecs.settings import from_table
 from arclight.federated.protocol import (
     Ask,
     Close,
+    Doing,
     Evaluate,
     Evaluated,
     Fit,
@@ -49,6 +51,8 @@ class Quadratic:
                     tensor.sub_(self.lr * (tensor - self.target))
             self.steps += 1
             progress(step + 1, None)
+        if order.fragment is not None:
+            now = {key: now[key] for key in Keep.of(order).travel.up(now, order.round)}
         return Outcome(
             tensors=now,
             samples=self.samples * order.steps,
@@ -88,8 +92,10 @@ class Script:
             self.session = answer.session
         return answer
 
-    def ask(self, wait: float = 20.0) -> Message:
-        return self.link.send(Ask(node=self.name, session=self.session, wait=wait))
+    def ask(self, wait: float = 20.0, having: Sequence[Fit] = ()) -> Message:
+        """What there is to do; ``having``: orders that are here already."""
+        doing = tuple(Doing(client=order.client, round=order.round) for order in having)
+        return self.link.send(Ask(node=self.name, session=self.session, wait=wait, doing=doing))
 
     def weights(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         opened = open_manifest(manifest, self.link.blobs)

@@ -45,7 +45,10 @@ def serve(settings: Federation, folder: Path, port: int, used: list[tuple[int, s
 
     logging.basicConfig(filename=folder.with_name("server.log"), level=logging.INFO)
     began = time.monotonic()
-    server = Server(settings, start_weights(), folder=folder, inject=inject if used is not None else None)
+    weights = start_weights()
+    if settings.streaming is not None:  # fragments are dealt by blocks
+        weights = {f"blocks.{number}.{name}": value for number, (name, value) in enumerate(weights.items())}
+    server = Server(settings, weights, folder=folder, inject=inject if used is not None else None)
     server.serve(Listening(port=port), ready=lambda http: told.send(("ready", time.monotonic() - began)))
     told.send(("done", None))
 

@@ -16,17 +16,18 @@ from tests.federated.server.serving import LIMIT, Nodes, Servers, outcome
 
 from arclight.federated.clients import Outcome
 from arclight.federated.coordination.journal import read
-from arclight.federated.coordination.settings import Waiting
+from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Fit
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
 
 
-def settings(rounds: int) -> Federation:
+def settings(rounds: int, streaming: Streaming | None = None) -> Federation:
     return Federation(
         clients=2,
         rounds=rounds,
-        local_steps=3,
+        local_steps=3 * (streaming.fragments if streaming is not None else 1),
+        streaming=streaming,
         strategy=FedNesterov(),
         waiting=Waiting(beat_every=0.2, lease=30.0),
         keep_rounds=2,
@@ -37,9 +38,11 @@ def learners() -> dict[str, dict[str, Quadratic]]:
     return {"left": {"0": Quadratic(1.0, samples=3)}, "right": {"1": Quadratic(-2.0, samples=5)}}
 
 
-def through(folder: Path, rounds: int, skip: int) -> tuple[int, dict[str, object], list[float]]:
+def through(
+    folder: Path, rounds: int, skip: int, streaming: Streaming | None = None
+) -> tuple[int, dict[str, object], list[float]]:
     """A run whose server is killed at every ``skip + 1``-th point of its journal's writes; kills, outcome, seconds to be back."""
-    servers, trained = Servers(settings(rounds), folder / "run"), learners()
+    servers, trained = Servers(settings(rounds, streaming), folder / "run"), learners()
     used: list[tuple[int, str]] | None = [] if skip >= 0 else None
     kills = 0
     with Nodes(folder / "nodes", servers.port, trained) as nodes:
@@ -66,9 +69,10 @@ def _next(at: tuple[int, str], count: int) -> list[tuple[int, str]]:
     return [((first + step) // 4, points[(first + step) % 4]) for step in range(1, count + 1)]
 
 
-def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path) -> None:
-    _, undisturbed, _ = through(tmp_path / "a", 3, -1)
-    kills, disturbed, _ = through(tmp_path / "b", 3, 4)
+@pytest.mark.parametrize("streaming", [None, Streaming(fragments=2, overlap=1)])
+def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path, streaming: Streaming | None) -> None:
+    _, undisturbed, _ = through(tmp_path / "a", 3, -1, streaming)
+    kills, disturbed, _ = through(tmp_path / "b", 3, 4, streaming)
     assert kills >= 15
     assert disturbed == undisturbed
 

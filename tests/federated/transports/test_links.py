@@ -19,7 +19,7 @@ from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError, ProtocolError, SessionError
-from arclight.federated.protocol import Ask, Beat, Close, Entry, Join, Manifest, Receipt, Update, Wait, Welcome
+from arclight.federated.protocol import Ask, Beat, Close, Doing, Entry, Join, Manifest, Receipt, Update, Wait, Welcome
 from arclight.federated.transports.http_link import HttpLink
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.in_process import InProcess
@@ -110,7 +110,7 @@ def join(link: Link) -> str:
 
 def test_a_node_joins_and_is_heard(pair: Pair) -> None:
     session = join(pair.link)
-    beat = Beat(node="a", session=session, steps={"left": 7}, losses={"left": 0.25})
+    beat = Beat(node="a", session=session, doing=(Doing(client="left", round=1, steps=7, loss=0.25),))
     assert pair.link.send(beat) == Receipt(accepted=True)
     assert pair.server.said[-1] == beat
     assert pair.link.send(Ask(node="a", session=session, wait=0.01)) == Wait(seconds=0.0, about="nothing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from arclight.federated.blobs.folder import FolderStore
@@ -11,23 +11,27 @@ from arclight.federated.blobs.store import BlobStore
 _AT_ONCE = 4
 
 
-def transfer(digests: Iterable[str], source: BlobStore, target: BlobStore) -> None:
+def transfer(
+    digests: Iterable[str], source: BlobStore, target: BlobStore, wanted: Callable[[], None] = lambda: None
+) -> None:
     """Put the blobs that ``target`` does not have yet, and give back the room that copies on the way took.
 
-    All are tried; then the first error is raised: BlobError, LinkError, OSError (ENOSPC) as the stores raise them.
+    All are tried; then the first error is raised: BlobError, LinkError, OSError (ENOSPC) as the stores raise them, and what
+    ``wanted`` does, which is called before each.
     """
 
     def one(digest: str) -> None:
+        wanted()
         if target.size(digest) is None:
             file = source.file(digest)  # verified
             target.adopt(digest, file) if isinstance(target, FolderStore) else target.put(digest, file)
         source.forget(digest)
         target.forget(digest)
 
-    if len(wanted := list(digests)) == 1:
-        one(wanted[0])
+    if len(names := list(digests)) == 1:
+        one(names[0])
         return
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="arclight-transfer") as pool:
-        done = [pool.submit(one, digest) for digest in wanted]
+        done = [pool.submit(one, digest) for digest in names]
     for transferred in done:
         transferred.result()

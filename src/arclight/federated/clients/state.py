@@ -1,19 +1,21 @@
-"""What a client leaves on its site's disk: how far it is, for people and restarts, and updates until the server has them for good.
+"""What a client leaves on its site's disk: what it is at, for people and restarts, and updates until the server has them for good.
 
-    client.json             what it does, what is finished, what the server has taken
+    client.json             whose folder it is, and the rounds that it has begun: written by the node alone
     states/                 its training: see `States`
-    finished/<round>/       update.json and its blobs, and the residuals that encoding left
-    residuals/              those that the next encoding goes on from, once an update has been taken
+    finished/<round>/       update.json and its blobs, the residuals that encoding left, and `taken` once the server has it
+    residuals/<lane>/       those that the next encoding of the lane goes on from: of the newest update that the server has taken
 
-A round is finished in one step: the folder with all of it is renamed into its place, or nothing of it is there. ``states/`` wait
-for the disk. An update does not where nothing was left unsaid: one that a power failure has damaged is not there either, and is
-made again from the client's state when the server asks for it.
+Whoever trains the client puts a finished round there, with all that is of it, by one rename: it is there or it is not, and nothing
+else has to be written down. From then on it is the node's, which sends and removes it, maybe while the next round is trained.
+``states/`` wait for the disk. An update does not where nothing was left unsaid: one that a power failure has damaged is not there
+either, and is made again from the client's state when the server asks for it.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -33,29 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
-_FILE = "client.json"
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A round that the client has been asked for."""
-
-    round: int
-    base: str
-    fragment: int | None = None
-
-    @classmethod
-    def of(cls, order: Fit) -> Begun:
-        return cls(order.round, order.base, order.fragment)
-
-
-@dataclass(frozen=True)
-class Finished(Begun):
-    """A round whose update lies here."""
-
-    taken: bool = False
-    """Whether the server has it; it is kept until the round is committed all the same."""
+VERSION = 2
+_FILE, _UPDATE, _TAKEN = "client.json", "update.json", "taken"
 
 
 @dataclass(frozen=True)
@@ -64,116 +45,55 @@ class Account:
 
     client: str
     run: str
-    begun: Begun | None = None
-    finished: tuple[Finished, ...] = ()
+    begun: tuple[int, ...] = ()
+    """Rounds that the client was asked for and that are not finished."""
     version: int = VERSION
     about: str = field(
         default="the state of a client of an arclight federation; its files are explained in arclight.federated.clients.state"
     )
 
 
-class ClientFolder:
-    """One client's folder for one run. One process at a time writes there; others look at it with ``writes=False``."""
+class Finished:
+    """A client's finished rounds, each a folder. Used by who trains the client and by its node, each of which touches its own."""
 
-    def __init__(self, folder: Path, client: str, run: str, *, writes: bool = True) -> None:
-        self.folder, self.residuals = folder, Residuals(folder / "residuals")
-        if not writes:
-            self.account = self._read(client, run) or Account(client=client, run=run)
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        replacing.sweep(folder)
-        replacing.sweep(folder / "finished")
-        found = self._read(client, run)
-        self.account = found or Account(client=client, run=run)
-        if found is None:
-            self._write(self.account)
-        there = tuple(one for one in self.account.finished if self._is_whole(one))
-        if len(there) != len(self.account.finished):
-            self._write(replace(self.account, finished=there))
-        self._remove_unknown()
+    def __init__(self, folder: Path) -> None:
+        """``folder``: the client's."""
+        self._folder = folder / "finished"
+        self._residuals = folder / "residuals"
 
-    def _is_whole(self, one: Finished) -> bool:
-        try:
-            needed, blobs = self.update_of(one).manifest.blobs, self.blobs_of(one)
-        except FederatedError as error:
-            log.warning("round %d of client %s is lost here: %s", one.round, self.account.client, error)
-            return False
-        if lost := [digest for digest, size in needed.items() if blobs.size(digest) != size]:
-            log.warning("round %d of client %s is lost here: blob %s", one.round, self.account.client, lost[0][:12])
-        return not lost
+    def rounds(self) -> list[int]:
+        """Those that are there, oldest first."""
+        entries = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(int(path.name) for path in entries if path.name.isdigit())
 
-    def _remove_unknown(self) -> None:
-        """What a process left that was killed just before it noted a finished round, or just after it forgot one."""
-        known, rounds = {self._place(one) for one in self.account.finished}, self.folder / "finished"
-        for path in sorted(rounds.iterdir()) if rounds.is_dir() else ():
-            if path not in known and not path.name.startswith("."):
-                replacing.retire(path)
-
-    # -- a round -----------------------------------------------------------------------------------------------------
-
-    def begin(self, order: Fit) -> None:
-        """Note that the client works on a round: after a restart its node offers to go on with it."""
-        if self.account.begun != Begun.of(order):
-            self._write(replace(self.account, begun=Begun.of(order)))
-
-    def finished(self, order: Fit) -> Update | None:
+    def of(self, order: Fit) -> Update | None:
         """The update of that round, from those weights, if it is there."""
-        wanted = Begun.of(order)
-        for one in self.account.finished:
-            if (one.round, one.base, one.fragment) == (wanted.round, wanted.base, wanted.fragment):
-                return self.update_of(one)
-        return None
+        if not (self._place(order.round) / _UPDATE).exists():
+            return None
+        update = self.update(order.round)
+        return update if (update.manifest.base, update.fragment) == (order.base, order.fragment) else None
 
     @contextmanager
-    def finishing(self, order: Fit, *, durable: bool) -> Iterator[Path]:
-        """A folder to write ``update.json``, blobs and residuals into; it is the round's when the block ends.
+    def making(self, order: Fit, *, durable: bool) -> Iterator[Path]:
+        """A folder to write ``update.json``, ``blobs`` and ``residuals/<lane>`` into; it is the round's when the block ends.
 
         durable: whether a power failure may not lose it: residuals cannot be made again once the server has the update.
         """
-        done = Finished(order.round, order.base, order.fragment)
-        staging = replacing.make_staging(self._place(done))
+        place = self._place(order.round)
+        staging = replacing.make_staging(place)
         try:
             yield staging
-            replacing.publish(staging, self._place(done), durable=durable)
+            replacing.publish(staging, place, durable=durable)
         finally:
             replacing.discard(staging)
-        others = tuple(one for one in self.account.finished if self._place(one) != self._place(done))
-        self._write(replace(self.account, begun=None, finished=(*others, done)), durable=durable)
 
-    # -- what became of it ---------------------------------------------------------------------------------------------
+    def residuals(self, lane: int) -> Residuals:
+        """What the newest update of a lane that the server has taken left unsaid."""
+        return Residuals(self._residuals / str(lane))
 
-    def taken(self, one: Begun) -> None:
-        """The server has the update: what it left unsaid is what the next one adds."""
-        self.residuals.take_over(self._place(one) / "residuals")
-        changed = tuple(
-            replace(f, taken=True) if self._place(f) == self._place(one) else f for f in self.account.finished
-        )
-        if changed != self.account.finished:
-            self._write(replace(self.account, finished=changed))
-
-    def drop(self, one: Begun) -> None:
-        """Forget an update, which the server does not want or has for good."""
-        rest = tuple(f for f in self.account.finished if self._place(f) != self._place(one))
-        if rest != self.account.finished:
-            self._write(replace(self.account, finished=rest))
-        if self._place(one).exists():
-            replacing.retire(self._place(one), durable=False)
-
-    def committed(self, round: int) -> None:
-        """Rounds up to this one are part of the server's weights, or never will be."""
-        for one in self.account.finished:
-            if one.round <= round:
-                self.drop(one)
-
-    def held(self) -> list[Held]:
-        """What a node says of this client when it joins."""
-        done = [Held(client=self.account.client, round=one.round, finished=True) for one in self.account.finished]
-        begun = self.account.begun
-        return done if begun is None else [*done, Held(client=self.account.client, round=begun.round, finished=False)]
-
-    def update_of(self, one: Begun) -> Update:
-        """An update that was finished. Raises FederatedError where it is not there, or damaged."""
-        path = self._place(one) / "update.json"
+    def update(self, round: int) -> Update:
+        """One that was finished. Raises FederatedError where it is not there, or damaged."""
+        path = self._place(round) / _UPDATE
         try:
             update = read(path.read_bytes())
         except (OSError, ProtocolError) as error:
@@ -182,12 +102,91 @@ class ClientFolder:
             raise FederatedError(f"{path} is no update but a message {update.kind!r}")
         return update
 
-    def blobs_of(self, one: Begun) -> FolderStore:
-        return FolderStore(self._place(one) / "blobs", durable="none")
+    def blobs(self, round: int) -> FolderStore:
+        return FolderStore(self._place(round) / "blobs", durable="none")
 
-    def _place(self, one: Begun) -> Path:
-        part = "" if one.fragment is None else f"-{one.fragment}"
-        return self.folder / "finished" / f"{one.round:06d}{part}"
+    # -- what became of it ---------------------------------------------------------------------------------------------
+
+    def is_taken(self, round: int) -> bool:
+        """Whether the server has it; it is kept until the round is committed all the same."""
+        return (self._place(round) / _TAKEN).exists()
+
+    def take(self, round: int) -> None:
+        """The server has the update: what it left unsaid is what the next one of its lane adds."""
+        place = self._place(round)
+        for lane in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
+            self.residuals(int(lane.name)).take_over(lane)
+        (place / _TAKEN).touch()  # lost, the update is sent once more, and the server says that it has it
+
+    def drop(self, round: int) -> None:
+        """Forget an update, which the server does not want or has for good."""
+        if self._place(round).exists():
+            replacing.retire(self._place(round), durable=False)
+
+    def committed(self, round: int) -> None:
+        """Rounds up to this one are part of the server's weights, or never will be."""
+        for one in self.rounds():
+            if one <= round and (self.is_taken(one) or self.update(one).secure):
+                self.drop(one)
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half done, and what a power failure has damaged."""
+        replacing.sweep(self._folder)
+        for round in self.rounds():
+            try:
+                needed, blobs = self.update(round).manifest.blobs, self.blobs(round)
+                lost = "".join(
+                    [f"blob {digest[:12]}" for digest, size in needed.items() if blobs.size(digest) != size][:1]
+                )
+            except FederatedError as error:
+                lost = str(error)
+            if lost:
+                log.warning("round %d in %s is lost here: %s", round, self._folder, lost)
+                self.drop(round)
+
+    def _place(self, round: int) -> Path:
+        return self._folder / f"{round:06d}"
+
+
+class ClientFolder:
+    """One client's folder for one run, as its node sees it; one node at a time. All methods may be called from any thread."""
+
+    def __init__(self, folder: Path, client: str, run: str) -> None:
+        self.folder, self.finished = folder, Finished(folder)
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        replacing.sweep(folder)
+        self.finished.sweep()
+        found = self._read(client, run)
+        self._account = found or Account(client=client, run=run)
+        if found is None:
+            self._write()
+
+    def begin(self, round: int) -> None:
+        """Note that the client was asked for a round: after a restart its node offers to go on with it."""
+        with self._lock:
+            if round not in self._account.begun:
+                self._account = replace(self._account, begun=(*self._account.begun, round))
+                self._write()
+
+    def ended(self, round: int) -> None:
+        """The client is not at a round any more. Written with the next one: until then a restart offers one too many."""
+        with self._lock:
+            self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one != round))
+
+    def committed(self, round: int) -> None:
+        """Rounds up to this one are part of the server's weights, or never will be."""
+        self.finished.committed(round)
+        with self._lock:
+            self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))
+
+    def held(self) -> list[Held]:
+        """What a node says of this client when it joins."""
+        with self._lock:
+            client, begun = self._account.client, self._account.begun
+        done = self.finished.rounds()
+        held = [Held(client=client, round=round, finished=True) for round in done]
+        return held + [Held(client=client, round=round, finished=False) for round in sorted(set(begun) - set(done))]
 
     # -- client.json ---------------------------------------------------------------------------------------------------
 
@@ -200,14 +199,11 @@ class ClientFolder:
                 raise FederatedError(
                     f"{path} is of version {version}, this arclight writes {VERSION}: use that which wrote it"
                 )
-            begun = Begun(**said["begun"]) if said["begun"] else None
-            account = Account(
-                **{**said, "begun": begun, "finished": tuple(Finished(**one) for one in said["finished"])}
-            )
+            account = Account(**{**said, "begun": tuple(map(int, said["begun"]))})
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            log.warning("%s is damaged (%r): what this client had not sent is trained again", path, error)
+            log.warning("%s is damaged (%r): what this client had begun may go to others", path, error)
             return None
         if (account.client, account.run) != (client, run):
             raise FederatedError(
@@ -215,9 +211,8 @@ class ClientFolder:
             )
         return account
 
-    def _write(self, account: Account, *, durable: bool = False) -> None:
-        replace_text(self.folder / _FILE, json.dumps(asdict(account), indent=1), durable=durable)
-        self.account = account
+    def _write(self) -> None:
+        replace_text(self.folder / _FILE, json.dumps(asdict(self._account), indent=1), durable=False)
 
 
 def folder_name(name: str) -> str:

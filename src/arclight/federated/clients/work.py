@@ -17,7 +17,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.opening import open_manifest
 from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.clients.residuals import Residuals
-from arclight.federated.clients.state import ClientFolder, folder_name
+from arclight.federated.clients.state import Finished, folder_name
 from arclight.federated.codecs.encoding import decode, encode_all
 from arclight.federated.codecs.settings import Raw, from_table
 from arclight.federated.errors import FederatedError, ProtocolError
@@ -50,8 +50,8 @@ class Decoded(Mapping[str, torch.Tensor]):
 class Work:
     """One client's work. ``leads``: whether this process speaks for the client, where several train it together."""
 
-    def __init__(self, learner: Learner, folder: Path, client: str, run: str, leads: bool = True) -> None:
-        self.learner, self._client, self._folder, self._run, self._leads = learner, client, folder, run, leads
+    def __init__(self, learner: Learner, folder: Path, client: str, leads: bool = True) -> None:
+        self.learner, self._client, self._finished, self._leads = learner, client, Finished(folder), leads
 
     def fit(self, order: Fit, store: BlobStore, progress: Progress) -> Update | None:
         """Train a round and leave its update in the client's folder; that update, without node and session, on the one that leads.
@@ -60,11 +60,8 @@ class Work:
         """
         if unknown := sorted(set(order.privacy) - {"noise", "secure"}):
             raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(unknown)}")
-        folder = ClientFolder(self._folder, self._client, self._run, writes=self._leads)
-        if (done := folder.finished(order)) is not None:
+        if (done := self._finished.of(order)) is not None:
             return done if self._leads else None
-        if self._leads:
-            folder.begin(order)
         weights, began = Decoded(order.weights, store), time.monotonic()
         outcome = self.learner.fit(order, weights, progress)
         seconds = time.monotonic() - began
@@ -79,15 +76,15 @@ class Work:
         left: dict[str, torch.Tensor] = {}
         codec = from_table(order.codec)
         durable = not isinstance(codec, Raw)
-        with folder.finishing(order, durable=durable) as staging:
-            encoded = encode_all(changes, codec, folder.residuals.load(), left)
+        with self._finished.making(order, durable=durable) as staging:
+            encoded = encode_all(changes, codec, self._finished.residuals(order.lane).load(), left)
             blobs = FolderStore(staging / "blobs", durable="all" if durable else "none")
             manifest = write_blobs(encoded, blobs, kind="update", base=order.base)
             if not manifest.tensors:
                 raise FederatedError(
                     f"client {self._client} has nothing to send: no weight of its module is trained and sent"
                 )
-            Residuals.save(staging / "residuals", left)
+            Residuals.save(staging / "residuals" / str(order.lane), left)
             update = Update(
                 node="",
                 session="",
@@ -170,7 +167,7 @@ class Works:
             while self._resident is not None and len(self._works) >= self._resident and waiting:
                 self.forget(waiting.pop(0))
             folder = self._folder / folder_name(client)
-            work = Work(self._learner(client, folder), folder, client, self._run, leads=self._leads)
+            work = Work(self._learner(client, folder), folder, client, leads=self._leads)
         self._works[client] = work  # the last is the one that was asked for last
         return work
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -111,16 +111,19 @@ class Held:
     def __init__(self, store: FolderStore | MemoryStore, remote: BlobStore) -> None:
         self._store, self._remote = store, remote
 
-    def take(self, weights: Manifest, changes: Sequence[Manifest] = ()) -> Opened:
+    def take(
+        self, weights: Manifest, changes: Sequence[Manifest] = (), wanted: Callable[[], None] = lambda: None
+    ) -> Opened:
         """The tensors of ``weights``, made from what is here and the shortest way to them, or fetched.
 
-        Raises BlobError where blobs cannot be fetched or are not what their manifests say.
+        wanted: called before each blob that is fetched whole; what it raises ends that. Raises BlobError where blobs cannot be
+        fetched or are not what their manifests say.
         """
         digest = weights.digest
         if self._known(digest) is None:
             route = self._route(weights, changes)
             if not route or not self._follow(route, digest):
-                transfer(weights.blobs, self._remote, self._store)
+                transfer(weights.blobs, self._remote, self._store, wanted)
             self._store.put(digest, weights.to_json().encode())
         for other in list(self._store):
             if other != digest and other not in weights.blobs:

@@ -62,7 +62,7 @@ class Coordinator:
         self.roster = Roster(clients)
         self.sampler = Sampler(settings.sampling, self.roster, seed)
         self._replay = Replay(settings, self.sampler, run, settings_digest(settings, self.roster, seed))
-        self._present = Present(settings.waiting, self._replay.state, self._replay.overlap)
+        self._present = Present(settings.waiting, self._replay.state, settings.overlap)
 
     @property
     def state(self) -> Lasting:
@@ -144,10 +144,11 @@ class Coordinator:
                 for round in self.state.measuring if isinstance(event, ev.Resumed) else ():
                     self._to_measure(round, now)
             case ev.Asked() if node is not None:
-                present.heard(node, now, progress=True)
+                present.named(node, event.doing, now)
+                present.heard(node, now, progress=not node.tasks)
                 present.asked(event.to, node, now, event.wait)
             case ev.Beaten() if node is not None:
-                present.beat(node, event.steps, now)
+                present.named(node, event.doing, now)
             case _ if node is not None:
                 present.heard(node, now, progress=True)
 

@@ -151,7 +151,7 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
         case ev.Asked():
             commands = _ask(c, event, node, now)
         case ev.Beaten():
-            cancel = tuple(client for client in event.steps if client in node.stopping)
+            cancel = tuple(one for one in event.doing if Work(one.kind, one.round, one.client) in node.stopping)
             commands = (Answer(to=event.to, plan=Receipt(accepted=True, committed=c.state.committed, cancel=cancel)),)
         case ev.UpdateChecked():
             refused = refusal(c, event.session, event.client, event.round, event.digest)
@@ -189,8 +189,10 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
 def _ask(c: Coordinator, event: ev.Asked, node: Node, now: float) -> tuple[Command, ...]:
     if c.state.ended is not None:
         return (Answer(to=event.to, plan=Close(why=c.state.ended, failed=c.state.failed)),)
-    again = next((task.work for task in node.tasks.values() if _unknown(c, task, now)), None)
-    work = again or node.next()
+    having = {Work(one.kind, one.round, one.client) for one in event.doing}
+    lost = (task.work for task in node.tasks.values() if task.work not in having and _unknown(c, task, now))
+    again = next((work for work in lost if c.present.in_turn(work, node, having)), None)
+    work = again or c.present.next(node, having)
     if work is not None:
         return (Answer(to=event.to, plan=ticking.plan(c, work, now)),)
     if event.wait <= 0:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from arclight.federated.coordination.records import Record, UpdateAccepted
 from arclight.federated.errors import Reason
-from arclight.federated.protocol import Close, Held, Receipt, Wait
+from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
 
 # -- events --------------------------------------------------------------------------------------------------------
 
@@ -79,20 +79,23 @@ class Asked(Said):
     """A worker of a node is free. Answered, perhaps later, by FitPlan, EvaluatePlan, Wait or Close.
 
     A client is given one thing at a time, except where exchanges overlap with training: then an ask while it is at a round may
-    bring its next one (up to `Streaming.overlap` ahead), to be fetched meanwhile and begun after it.
+    bring its next one (up to `Streaming.overlap` ahead), to be fetched meanwhile and begun after it. Rounds of a client are given
+    in their order, each once the node has said that it has those before.
     """
 
     session: str
     wait: float
     """The longest that the answer may be held, in seconds."""
+    doing: tuple[Doing, ...] = ()
+    """What the node has already."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beaten(Said):
-    """A node lives. It names every client that it works for from the moment that it has the order. Answered by a Receipt."""
+    """A node lives. It names all that it does, each from the moment that it has the order. Answered by a Receipt."""
 
     session: str
-    steps: dict[str, int] = field(default_factory=dict)
+    doing: tuple[Doing, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

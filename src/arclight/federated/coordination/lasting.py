@@ -106,10 +106,6 @@ class Replay:
         self.settings, self.sampler, self.run, self.digest = settings, sampler, run, digest
         self.state = Lasting()
 
-    @property
-    def overlap(self) -> int:
-        return self.settings.streaming.overlap if self.settings.streaming else 0
-
     def need(self, wanted: int) -> int:
         """Updates with which a round for ``wanted`` may close."""
         return max(1, math.ceil(self.settings.waiting.quorum * wanted - 1e-9))
@@ -234,9 +230,9 @@ class Replay:
         state.committed, state.base, state.checkpoint = record.round, record.base, record.checkpoint
         state.opened = max(state.opened, record.round)
         state.bases[record.round] = record.base
-        for old in [round for round in state.bases if round < record.round - self.overlap]:
+        for old in [round for round in state.bases if round < record.round - self.settings.overlap]:
             del state.bases[old]
-        stale = self.settings.buffered.most_stale if self.settings.buffered else 1 + self.overlap
+        stale = self.settings.buffered.most_stale if self.settings.buffered else 1 + self.settings.overlap
         horizon = record.round - max(stale, _REMEMBERED)
         for client in [c for c, (round, _) in state.folded.items() if round < horizon]:
             del state.folded[client]

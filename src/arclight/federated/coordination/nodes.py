@@ -24,6 +24,7 @@ class Task:
     seen: float
     """When it was given, or last named by the node."""
     steps: int = -1
+    """Done, as the node says; -1: it has not named this yet, so that nobody knows whether it has the order."""
 
 
 @dataclass(slots=True)
@@ -37,25 +38,12 @@ class Node:
     progress: float
     """When it last did something: a step, an update, a question."""
     lost: float | None = None
-    ahead: int = 0
-    """Rounds that a client may be given beyond the one it is at, so that fetching and sending overlap with training."""
     tasks: dict[Work, Task] = field(default_factory=dict)
     queue: dict[Work, None] = field(default_factory=dict)
     measures: dict[Work, None] = field(default_factory=dict)
     asks: dict[str, None] = field(default_factory=dict)
-    stopping: dict[str, None] = field(default_factory=dict)
-    """Clients whose work is not wanted any more, until the node's beats do not name them."""
-
-    def next(self) -> Work | None:
-        """What a free worker would get."""
-        for waiting in (self.measures, self.queue):
-            for work in waiting:
-                if work.client not in self.stopping and not self.of(work.client):
-                    return work
-        for work in self.queue if self.ahead else ():  # rounds of one client are begun in their order
-            if work.client not in self.stopping and len(self.of(work.client)) <= self.ahead:
-                return work
-        return None
+    stopping: dict[Work, None] = field(default_factory=dict)
+    """Work that is not wanted any more, until the node does not name it."""
 
     def of(self, client: str) -> list[Task]:
         """What a client of this node is at, oldest first."""

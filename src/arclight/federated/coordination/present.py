@@ -6,12 +6,13 @@ import hashlib
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from arclight.federated.coordination.events import Joined
 from arclight.federated.coordination.lasting import Lasting
 from arclight.federated.coordination.nodes import Node, Task, Timer, Work
 from arclight.federated.coordination.settings import Waiting
+from arclight.federated.protocol import Doing
 
 _HOMES = 100_000  # clients whose last node is remembered
 
@@ -69,7 +70,6 @@ class Present:
             self._part(former)
             self._disown(former, departed=bool(event.clients))
         node = Node(event.node, event.session, event.process, event.clients, event.steps_per_second, now, now)
-        node.ahead = self._ahead
         self.nodes[node.name], self.sessions[node.session] = node, node
         self.challengers.pop(node.name, None)
         self.alone_since = None
@@ -81,7 +81,7 @@ class Present:
         for held in event.held:
             work = Work("fit", held.round, held.client)
             if held.client not in self._lasting.outstanding.get(held.round, {}):
-                node.stopping[held.client] = None
+                node.stopping[work] = None
                 continue
             holder = self.where.get(work)
             if holder is None or holder is former or holder.lost is not None or work in holder.queue:
@@ -127,16 +127,20 @@ class Present:
         if progress:
             node.progress = now
 
-    def beat(self, node: Node, steps: dict[str, int], now: float) -> None:
-        moved = False
-        for client, done in steps.items():
-            for number, task in enumerate(node.of(client)):
-                task.seen = now
-                if number == 0:
-                    moved |= done != task.steps
-                    task.steps = done
-        for client in [client for client in node.stopping if client not in steps]:
-            del node.stopping[client]
+    def named(self, node: Node, doing: Iterable[Doing], now: float) -> None:
+        """What a node says that it does."""
+        moved, names = False, dict[Work, None]()
+        for one in doing:
+            work = Work(one.kind, one.round, one.client)
+            names[work] = None
+            if work in node.queue or work in node.measures:  # it was given once, and taken back meanwhile
+                self._take(work)
+                self.where[work], node.tasks[work] = node, Task(work, now)
+            if (task := node.tasks.get(work)) is not None:
+                moved |= one.steps != task.steps
+                task.seen, task.steps = now, one.steps
+        for work in [work for work in node.stopping if work not in names]:
+            del node.stopping[work]
         self.heard(node, now, progress=moved)
         self._touch(node)
 
@@ -171,6 +175,9 @@ class Present:
         free = []
         for work in works:
             self._take(work)
+            if self._ahead and (node := self._beside(work)) is not None:
+                self._give(work, node)
+                continue
             owners = self._owners.get(work.client)
             if not owners:
                 if work.client in self._departed:
@@ -257,16 +264,22 @@ class Present:
         self.tries.pop(work, None)
         if node is not None:
             if node is not by and node.lost is None:
-                node.stopping[work.client] = None
+                node.stopping[work] = None
             self._touch(node)
         if by is not None:
-            by.stopping.pop(work.client, None)
+            by.stopping.pop(work, None)
             self._touch(by)
+        for other in self._rounds_of(work.client) if self._ahead else ():  # it may have waited for this one
+            if (node := self.where.get(other)) is not None:
+                self._touch(node)
 
     def again(self, work: Work, now: float, *, keep: bool) -> None:
+        """Work failed, and is given anew; what the node had of the client's later rounds comes after it."""
         self.tries[work] = self.tries.get(work, 0) + 1
         if not keep:
-            self.place([work], now)
+            node = self.where.get(work)
+            later = [task.work for task in node.of(work.client) if task.work.round > work.round] if node else []
+            self.place([work, *(other for other in later if other.kind == "fit")], now)
 
     def prune(self, now: float) -> None:
         """Stop what the lasting state does not ask for any more."""
@@ -318,8 +331,40 @@ class Present:
         self._touch(node)
         return None
 
+    # -- what is next --------------------------------------------------------------------------------------------------
+
+    def next(self, node: Node, having: Collection[Work] = ()) -> Work | None:
+        """What a free worker of a node would get; ``having``: what it has just said that it has."""
+        for waiting in (node.measures, node.queue):
+            for work in waiting:
+                busy = work in having or (not self._ahead and bool(node.of(work.client)))
+                if not busy and self.in_turn(work, node, having):
+                    return work
+        return None
+
+    def in_turn(self, work: Work, node: Node, having: Collection[Work] = ()) -> bool:
+        """Whether a node may be given work now: it is known to have, or somebody has done, the client's earlier rounds."""
+        if any(one.client == work.client for one in node.stopping):
+            return False
+        if work.kind == "evaluate" or not self._ahead:
+            return True
+        return all(
+            other in having or (other in node.tasks and node.tasks[other].steps >= 0)
+            for other in self._rounds_of(work.client)
+            if other.round < work.round
+        )
+
+    def _rounds_of(self, client: str) -> list[Work]:
+        """Rounds that a client is asked for at the same time."""
+        return [Work("fit", round, client) for round, them in self._lasting.outstanding.items() if client in them]
+
+    def _beside(self, work: Work) -> Node | None:
+        """The node that has another round of the client, whose state is there."""
+        found = (self.where.get(other) for other in self._rounds_of(work.client) if other != work)
+        return next((n for n in found if n is not None and n.lost is None and self.nodes.get(n.name) is n), None)
+
     def _touch(self, node: Node) -> None:
-        if node.asks and node.lost is None and node.next() is not None:
+        if node.asks and node.lost is None and self.next(node) is not None:
             self.ready[node.name] = node
         else:
             self.ready.pop(node.name, None)

@@ -83,12 +83,12 @@ def _rounds(c: Coordinator, event: Event, now: float) -> Decision:
         if c.settings.evaluate_on == "server":
             if round not in c.present.measured:
                 return Decision(event=event, now=now, commands=(ev.Measure(round=round, base=measuring.base),))
-        elif state.committed > round or not any(
+        elif state.committed > round + c.settings.overlap or not any(
             Work("evaluate", round, x) in c.present.where for x in measuring.waiting
         ):
             return _measured(event, round, c, now)
     following = state.opened + 1
-    if following <= c.settings.rounds and state.committed >= following - 1 - c.rules.overlap:
+    if following <= c.settings.rounds and state.committed >= following - 1 - c.settings.overlap:
         if c.present.started or len(c.present.sessions) >= c.settings.waiting.nodes:
             return _open(c, event, following, now)
     elif state.committed >= c.settings.rounds and not state.measuring:
@@ -185,7 +185,7 @@ def _open(c: Coordinator, event: Event, round: int, now: float) -> Decision:
         drawn = c.sampler.draw(round)
         wanted = min(c.sampler.wanted, len(drawn))
     record = RoundOpened(
-        round=round, base=state.bases[max(min(state.bases), round - 1 - c.rules.overlap)], clients=drawn, wanted=wanted,
+        round=round, base=state.bases[max(min(state.bases), round - 1 - c.settings.overlap)], clients=drawn, wanted=wanted,
         clock=state.clock + steps * (round - state.committed - 1), steps=steps,
         fragment=round % fragments if settings.streaming else None,
     )  # fmt: skip
@@ -203,7 +203,7 @@ def _begun(work: Work, node: Node | None) -> bool:
 def _serve(c: Coordinator, event: Event, now: float) -> Decision:
     commands: list[Command] = []
     for node in c.present.ready.values():
-        work = node.next()
+        work = c.present.next(node)
         if work is not None:
             commands.append(Answer(to=next(iter(node.asks)), plan=plan(c, work, now)))
     return Decision(event=event, now=now, commands=tuple(commands))
@@ -255,7 +255,7 @@ def _watch(c: Coordinator, timer: Timer, now: float) -> tuple[tuple[Command, ...
     if timer.kind == "silence":
         until, why = node.heard + waiting.silence, f"nothing was heard of it for {now - node.heard:.1f} s"
     else:
-        busy = bool(node.tasks) or (node.next() is not None and not node.asks)
+        busy = bool(node.tasks) or (c.present.next(node) is not None and not node.asks)
         until = (node.progress if busy else now) + waiting.stall
         why = f"it lives, but has done nothing for {now - node.progress:.0f} s"
     if until > now:

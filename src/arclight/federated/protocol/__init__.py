@@ -5,6 +5,7 @@ from arclight.federated.protocol.messages import (
     Ask,
     Beat,
     Close,
+    Doing,
     Evaluate,
     Evaluated,
     Failed,

@@ -12,7 +12,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from arclight.federated.errors import ProtocolError, Reason
 from arclight.federated.protocol.manifest import VERSION, Manifest
@@ -90,6 +90,18 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Doing:
+    """Work that a node has for a client: from the order's arrival until the node has heard what became of the outcome."""
+
+    client: str
+    round: int
+    kind: Literal["fit", "evaluate"] = "fit"
+    steps: int = 0
+    """That are done."""
+    loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Join(Message):
     """A node offers to work for its clients."""
 
@@ -110,12 +122,14 @@ class Join(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Message):
-    """A node has a worker free."""
+    """A node has a worker free, or room for an order that is fetched while its workers are at others."""
 
     node: str
     session: str
     wait: float = 20.0
     """How long the answer may be held back."""
+    doing: tuple[Doing, ...] = ()
+    """What the node has already: an order that is not among it has not arrived."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +138,7 @@ class Beat(Message):
 
     node: str
     session: str
-    steps: dict[str, int] = field(default_factory=dict)
-    """Client to steps done of the round under way."""
-    losses: dict[str, float] = field(default_factory=dict)
+    doing: tuple[Doing, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +233,9 @@ class Welcome(Message):
     """The run's recipe as tables, for nodes that build their task from it."""
     blobs: str = ""
     """Address of the object store where blobs are; empty: at the server."""
+    ahead: int | None = 0
+    """Rounds that a client may have beyond the one that it is at; None: a node asks only when a worker is free, as what is fetched
+    early would begin from older weights than it must."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +272,10 @@ class Fit(Message):
     """What a client keeps of its own: reset_optimizer, personal, randomised and frozen layers."""
     privacy: dict[str, Any] = field(default_factory=dict)
     fragment: int | None = None
+    overlap: int = 0
+    """Rounds of the client just before this one whose updates may still be on their way when this one begins."""
+    lane: int = 0
+    """An update goes on from what the last one of its lane left unsaid. Those that may be under way together have lanes of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,5 +336,5 @@ class Receipt(Message):
     message: str = ""
     committed: int = -1
     """Newest round that is committed: what a node kept for rounds up to it can go."""
-    cancel: tuple[str, ...] = ()
-    """Clients whose work in progress is no longer wanted."""
+    cancel: tuple[Doing, ...] = ()
+    """What of the node's work is no longer wanted."""

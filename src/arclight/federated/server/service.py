@@ -115,8 +115,7 @@ class Service:
         clients = self.driver.speaks_for(session)
         if clients is None:
             raise SessionError("this session is not known here (any more): join again")
-        once = 1 + (self.federation.streaming.overlap if self.federation.streaming else 0)
-        updates = _SPARE * once * (len(clients) or secure.most(self.federation))
+        updates = _SPARE * (1 + self.federation.overlap) * (len(clients) or secure.most(self.federation))
         room = updates * most_bytes(self.shelf.all()[-1].manifest, self.federation)
         return self.intake.taking(node, digest, size, room)
 
@@ -138,7 +137,7 @@ class Service:
             case Ask():
                 return self._ask(message)
             case Beat():
-                return self._tell(lambda to: events.Beaten(to=to, session=message.session, steps=dict(message.steps)))
+                return self._tell(lambda to: events.Beaten(to=to, session=message.session, doing=message.doing))
             case Update():
                 return self._update(message)
             case Evaluated():
@@ -187,13 +186,16 @@ class Service:
                 beat_every=self.federation.waiting.beat_every,
                 recipe=self.recipe,
                 blobs=self.federation.blobs_at or "",
+                ahead=None if self.federation.buffered else self.federation.overlap,
             )
         return self._said(plan)
 
     def _ask(self, message: Ask) -> Message:
         wait = min(max(message.wait, 0.0), _LONGEST_HELD)
         try:
-            plan = self.driver.ask(lambda to: events.Asked(to=to, session=message.session, wait=wait), wait)
+            plan = self.driver.ask(
+                lambda to: events.Asked(to=to, session=message.session, wait=wait, doing=message.doing), wait
+            )
         except PausedError as error:
             return Wait(seconds=1.0, about=str(error))
         if isinstance(plan, events.FitPlan):
@@ -235,6 +237,8 @@ class Service:
             keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
             privacy={**noise.order(asked), **secure.order(asked, plan.discarded)},
             fragment=plan.fragment,
+            overlap=asked.overlap,
+            lane=asked.lane(plan.round),
         )
 
     def _place(self, client: str) -> int | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from arclight.data.permutation import keys_of
 from arclight.federated.coordination.events import FitPlan
+from arclight.federated.protocol import Doing
 from arclight.federated.simulation.settings import Fleet
 
 
@@ -43,6 +44,10 @@ class Device:
     """When its line to the server is."""
     beats: int = 0
     jobs: dict[int, Job] = field(default_factory=dict)
+
+    def doing(self) -> tuple[Doing, ...]:
+        """As nodes say it; that time goes by is progress."""
+        return tuple(Doing(client=self.name, round=round, steps=self.beats) for round in self.jobs)
 
 
 class Nature:

@@ -46,7 +46,7 @@ class Simulator:
         self._down, self._up = Pipe(costs.rate), Pipe(costs.rate)
         self._checks, self._folds = Cores(costs.threads), Cores(1)
         self._stay = federation.clients <= fleet.connected
-        self._ahead = federation.streaming is not None and federation.streaming.overlap > 0
+        self._ahead = federation.overlap
         self._ended: ev.End | None = None
         self._answer: Any = None
         self._beaten = -math.inf
@@ -167,11 +167,12 @@ class Simulator:
         return int(name)
 
     def _ask(self, device: Device) -> None:
-        if not device.asking and not device.gone:
+        """As nodes do: one ask at a time, while the client has fewer rounds than it may."""
+        if not device.asking and not device.gone and len(device.jobs) <= self._ahead:
             to = f"ask {next(self._numbers)}"
             self._asks[to] = device
             device.asking = True
-            self._tell(ev.Asked(to=to, session=device.session, wait=_HELD))
+            self._tell(ev.Asked(to=to, session=device.session, wait=_HELD, doing=device.doing()))
 
     def _answered(self, device: Device, plan: Any) -> None:
         match plan:
@@ -205,7 +206,7 @@ class Simulator:
             self._at(self.now + dies * (job.ended - self.now), lambda: self._vanish(device))
         self._at(job.ended, lambda: self._fitted(device, job, fails))
         if self._ahead:
-            self._ask(device)
+            self._at(there, lambda: self._ask(device))
 
     def _evaluate(self, device: Device, plan: EvaluatePlan) -> None:
         bytes = self.sizes.down(device.has, int(plan.base))
@@ -269,10 +270,10 @@ class Simulator:
         self._at(self.now + self.fleet.links.latency, lambda: self._free(device))
 
     def _free(self, device: Device) -> None:
-        """A worker has nothing to do: it asks, or, in a large fleet, the node goes until it is drawn again."""
-        if device.gone or device.jobs:
+        """The server has heard what came of a round: the node asks, or, in a large fleet, goes until it is drawn again."""
+        if device.gone:
             return
-        if self._stay:
+        if self._stay or device.jobs:
             self._ask(device)
             return
         self._said(ev.Left, session=device.session)
@@ -285,15 +286,12 @@ class Simulator:
         if device.gone or device.session not in self._sessions:
             return
         device.beats += 1
-        receipt = self._said(
-            ev.Beaten, session=device.session, steps=dict.fromkeys([device.name] * bool(device.jobs), device.beats)
-        )
+        receipt = self._said(ev.Beaten, session=device.session, doing=device.doing())
         if isinstance(receipt, Receipt) and receipt.cancel:
-            for round, job in device.jobs.items():
-                job.cancelled = True
-                self._telling.late(round, device.name)
-            device.jobs.clear()
-            device.worker = self.now
+            for one in receipt.cancel:
+                device.jobs.pop(one.round).cancelled = True
+                self._telling.late(one.round, device.name)
+            device.worker = max([self.now, *(job.ended for job in device.jobs.values())])
             self._beat(device)
             self._free(device)
 

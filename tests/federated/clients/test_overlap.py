@@ -1,0 +1,225 @@
+"""Nodes whose line is busy while they train: nothing waits for what it does not need, and the weights know nothing of it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.clients.slow import LIMIT, SlowLine, Stepper
+
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
+from arclight.federated.codecs.settings import Codec, Int8, Raw
+from arclight.federated.coordination.records import RoundCommitted
+from arclight.federated.coordination.settings import Streaming, Waiting
+from arclight.federated.protocol import Fit
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+VALUES = 40_000
+PER_BYTE = 0.15 / (4 * VALUES)
+"""A tensor takes 0.15 s either way."""
+CALM = Waiting(beat_every=0.2, lease=60.0)
+
+
+def begin(tensors: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return {f"blocks.{n}.w": torch.randn(VALUES, generator=draw) for n in range(tensors)}
+
+
+def lived(
+    folder: Path,
+    federation: Federation,
+    learners: Mapping[str, Stepper],
+    link: Callable[[InProcess], SlowLine] = SlowLine,
+    nodes: Sequence[Sequence[str]] = (),
+) -> tuple[dict[str, torch.Tensor], list[float], list[SlowLine]]:
+    """A run with one node for each of ``nodes`` (by default one for all clients): weights, when rounds were committed, and lines."""
+    fragments = federation.streaming.fragments if federation.streaming is not None else 1
+    committed: list[float] = []
+
+    def told(what: object) -> None:
+        if isinstance(what, RoundCommitted):
+            committed.append(time.monotonic())
+
+    server = Server(federation, begin(fragments), folder=folder / "run", clients=list(learners), told=told)
+    lines: list[SlowLine] = []
+    failed: list[BaseException] = []
+
+    def work(number: int, names: Sequence[str]) -> None:
+        clients = [Client(name, learner=lambda _, name=name: learners[name]) for name in names]  # type: ignore[misc]
+        try:
+            Node(lines[number], clients, folder / f"node-{number}", f"node {number}").run()
+        except BaseException as error:
+            failed.append(error)
+            raise
+
+    with server.opened() as run:
+        threads = []
+        for number, names in enumerate(nodes or [list(learners)]):
+            lines.append(link(InProcess(run.service)))
+            threads.append(threading.Thread(target=work, args=(number, names), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(4 * LIMIT)
+            assert not thread.is_alive(), run.driver.coordinator.about(run.driver.now())
+        assert not failed, failed
+    return server.weights(), committed, lines
+
+
+def streamed(rounds: int, overlap: int, fragments: int = 2, up: Codec | None = None) -> Federation:
+    return Federation(
+        clients=1, rounds=rounds, local_steps=4 * fragments, evaluate_every=0, waiting=CALM, up=up or Raw(),
+        streaming=Streaming(fragments=fragments, overlap=overlap),
+    )  # fmt: skip
+
+
+def seconds(committed: Sequence[float], since: int = 2) -> float:
+    """A round's, from one commit to the next, once the run has settled: of the one that others on this machine disturbed least."""
+    return min(b - a for a, b in pairwise(committed[since:]))
+
+
+def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[key]) for key, value in left.items())
+
+
+def test_a_streamed_round_takes_as_long_as_training_or_the_line_and_not_as_both(tmp_path: Path) -> None:
+    """0.35 s of training, and of a fragment's exchange 0.15 s up and 0.15 s down."""
+    took, shares = {}, {}
+    for overlap in (0, 1):
+        learner = Stepper(pause=0.35 / 4)
+        _, committed, (line,) = lived(
+            tmp_path / str(overlap), streamed(9, overlap), {"0": learner}, lambda link: SlowLine(link, PER_BYTE)
+        )
+        took[overlap] = seconds(committed)
+        shares[overlap] = learner.busy / 9, sum(line.blobs.busy.values()) / 9
+        assert learner.rounds == list(range(1, 10))
+    trained, moved = shares[1]
+    assert moved > 0.6 * trained, "there is something to hide"
+    assert took[0] > 0.95 * sum(shares[0])
+    assert took[1] < trained + 0.4 * moved
+    assert took[1] < 0.75 * took[0]
+
+
+def test_while_one_client_trains_the_update_of_another_goes_up(tmp_path: Path) -> None:
+    """Plain rounds of four clients at one node: the line sends while the worker works, and only the last update is waited for."""
+    learners = {str(n): Stepper(pause=0.1) for n in range(4)}
+    federation = Federation(clients=4, rounds=5, local_steps=4, evaluate_every=0, waiting=CALM)
+    _, committed, (line,) = lived(tmp_path, federation, learners, lambda link: SlowLine(link, 2 * PER_BYTE))
+    trained, up = sum(learner.busy for learner in learners.values()) / 5, line.blobs.busy["up"] / 5
+    assert up > 0.5 * trained
+    assert seconds(committed) < trained + 0.75 * up + line.blobs.busy["down"] / 5
+
+
+@pytest.mark.parametrize("up", [Raw(), Int8()])
+@pytest.mark.parametrize(("fragments", "overlap"), [(1, 1), (2, 1), (3, 2)])
+def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: int, overlap: int, up: Codec) -> None:
+    """Two clients, one with a slow line and one with a slow worker, or the other way round, or at one node."""
+    federation = replace(streamed(7, overlap, fragments, up), clients=2)
+    ends = []
+    for name, pauses, per_byte, nodes in (
+        ("quick", (0.0, 0.0), 0.0, ("0", "1")),
+        ("mixed", (0.0, 0.05), PER_BYTE, ("0", "1")),
+        ("other", (0.05, 0.0), PER_BYTE / 2, ("0", "1")),
+        ("together", (0.0, 0.02), PER_BYTE / 4, ("01",)),
+    ):
+        learners = {str(n): Stepper(pause) for n, pause in enumerate(pauses)}
+        made = itertools.count()
+
+        def link(to: InProcess, per_byte: float = per_byte, made: Iterator[int] = made) -> SlowLine:
+            return SlowLine(to, per_byte if next(made) == 0 else 0.0)
+
+        weights, _, _ = lived(tmp_path / name, federation, learners, link, nodes)
+        assert all(learner.rounds == list(range(1, 8)) for learner in learners.values())
+        ends.append(weights)
+    assert all(same(ends[0], other) for other in ends[1:])
+
+
+def test_a_line_that_stands_still_keeps_nobody_from_training(tmp_path: Path) -> None:
+    """An update goes up when the round after it has been trained, and not before; in plain rounds, when another client has been."""
+    for name, federation, needed in (
+        ("streamed", streamed(4, 1), [("0", 2)]),
+        ("plain", Federation(clients=3, rounds=2, local_steps=2, evaluate_every=0, waiting=CALM), [("1", 1), ("2", 1)]),
+    ):
+        trained: dict[tuple[str, int], threading.Event] = {one: threading.Event() for one in needed}
+
+        def on_step(order: Fit, step: int, trained: dict[Any, threading.Event] = trained) -> None:
+            if step == order.steps - 1 and (order.client, order.round) in trained:
+                trained[order.client, order.round].set()
+
+        def hold(digest: str, trained: dict[Any, threading.Event] = trained) -> None:
+            assert all(event.wait(LIMIT) for event in trained.values()), (
+                "training waits for a line that it does not need"
+            )
+
+        def link(to: InProcess, hold: Callable[[str], None] = hold) -> SlowLine:
+            line = SlowLine(to)
+            line.blobs.on_up = hold
+            return line
+
+        learners = {str(n): Stepper(on_step=on_step) for n in range(federation.clients)}
+        lived(tmp_path / name, federation, learners, link)
+        assert all(learner.rounds == list(range(1, federation.rounds + 1)) for learner in learners.values())
+
+
+def test_the_next_weights_come_down_while_the_round_before_is_trained(tmp_path: Path) -> None:
+    """Round 2 does not end before a change of weights, which only round 3 needs, is on its way."""
+    fetched, asked = threading.Event(), list[str]()
+
+    def on_down(digest: str) -> None:
+        asked.append(digest)
+        if len(asked) > 1:  # the first are those that the run begins with
+            fetched.set()
+
+    def on_step(order: Fit, step: int) -> None:
+        if order.round == 2 and step == order.steps - 1:
+            assert fetched.wait(LIMIT), "what comes next is not fetched meanwhile"
+
+    def link(to: InProcess) -> SlowLine:
+        line = SlowLine(to)
+        line.blobs.on_down = on_down
+        return line
+
+    learner = Stepper(on_step=on_step)
+    lived(tmp_path, streamed(4, 1), {"0": learner}, link)
+    assert learner.rounds == [1, 2, 3, 4]
+
+
+def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) -> None:
+    """A round closes without a client whose line stands still: its update is given up, the next one counts."""
+    federation = Federation(
+        clients=2, rounds=4, local_steps=2, evaluate_every=0, waiting=Waiting(quorum=0.5, beat_every=0.05, lease=60.0)
+    )
+    last, blobs = threading.Event(), list[str]()
+
+    def on_step(order: Fit, step: int) -> None:
+        if order.round == 3:
+            last.set()
+
+    def hold(digest: str) -> None:
+        blobs.append(digest)
+        if len(blobs) == 1:
+            assert last.wait(LIMIT)
+
+    made = itertools.count()
+
+    def link(to: InProcess) -> SlowLine:
+        line = SlowLine(to)
+        line.blobs.on_up = hold if next(made) == 0 else line.blobs.on_up
+        return line
+
+    learners = {"0": Stepper(), "1": Stepper(pause=0.1, on_step=on_step)}
+    lived(tmp_path, federation, learners, link, ("0", "1"))
+    assert learners["1"].rounds == [1, 2, 3, 4]
+    assert learners["0"].rounds[0] == 1
+    assert not list((tmp_path / "node-0").rglob("finished/000001"))
