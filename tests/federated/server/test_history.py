@@ -17,7 +17,7 @@ from arclight.federated.clients import Outcome
 from arclight.federated.coordination import records as r
 from arclight.federated.protocol import Fit, Message
 from arclight.federated.rounds import tools
-from arclight.federated.rounds.history_file import NAME, read_history
+from arclight.federated.rounds.history_file import NAME, HistoryFile, read_history
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.history import Round
 from arclight.federated.server.server import Server
@@ -78,6 +78,17 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
         assert late < 1.1 * early + 50, sizes
     assert kept[60] <= kept[10] <= 4, "rounds that are over are kept in memory"
     assert [here.round for here in server.history] == list(range(61))
+
+
+def test_a_round_that_was_open_when_it_was_last_told_is_told_again(tmp_path: Path) -> None:
+    """The process was killed after the round was committed, and before its line was written anew."""
+    HistoryFile(tmp_path).write([{"round": 0, "base": "a"}], [{"round": 1, "base": ""}])
+    again = HistoryFile(tmp_path)
+    settled, later = again.take_up(2, [0, 1])
+    assert settled == {0}
+    assert [told["round"] for told in later] == [1]
+    again.write([{"round": 1, "base": "b"}], [])
+    assert [told["base"] for told in read_history(tmp_path)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("lost", ["nothing", "the last line", "the file", "to another version"])

@@ -17,13 +17,15 @@ NAME = "history.jsonl"
 _FORMER = "history.json"
 """All rounds in one list, rewritten each round: of runs before 2026-11-22."""
 _NUMBER = re.compile(rb'\{"round": (\d+),')
+_OPEN = b'"open": true}\n'
+"""How the line of a round ends of which more may be told: whoever wrote it may have been killed before the rest."""
 
 
 def read_history(run: str | Path) -> list[dict[str, Any]]:
     """What became of each round of the run in a folder, whichever version wrote it. Raises FileNotFoundError where there is none."""
     folder = place(run)
     if (folder / NAME).exists():
-        return [json.loads(line) for _, line in _lines(folder / NAME)]
+        return [_told(line) for _, line in _lines(folder / NAME)]
     former: list[dict[str, Any]] = json.loads((folder / _FORMER).read_bytes())
     return former
 
@@ -40,6 +42,10 @@ def copy_history(source: str | Path, target: str | Path, until: int) -> None:
         if isinstance(copy, Path):
             copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(b"".join(line for number, line in _lines(file) if number <= until))
+
+
+def _told(line: bytes) -> dict[str, Any]:
+    return {name: value for name, value in json.loads(line).items() if name != "open"}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -79,17 +85,17 @@ class HistoryFile:
 
         needed: rounds that the file must have to be gone on with; else none of it stays, and all is given back.
         """
-        numbers, later, end = set[int](), list[bytes](), 0
+        numbers, later, end = set[int](), dict[int, bytes](), 0
         for number, line in _lines(self._file.path) if self._file.path.exists() else ():
-            if number < settled and not later:
+            if number < settled and not later and not line.endswith(_OPEN):
                 numbers.add(number)
                 end += len(line)
             else:
-                later.append(line)
-        if any(number < settled and number not in numbers for number in needed):
+                later[number] = line
+        if any(number < settled and number not in numbers and number not in later for number in needed):
             return set(), read_history(self._file.path.parent) if has_history(self._file.path.parent) else []
         self._file.stays = end
-        return numbers, [json.loads(line) for line in later]
+        return numbers, [json.loads(line) for line in later.values()]
 
     def settled(self) -> Iterator[dict[str, Any]]:
         """The rounds that stay."""
@@ -102,7 +108,7 @@ class HistoryFile:
 
     def write(self, settled: Sequence[dict[str, Any]], later: Sequence[dict[str, Any]]) -> None:
         """Add rounds that stay from now on, and say anew what is so far known of others."""
-        self._file.write(_text(settled), _text(later))
+        self._file.write(_text(settled), _text([{**one, "open": True} for one in later]))
         self._former.unlink(missing_ok=True)
 
 
