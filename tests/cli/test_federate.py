@@ -190,6 +190,7 @@ def test_the_last_weights_are_an_ordinary_checkpoint(lines: Path, typed: Typed, 
 def test_a_run_goes_on_where_it_stopped(lines: Path, typed: Typed, folder: Path) -> None:
     assert typed("federate lines.toml")[0] == 0
     assert typed("federate lines.toml --federation.rounds 2 --trainer.max_steps 12")[0] == 0
+    (folder / "runs/lines/3").mkdir()  # as a run leaves it that could not be built
     status, out, err = typed("federate lines.toml --resume last --trainer.max_steps 12")
     assert status == 0, err
     assert "round 3/3" in out

@@ -32,6 +32,8 @@ VERBS = {
     "flower": "arclight.cli.federated_flower",
     "report": "arclight.cli.federated_report",
 }
+JOURNAL = "journal.jsonl"
+"""A run that has begun has one."""
 ENDING = 30.0
 """Seconds between the end that nodes hear of and the server's own."""
 ABOUT = """
@@ -138,7 +140,7 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
     from arclight.cli.federated_sites import Measuring, client_names
     from arclight.federated.server.server import Server
 
-    begun = (folder.path / "journal.jsonl").exists()
+    begun = (folder.path / JOURNAL).exists()
     with Progress(recipe.federation.rounds) as progress, recorded(recipe, folder):
         measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
         server = Server(
@@ -235,12 +237,13 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
     from arclight.trainer import RunFolder
 
     if options.resume is None:
-        if (last := RunFolder.newest(recipe.root, recipe.name)) is not None and is_unfinished(last):
+        last = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
+        if last is not None and is_unfinished(last):
             print(f"{last.path} is not finished: --resume last would go on with it. This is a new run")
         return RunFolder(recipe.root, recipe.name)
     if options.resume != "last":
         return RunFolder.open(options.resume)
-    found = RunFolder.newest(recipe.root, recipe.name)
+    found = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
     if found is None:
         raise UsageError(f"--resume last: {recipe.root / recipe.name} has no run to go on with")
     return found
@@ -248,10 +251,8 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 def is_unfinished(folder: RunFolder) -> bool:
     """Whether a run was begun and has not ended: it was killed or interrupted, or is under way."""
-    journal = folder.path / "journal.jsonl"
-    return (
-        journal.exists() and '"is":"RunEnded"' not in journal.read_text(encoding="utf-8").rstrip().rpartition("\n")[2]
-    )
+    said = (folder.path / JOURNAL).read_text(encoding="utf-8")
+    return '"is":"RunEnded"' not in said.rstrip().rpartition("\n")[2]
 
 
 def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:

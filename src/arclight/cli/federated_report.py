@@ -22,7 +22,7 @@ Round = Mapping[str, Any]
 """A round as history.jsonl tells it."""
 MOST_CLIENTS = 8
 """Clients that have curves of their own; of more the range is shown."""
-PHASES = ("waiting", "fold", "evaluate")
+PHASES = {"waiting": "sites at work", "fold": "server", "evaluate": "evaluation"}
 """In the order in which they come: until the updates are there, until the weights are committed, until they are measured."""
 _BEST = "val/loss"
 
@@ -206,7 +206,7 @@ def client_table(rounds: Sequence[Round]) -> str:
         "steps",
         "samples",
         "tokens",
-        "mean cosine",
+        "agreement",
         "sent",
         "received",
         "trained for",
@@ -227,9 +227,9 @@ def costs(rounds: Sequence[Round]) -> str:
     numbers = [here["round"] for here in rounds]
     traffic = [Stack("to the server", 0, ups), Stack("to clients", 1, downs)]
     known = dict.fromkeys(phase for here in rounds for phase in here["seconds"] if phase != "round")
-    phases = sorted(known, key=lambda phase: PHASES.index(phase) if phase in PHASES else len(PHASES))
+    phases = [*(phase for phase in PHASES if phase in known), *(phase for phase in known if phase not in PHASES)]
     times = [
-        Stack(phase, colour, [here["seconds"].get(phase, 0.0) for here in rounds])
+        Stack(PHASES.get(phase, phase), colour, [here["seconds"].get(phase, 0.0) for here in rounds])
         for colour, phase in enumerate(phases)
     ]
     figures = [

@@ -38,10 +38,11 @@ class RunFolder:
         return run
 
     @classmethod
-    def newest(cls, root: str | Path = "runs", name: str = "run") -> RunFolder | None:
-        """The run of that name with the highest number, or None."""
-        numbers = run_numbers(Path(root) / name)
-        return cls.open(Path(root) / name / str(max(numbers))) if numbers else None
+    def newest(cls, root: str | Path = "runs", name: str = "run", *, having: str = "") -> RunFolder | None:
+        """The run of that name with the highest number, of those in whose folder there is a file ``having``; None without any."""
+        parent = Path(root) / name
+        numbers = [number for number in run_numbers(parent) if (parent / str(number) / having).exists()]
+        return cls.open(parent / str(max(numbers))) if numbers else None
 
     @property
     def name(self) -> str:

@@ -234,7 +234,7 @@ def _row(here: Round) -> dict[str, Any]:
         **here.metrics,
         "norm": here.norm,
         "epsilon": here.epsilon,
-        "drift": math.fsum(here.drift.values()) / len(here.drift) if here.drift else None,
+        "agreement": math.fsum(here.drift.values()) / len(here.drift) if here.drift else None,
         "bytes_up": sum(here.bytes_up.values()),
         "bytes_down": sum(here.bytes_down.values()),
         **{f"seconds/{phase}": seconds for phase, seconds in here.seconds.items()},
