@@ -215,6 +215,25 @@ def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
     assert len(server.of(Update)) == 2
 
 
+def test_an_update_that_is_lost_here_is_made_again_and_the_node_goes_on(tmp_path: Path) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
+
+    def lose(update: Update) -> Receipt | None:
+        if update.client == "bb" or len(server.of(Failed)) or update.round > 1:
+            return None
+        for digest in update.manifest.blobs:
+            server.blobs.remove(digest)
+            (tmp_path / "node" / "run" / "clients" / "a" / "finished" / "000001" / "blobs" / digest).unlink()
+        return Receipt(accepted=False, reason="damaged", message="half of it")
+
+    server.on_update = lose
+    run(Node(InProcess(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
+    assert [(failed.client, failed.again) for failed in server.of(Failed)] == [("a", True)]
+    clean = Scripted(tmp_path / "clean", beginning(), ("a", "bb"), rounds=2, steps=4)
+    run(Node(InProcess(clean), [client_of("a"), client_of("bb")], tmp_path / "other", "n"))
+    assert_equal(server.weights, clean.weights)
+
+
 def test_a_lost_session_costs_no_work(tmp_path: Path) -> None:
     """The server forgets the node while it trains: the node joins again, says what it has, and its update counts."""
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=2, steps=6)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.federated.server.quadratic import Quadratic, Script
 
 from arclight.checkpoint.files import HashedFile
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.protocol import Ask, Close, Fit, Join, Receipt, Wait
+from arclight.federated.protocol import Ask, Close, Fit, Join, Message, Receipt, Wait
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
@@ -213,3 +214,28 @@ def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> 
         folded.set()
         script.work()
         assert run.driver.wait(60)
+
+
+def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, passed, answers = time.monotonic, [0.0], list[Message]()
+    server = Server(settings(rounds=1), START, folder=tmp_path / "run")
+    with server.opened() as run:
+        monkeypatch.setattr("arclight.federated.server.driver.time.monotonic", lambda: real() + passed[0])
+        script = Script(InProcess(run.service), both())
+        script.join()
+        orders = [order for order in (script.ask(), script.ask()) if isinstance(order, Fit)]
+        held = threading.Thread(target=lambda: answers.append(script.ask(having=orders)))
+        held.start()
+        until = real() + 20
+        while not run.coordinator.present.asks:
+            assert real() < until
+        with run.driver._lock:
+            passed[0] = 55.0  # longer than an ask is held, and answers are waited for
+            run.driver._lock.notify_all()
+        for order in orders:
+            assert script.send(script.trained(order)).accepted
+        held.join(20)
+        assert run.driver.wait(20)
+    assert [type(answer) for answer in answers] == [Close]

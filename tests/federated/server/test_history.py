@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gc
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +21,7 @@ from arclight.federated.protocol import Fit, Message
 from arclight.federated.rounds import tools
 from arclight.federated.rounds.history_file import NAME, HistoryFile, read_history
 from arclight.federated.rounds.store import Rounds
-from arclight.federated.server.history import Round
+from arclight.federated.server.history import History, Round
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
@@ -89,6 +91,24 @@ def test_a_round_that_was_open_when_it_was_last_told_is_told_again(tmp_path: Pat
     assert [told["round"] for told in later] == [1]
     again.write([{"round": 1, "base": "b"}], [])
     assert [told["base"] for told in read_history(tmp_path)] == ["a", "b"]
+
+
+def test_a_full_disk_tells_no_round_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history, write = History(tmp_path), HistoryFile.write
+    history.at(0), history.at(1)
+    history.write(0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(HistoryFile, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        history.write(1)
+    monkeypatch.setattr(HistoryFile, "write", write)
+    history.write(1)
+    history.write(1)
+    with (tmp_path / "metrics.csv").open(newline="") as rows:
+        assert [row["round"] for row in csv.DictReader(rows)] == ["0", "1"]
 
 
 @pytest.mark.parametrize("lost", ["nothing", "the last line", "the file", "to another version"])

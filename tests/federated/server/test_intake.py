@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,25 @@ def test_blobs_of_a_refused_update_go_at_once(served: Served) -> None:
     stale = node.packed(order, {"model/w": torch.full((300_000,), 2e30)}, outcome)
     assert not node.send(stale).accepted
     assert served.on_disk() - before < 10_000
+
+
+def test_what_the_server_has_does_not_go_with_who_says_it_again(served: Served) -> None:
+    node, other = served.node(), served.node("other", clients=("1",))
+    order = _fit(node)
+    update = node.trained(order)
+    assert node.send(update).accepted
+    (base, *_), (taken, *_) = order.weights.blobs, update.manifest.blobs
+    for digest in (base, taken):  # as what went wrong on the way may be said again
+        content = b"".join(served.run.blobs.read(digest))
+        line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=60)
+        line.request("PUT", f"/v1/blobs/{digest}", content, {"authorization": f"Bearer {other.session}"})
+        assert line.getresponse().status == 200
+        line.close()
+    stolen = replace(other.trained(_fit(other)), manifest=update.manifest, samples=0)
+    assert not other.send(stolen).accepted
+    assert not other.send(replace(stolen, manifest=replace(order.weights, kind="update"))).accepted
+    assert served.run.blobs.size(base) is not None
+    assert served.run.blobs.size(taken) is not None
 
 
 def test_the_first_blobs_of_a_slow_update_wait_for_the_last(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from arclight.federated.clients.jobs import Job, Jobs
 from arclight.federated.clients.session import ClosedError, Session
 from arclight.federated.clients.state import ClientFolder, clients_in, folder_name, read_json
 from arclight.federated.clients.telling import Teller, failure_of
-from arclight.federated.errors import CancelledError, LinkError, ProtocolError
+from arclight.federated.errors import BlobError, CancelledError, LinkError, ProtocolError
 from arclight.federated.protocol import Ask, Beat, Close, Evaluate, Fit, Held, Receipt, Update, Wait
 
 if TYPE_CHECKING:
@@ -256,8 +256,22 @@ class Node:
                 if isinstance(job.outcome, Update) and job.outcome.secure and job.order is not None:
                     self._thread(f"secure-{job.client}", lambda job=job: self._tell_masked(job)).start()  # type: ignore[misc]
                     continue
-                self._teller.tell(job)
-                self._jobs.over(job)
+                try:
+                    self._teller.tell(job)
+                except (BlobError, OSError) as error:
+                    if not isinstance(job.outcome, Update):
+                        raise
+                    self._not_sent(job, error)
+                else:
+                    self._jobs.over(job)
+
+    def _not_sent(self, job: Job, error: BlobError | OSError) -> None:
+        """An update that cannot be read here, or has no room on the server's disk, is its client's failure, not the node's."""
+        log.error("node %s cannot send round %d of %s: %s", self.name, job.round, job.client, error)
+        failed = failure_of(job, error)
+        if isinstance(error, BlobError) or not failed.again:
+            job.folder.finished.drop(job.round)
+        self._jobs.done(job, failed)
 
     def _tell_masked(self, job: Job) -> None:
         """Clients of a secure sum wait for each other: not in a thread that others of this node may need."""

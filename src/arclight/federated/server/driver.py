@@ -107,13 +107,14 @@ class Driver:
             if self._paused:
                 raise PausedError(self._paused)
             self._happen(event(to))
-            until = time.monotonic() + wait + _HELD_LONGER
+            until = self.now() + wait + _HELD_LONGER
             while to not in self._answers:
                 if self.error is not None:
                     raise FederatedError(f"the server has failed: {self.error}") from self.error
                 if self._closing:
                     raise LinkError("the server stops; ask again when it is back")
-                left = until - time.monotonic()
+                self._excuse()
+                left = until - self.now()
                 if left <= 0 and not self._paused:
                     raise FederatedError(f"an ask was not answered for {wait + _HELD_LONGER:g} s: {event(to)}")
                 self._lock.wait(max(left, 0.05))

@@ -208,7 +208,11 @@ class History:
             done = [here for here in self._in_memory() if here.round < settled]
             later = [here for here in self._in_memory() if here.round >= settled]
             self._table.write([_row(here) for here in done], [_row(here) for here in later])
-            self._file.write([asdict(here) for here in done], [asdict(here) for here in later])
+            try:
+                self._file.write([asdict(here) for here in done], [asdict(here) for here in later])
+            except OSError:
+                self._table.forget()  # it has rows of rounds that the file does not have
+                raise
             for here in done:
                 del self._rounds[here.round]
 

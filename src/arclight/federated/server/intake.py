@@ -40,25 +40,30 @@ class Intake:
         room: bytes that all of it may take. Raises RefusedError for a blob that has none, LinkError while others of the node's
         are coming that have taken it.
         """
-        put = self._begin(node, digest, size, room)
+        if (put := self._begin(node, digest, size, room)) is None:
+            yield
+            return
         try:
             yield
         finally:
             with self._lock:
                 put.open, put.heard = put.open - 1, time.monotonic()
 
-    def _begin(self, node: str, digest: str, size: int, room: int) -> _Put:
+    def _begin(self, node: str, digest: str, size: int, room: int) -> _Put | None:
+        """None for what is here and no node's: the server's own, which does not go with whoever says it again."""
         if size > room:
             raise RefusedError(
                 "too_large",
                 f"blob {digest[:12]} has {size:,} bytes: all updates of node {node}'s clients together need {room:,} at most",
             )
         with self._lock:
+            if not any(digest in theirs for theirs in self._of.values()) and self._blobs.size(digest) is not None:
+                return None
             mine = self._of.setdefault(node, {})
             put = mine.pop(digest, None) or _Put(size, 0.0)
             put.size = max(put.size, size)
             left = room - put.size - sum(other.size for other in mine.values())
-            for old in [old for old, other in mine.items() if not other.open]:
+            for old in [old for old, other in mine.items() if not other.open and not self._read[old]]:
                 if left < 0 and self._dropped(node, old):
                     left += mine.pop(old).size
             mine[digest] = put

@@ -42,6 +42,10 @@ class Table:
         finally:
             replacing.discard(temporary)
 
+    def forget(self) -> None:
+        """Have all of it written anew the next time."""
+        self._columns = []
+
     def _text(self, rows: Sequence[Row]) -> str:
         text = io.StringIO()
         csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
