@@ -215,6 +215,24 @@ def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
     assert len(server.of(Update)) == 2
 
 
+def test_a_server_without_room_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arclight.federated.clients.session._PAUSE", 0.01)
+    server, left = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4), [5]
+    adopt = server.blobs.adopt
+
+    def full(digest: str, path: Path) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        adopt(digest, path)
+
+    monkeypatch.setattr(server.blobs, "adopt", full)
+    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    assert left == [0]
+    assert server.of(Failed) == []
+    assert server.round == 2
+
+
 def test_an_update_that_is_lost_here_is_made_again_and_the_node_goes_on(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=2, steps=4)
 

@@ -266,12 +266,10 @@ class Node:
                     self._jobs.over(job)
 
     def _not_sent(self, job: Job, error: BlobError | OSError) -> None:
-        """An update that cannot be read here, or has no room on the server's disk, is its client's failure, not the node's."""
+        """An update that cannot be read here is its client's failure, not the node's."""
         log.error("node %s cannot send round %d of %s: %s", self.name, job.round, job.client, error)
-        failed = failure_of(job, error)
-        if isinstance(error, BlobError) or not failed.again:
-            job.folder.finished.drop(job.round)
-        self._jobs.done(job, failed)
+        job.folder.finished.drop(job.round)
+        self._jobs.done(job, failure_of(job, error))
 
     def _tell_masked(self, job: Job) -> None:
         """Clients of a secure sum wait for each other: not in a thread that others of this node may need."""

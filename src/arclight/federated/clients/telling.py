@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
@@ -84,8 +85,7 @@ class Teller:
 
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                put = partial(transfer, update.manifest.blobs, blobs, self._link.blobs, wanted)
-                self._session.patiently(put)
+                self._session.patiently(partial(self._put, update, blobs, wanted))
             except CancelledError as error:
                 log.info("node %s does not send the update of %s: %s", self._node, about, error)
                 finished.drop(update.round)
@@ -113,6 +113,14 @@ class Teller:
         else:
             log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)
         return False
+
+    def _put(self, update: Update, blobs: FolderStore, wanted: Callable[[], None]) -> None:
+        try:
+            transfer(update.manifest.blobs, blobs, self._link.blobs, wanted)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise LinkError(f"there is no room for the update of {update.client}: {error}") from error
 
     def _receipt(self, make: Callable[[str], Message], about: str) -> Receipt:
         answer = self._session.say(make)

@@ -204,7 +204,7 @@ class Driver:
         """Where this process stood still, time did, too: what nodes have said meanwhile is heard before they count as silent."""
         due, waiting = self.coordinator.next_alarm(), self.coordinator.settings.waiting
         late = 0.0 if due is None else self.now() - due
-        if due is not None and late > _LATE and due >= self._excused:
+        if due is not None and late > _LATE and due >= self._excused and not self._paused:  # a pause counts by itself
             if late > waiting.silence:
                 log.warning(
                     "the server stood still for %.1f s: its nodes have %g s to be heard", late, waiting.beat_every
