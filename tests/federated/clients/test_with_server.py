@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tests.federated.clients.sites import Net, Rows, centralised, weights_of
+from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
+from arclight.federated.coordination.settings import Sampling
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.tools import fork
 from arclight.federated.server.server import Server
@@ -53,6 +55,18 @@ def test_several_clients_learn_together(tmp_path: Path) -> None:
     losses = [one.metrics["val/loss"] for one in server.history if "val/loss" in one.metrics]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
+
+
+def test_what_is_committed_goes_also_of_clients_that_are_not_drawn_again(tmp_path: Path) -> None:
+    federation = Federation(clients=6, rounds=8, local_steps=1, evaluate_every=0, sampling=Sampling(per_round=1))
+    server = Server(federation, {"w": torch.ones(3)}, folder=tmp_path / "run")
+    clients = [Client(str(number), learner=lambda _: Quadratic(1.0)) for number in range(6)]
+    with server.opened() as run:
+        Node(InProcess(run.service), clients, tmp_path / "node", "n").run()
+        assert run.driver.wait(60)
+    assert len({name for here in server.history for name in here.contributors}) > 2
+    left = [path.name for path in (tmp_path / "node").rglob("finished/0*")]
+    assert set(left) <= {"000008"}, "of the last round alone it may not have been said that it is committed"
 
 
 def test_statistics_of_norms_are_left_to_the_mean(tmp_path: Path) -> None:

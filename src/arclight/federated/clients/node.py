@@ -128,7 +128,9 @@ class Node:
         self._crew.open(self._place / "clients", run)
         for client, folder in self._folders.items():
             for round in folder.finished.rounds():
-                if not folder.finished.is_taken(round):
+                if folder.finished.is_taken(round):
+                    self._teller.keeps(folder)
+                else:
                     log.info("node %s sends what client %s had finished of round %d", self.name, client, round)
                     update = folder.finished.update(round)
                     self._jobs.left(Job(client, round, folder, stage="done", outcome=update, steps=update.steps))
@@ -303,5 +305,5 @@ class Node:
                     continue
                 if answer.reason == "session":
                     self._session.join(lost=lost)
-                self._teller.committed = max(self._teller.committed, answer.committed)
+                self._teller.hear(answer.committed)
                 self._jobs.cancel(answer.cancel)

@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,14 +120,20 @@ class Finished:
 
     def drop(self, round: int) -> None:
         """Forget an update, which the server does not want or has for good."""
-        if self._place(round).exists():
+        with suppress(FileNotFoundError):
             replacing.retire(self._place(round), durable=False)
 
     def committed(self, round: int) -> None:
         """Rounds up to this one are part of the server's weights, or never will be."""
         for one in self.rounds():
-            if one <= round and (self.is_taken(one) or self.update(one).secure):
+            if one <= round and self._is_over(one):
                 self.drop(one)
+
+    def _is_over(self, committed: int) -> bool:
+        try:
+            return self.is_taken(committed) or self.update(committed).secure
+        except FederatedError:  # it was dropped just now, or is damaged
+            return True
 
     def sweep(self) -> None:
         """Remove what killed processes left half done, and what a power failure has damaged."""

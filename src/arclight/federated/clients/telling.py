@@ -15,6 +15,7 @@ from arclight.federated.blobs.transfer import transfer
 from arclight.federated.clients.jobs import Job
 from arclight.federated.clients.securing import Securing
 from arclight.federated.clients.session import ClosedError, Session, told
+from arclight.federated.clients.state import ClientFolder
 from arclight.federated.clients.work import addressed
 from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.protocol import Close, Evaluated, Failed, Fit, Message, Receipt, Update
@@ -33,8 +34,27 @@ class Teller:
 
     def __init__(self, node: str, session: Session, link: Link, stopping: threading.Event) -> None:
         self._node, self._session, self._link, self._stopping = node, session, link, stopping
-        self.committed = -1
-        """The newest round that is known to be: what is kept for those up to it can go."""
+        self._lock = threading.Lock()
+        self._committed = -1
+        self._keeping = set[ClientFolder]()
+        """Of clients whose updates the server has, and may still ask for again."""
+
+    def keeps(self, folder: ClientFolder) -> None:
+        """An update that the server has lies in a client's folder."""
+        with self._lock:
+            self._keeping.add(folder)
+
+    def hear(self, committed: int) -> None:
+        """Rounds up to this one are committed: what is kept for them goes, also of clients that are not drawn for long."""
+        with self._lock:
+            if committed <= self._committed:
+                return
+            self._committed = committed
+            folders, self._keeping = self._keeping, set()
+        for folder in folders:
+            folder.committed(committed)
+            if folder.finished.rounds():
+                self.keeps(folder)
 
     def tell(self, job: Job) -> None:
         """Say a job's outcome. What it raises ends the node: it cannot reach its server, or is not to go on."""
@@ -97,9 +117,10 @@ class Teller:
                 break
             receipt = self._receipt(lambda session: addressed(update, self._node, session), f"update of {about}")
             if receipt.accepted:
-                self.committed = max(self.committed, receipt.committed)
                 finished.take(update.round)
-                job.folder.committed(self.committed)
+                job.folder.committed(receipt.committed)
+                self.keeps(job.folder)
+                self.hear(receipt.committed)
                 return True
             if receipt.reason != "damaged":
                 break
