@@ -280,15 +280,38 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("serve lines.toml --address 0.0.0.0:0 --tls-cert a.pem", "--tls-key, --node-keys are missing"),
         ("join http://127.0.0.1:1 --name a --cleint 3", "did you mean --client?"),
         ("join http://127.0.0.1:1 --name a --client 0 --data nowhere", "--data nowhere: there is no such file or folder"),
+        ("serve lines.toml --address 198.51.100.7:0 --tls-cert {keys}.pem --tls-key {keys}.key --node-keys nodes.txt", "no such name or address"),
+        ("serve lines.toml --address name.invalid:0 --tls-cert {keys}.pem --tls-key {keys}.key --node-keys nodes.txt", "no such name or address"),
+        ("serve lines.toml --tls-cert {keys}.pem --tls-key none.key", "there is no private key none.key"),
+        ("serve lines.toml --tls-cert {keys}.pem --tls-key a.key", "a.key is not the private key of keys/server.pem"),
+        ("serve lines.toml --node-keys none.txt", "none.txt cannot be read"),
+        ("serve lines.toml --node-keys a.key", "a.key, line 1"),
+        ("join https://127.0.0.1:99999 --name a", "write https://host:port"),
+        ("join https://127.0.0.1/run --name a", "write https://host:port"),
+        ("join 127.0.0.1:8470 --name a", "write https://host:port"),
+        ("join http://127.0.0.1:1 --name a --fingerprint 00", "write https:// or leave --fingerprint out"),
+        ("join https://127.0.0.1:1 --name a --fingerprint 00", "64 hexadecimal digits"),
+        ("join https://127.0.0.1:1 --name a --fingerprint 00 --ca {keys}.pem", "leave the other out"),
+        ("join https://127.0.0.1:1 --name a --ca none.pem", "there is no file none.pem"),
+        ("join https://127.0.0.1:1 --name a --ca a.key", "a.key has no PEM certificate"),
+        ("keys node b.key a --into nodes.txt", "nodes.txt has a line for a already"),
+        ("keys node b.key a/b --into nodes.txt", "a registered name is made of"),
+        ("keys server keys example.org", "keys/server.key is there already"),
+        ("keys server new example.org:8470", "a name or an address alone"),
         ("lines.toml --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
         ("report runs/lines/1 --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
     ],
 )  # fmt: skip
 def test_what_is_typed_wrongly_is_told_at_once(lines: Path, typed: Typed, folder: Path, line: str, words: str) -> None:
-    status, _, err = typed(f"federate {line}")
+    if any(said in line for said in ("keys", "a.key")):
+        pytest.importorskip("cryptography")
+        typed("federate keys server keys 127.0.0.1")
+        typed("federate keys node a.key a --into nodes.txt")
+    here = set(folder.iterdir())
+    status, _, err = typed(f"federate {line.format(keys='keys/server')}")
     assert status == 2
     assert words in err
-    assert not (folder / "runs").exists()
+    assert set(folder.iterdir()) <= here | {folder / "__pycache__"}
 
 
 def test_a_taken_port_is_told_before_a_run_is_begun(lines: Path, typed: Typed, folder: Path) -> None:
@@ -445,6 +468,10 @@ def test_certificates_and_keys_are_made_and_used(lines: Path, typed: Typed, fold
     assert typed("federate keys node keys/a.key a --into keys/nodes.txt")[0] == 0
     assert typed("federate keys node keys/b.key b")[0] == 0
     assert typed("federate keys node keys/b.key b")[0] == 2  # nothing is overwritten
+    nodes = folder / "keys/nodes.txt"
+    nodes.write_text(nodes.read_text().rstrip())  # as an editor may leave it
+    assert typed("federate keys node keys/c.key c --into keys/nodes.txt --client 7")[0] == 0
+    assert [line.split()[0] for line in nodes.read_text().splitlines()] == ["a", "c"]
     tls = ["--tls-cert", "keys/server.pem", "--tls-key", "keys/server.key", "--node-keys", "keys/nodes.txt"]
     server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0", *tls, "--federation.rounds", "1")
     address = address_of(server)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VERBS = {
     "serve": "arclight.cli.federated_net",
     "join": "arclight.cli.federated_net",
-    "keys": "arclight.cli.federated_net",
+    "keys": "arclight.cli.federated_keys",
     "flower": "arclight.cli.federated_flower",
     "report": "arclight.cli.federated_report",
 }

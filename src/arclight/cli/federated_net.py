@@ -1,10 +1,10 @@
-"""``arclight federate serve|join|keys``: the same run across processes and machines."""
+"""``arclight federate serve|join``: the same run across processes and machines."""
 
 from __future__ import annotations
 
 import logging
 import os
-import socket
+import re
 import sys
 import threading
 from argparse import Namespace
@@ -14,12 +14,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from arclight.cli.arguments import Parser, UsageError, problems_listed, read_as
 from arclight.cli.federate import folder_of, opened, run_parser
+from arclight.cli.federated_listening import DEFAULT_PORT, bound, join_line, listening, reached_at
 from arclight.cli.federated_schema import FederatedRecipe
-from arclight.federated.errors import FederatedError
+from arclight.federated.errors import FederatedError, LinkError
 from arclight.federated.protocol import Evaluate, Fit, Leave, Message, Receipt, Update, Wait, Welcome
+from arclight.federated.transports.trust import check_vouching, explained
 from arclight.trainer.report import size_text
 
 if TYPE_CHECKING:
@@ -27,9 +30,7 @@ if TYPE_CHECKING:
     from arclight.federated.clients import Learner
     from arclight.federated.clients.client import Client
     from arclight.federated.transports.link import Link
-    from arclight.federated.transports.settings import Listening
 
-DEFAULT_PORT = 8470
 SAY_AFTER = 3.0
 """Seconds after which a node says that it cannot reach its server; it goes on trying."""
 OF_THE_NODE = ("task.", "trainer.")
@@ -69,52 +70,9 @@ def serve(arguments: list[str]) -> None:
             HttpServer(Watched(run.service, progress), where, run.blobs, here) as server,
         ):
             progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
-            progress.say(f"  nodes join it with: {join_line(server.address, server.fingerprint)}")
+            progress.say(f"  nodes join it with: {join_line(reached_at(server.address, where), server.fingerprint)}")
             run.wait()
             run.let_nodes_hear()
-
-
-def bound(where: Listening) -> socket.socket:
-    """A socket that listens there. Raises UsageError where that cannot be, before anything of the run is made."""
-    from arclight.federated.transports.http_server import bind
-
-    try:
-        return bind(where.host, where.port)
-    except OSError as error:
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise UsageError(
-            f"--address {where.host}:{where.port}: {why}; name another port, or 0 for a free one"
-        ) from error
-
-
-def listening(options: Namespace) -> Listening:
-    """Where to listen. Raises UsageError for an address that is none, and off this machine for what is missing."""
-    from arclight.federated.transports.settings import Listening, is_loopback
-
-    host, colon, port = options.address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        named = options.address.rstrip(":") or "127.0.0.1"
-        raise UsageError(f"--address {options.address}: write host:port, as in {named}:{DEFAULT_PORT}")
-    flags = {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--node-keys": options.node_keys}
-    missing = [flag for flag, value in flags.items() if value is None]
-    if missing and not is_loopback(host):
-        raise UsageError(
-            f"--address {options.address}: other machines can reach it, so that it needs TLS and registered nodes: "
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. `arclight federate keys server FOLDER NAME` "
-            "makes a certificate and its key, `arclight federate keys node FILE NAME --into NODES` a node's; "
-            "on this machine alone 127.0.0.1 needs none of them"
-        )
-    try:
-        return Listening(
-            host=host.strip("[]"), port=int(port), certificate=options.tls_cert, private_key=options.tls_key, nodes=options.node_keys
-        )  # fmt: skip
-    except ValueError as error:
-        raise UsageError(f"--address {options.address}: {error}") from error
-
-
-def join_line(address: str, fingerprint: str | None) -> str:
-    tls = f" --fingerprint {fingerprint} --key node.key" if fingerprint else ""
-    return f"arclight federate join {address} --name NAME{tls}"
 
 
 # -- join ----------------------------------------------------------------------------------------------------------
@@ -139,6 +97,7 @@ def join(arguments: list[str]) -> None:
             patience=min(SAY_AFTER, options.patience),
         ),
         site,
+        options.address,
     )  # fmt: skip
 
     def work() -> Node:
@@ -197,8 +156,8 @@ class OneLine(logging.Formatter):
 class Told:
     """A link that lets the site know the server's recipe, and says in a line what is asked of this node."""
 
-    def __init__(self, link: Link, site: Site) -> None:
-        self._link, self._site, self._shown, self._run = link, site, "", ""
+    def __init__(self, link: Link, site: Site, address: str) -> None:
+        self._link, self._site, self._address, self._shown, self._run = link, site, address, "", ""
 
     @property
     def blobs(self) -> BlobStore:
@@ -208,7 +167,10 @@ class Told:
         self._link.heed(stopping)
 
     def send(self, message: Message) -> Message:
-        answer = self._link.send(message)
+        try:
+            answer = self._link.send(message)
+        except LinkError as error:
+            raise explained(error, self._address) from error
         match answer:
             case Welcome():
                 try:
@@ -274,6 +236,7 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     )  # fmt: skip
     options, overrides = parser.parse_known_args(arguments)
     parser.check_spelling(overrides)
+    check_address(options)
     wrong = [word for word in overrides if word.startswith("--") and not word[2:].startswith(OF_THE_NODE)]
     if wrong:
         raise UsageError(
@@ -286,6 +249,31 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     if options.data is not None and "://" not in options.data and not Path(options.data).exists():
         raise UsageError(f"--data {options.data}: there is no such file or folder")
     return options, overrides
+
+
+def check_address(options: Namespace) -> None:
+    """Raise UsageError or FederatedError where a server cannot be reached, or not be believed, as it was typed."""
+    try:
+        parts = urlsplit(options.address)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.path in ("", "/")
+    except ValueError:  # a port that is none
+        usable = False
+    if not usable:
+        raise UsageError(f"{options.address}: write https://host:port, as in https://server.example.org:{DEFAULT_PORT}")
+    known = [
+        flag for flag, value in (("--ca", options.ca), ("--fingerprint", options.fingerprint)) if value is not None
+    ]
+    if len(known) == 2:
+        raise UsageError("--ca and --fingerprint: one of them says whom to believe, leave the other out")
+    if known and parts.scheme == "http":
+        raise UsageError(f"{options.address}: nothing is proved without TLS: write https:// or leave {known[0]} out")
+    if options.ca is not None:
+        check_vouching(options.ca)
+    if options.fingerprint is not None and not re.fullmatch("[0-9a-fA-F]{64}", options.fingerprint.replace(":", "")):
+        raise UsageError(
+            f"--fingerprint {options.fingerprint}: it has 64 hexadecimal digits, as `arclight federate keys server` and the "
+            "server's first lines say it"
+        )
 
 
 class Site:
@@ -323,64 +311,3 @@ class Site:
         with problems_listed("the server's recipe cannot be used here"):
             recipe = read(FederatedRecipe, self._recipe, self._overrides)
         return at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
-
-
-# -- keys ----------------------------------------------------------------------------------------------------------
-
-
-def keys(arguments: list[str]) -> None:
-    about = "Make what a federation needs off one machine: a certificate for the server, a key for each node."
-    parser = Parser(prog="arclight federate keys", description=about)
-    verbs = parser.add_subparsers(required=True, metavar="server|node")
-
-    verb = verbs.add_parser("server", help="a certificate that it signs itself, and its private key")
-    verb.add_argument("folder", type=Path, metavar="DIR", help="where server.pem and server.key go")
-    verb.add_argument("hosts", nargs="+", metavar="HOST", help="names and addresses by which nodes reach the server")
-    verb.set_defaults(run=make_server_keys)
-
-    verb = verbs.add_parser("node", help="a node's private key, and the line by which the server knows it")
-    verb.add_argument("file", type=Path, metavar="FILE", help="where the private key goes; it stays with the node")
-    verb.add_argument("name", metavar="NAME", help="of the node")
-    verb.add_argument(
-        "--client",
-        action="append",
-        default=[],
-        metavar="N",
-        help="a client that it may answer for, may be repeated (default: any)",
-    )
-    verb.add_argument(
-        "--into", type=Path, metavar="FILE", help="add the line to this file of nodes, for serve --node-keys"
-    )
-    verb.set_defaults(run=make_node_key)
-    options = parser.parse_args(arguments)
-    options.run(options)
-
-
-def make_server_keys(options: Namespace) -> None:
-    from arclight.federated.transports.keys import make_certificate
-
-    try:
-        made = make_certificate(options.folder, options.hosts)
-    except FileExistsError as error:
-        raise UsageError(
-            f"{error.filename} is there already, and a key is not overwritten: name another folder"
-        ) from error
-    print(f"wrote {made.certificate} and {made.private_key}, which nobody else may read")
-    print(f"nodes know the server by: --fingerprint {made.fingerprint}")
-
-
-def make_node_key(options: Namespace) -> None:
-    from arclight.federated.transports.keys import NodeKey
-
-    try:
-        line = NodeKey.make(options.file).line(options.name, options.client)
-    except FileExistsError as error:
-        raise UsageError(f"{options.file} is there already, and a key is not overwritten: name another file") from error
-    print(f"wrote {options.file}, which stays with node {options.name}")
-    if options.into is None:
-        print(f"the server's file of nodes needs the line:\n{line}")
-        return
-    options.into.parent.mkdir(parents=True, exist_ok=True)
-    with options.into.open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
-    print(f"{options.into} lets it join")

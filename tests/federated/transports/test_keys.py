@@ -1,8 +1,10 @@
 """Who may listen where, who may join, and whom nodes believe."""
 
+import http.server
 import os
 import ssl
 import stat
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +12,15 @@ import pytest
 from tests.federated.transports.standin import StandIn
 
 from arclight.federated.blobs.memory import MemoryStore
-from arclight.federated.errors import FederatedError, LinkError, ProtocolError
+from arclight.federated.errors import FederatedError, LinkError, ProtocolError, UntrustedError
 from arclight.federated.protocol import Join, Message, Welcome
+from arclight.federated.transports import keys
 from arclight.federated.transports.guard import Guard, signed_text
 from arclight.federated.transports.http_link import HttpLink
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.keys import Certificate, NodeKey, Registry, fingerprint_of, make_certificate
 from arclight.federated.transports.settings import Listening
+from arclight.federated.transports.trust import check_certificate, explained
 
 
 @pytest.fixture
@@ -68,6 +72,49 @@ def test_a_file_that_is_no_key_is_told(made: Certificate, tmp_path: Path) -> Non
         fingerprint_of(tmp_path / "empty")
 
 
+def test_a_private_key_that_others_can_read_is_not_used(made: Certificate, tmp_path: Path) -> None:
+    NodeKey.make(tmp_path / "node.key")
+    check_certificate(made.certificate, made.private_key)
+    for path, use in (
+        (tmp_path / "node.key", lambda: NodeKey.read(tmp_path / "node.key")),
+        (made.private_key, lambda: check_certificate(made.certificate, made.private_key)),
+    ):
+        path.chmod(0o640)
+        with pytest.raises(FederatedError, match=f"chmod 600 {path}"):
+            use()
+
+
+@pytest.mark.parametrize("host", ["https://example.org", "example.org:8470", "two words", "", "-x", "bücher.example"])
+def test_a_certificate_is_for_hosts(host: str, tmp_path: Path) -> None:
+    with pytest.raises(FederatedError, match="a name or an address alone"):
+        make_certificate(tmp_path / "keys", ["localhost", host])
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_half_overwritten_pair_is_never_left(made: Certificate, tmp_path: Path) -> None:
+    made.private_key.unlink()
+    with pytest.raises(FileExistsError):
+        make_certificate(tmp_path / "keys", ["localhost"])
+    assert not made.private_key.exists()
+
+
+def test_a_certificate_that_no_node_would_believe_is_told(
+    made: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = make_certificate(tmp_path / "other", ["example.org"])
+    monkeypatch.setattr(keys, "_YEARS", 0)
+    old = make_certificate(tmp_path / "old", ["example.org"])
+    for certificate, key, words in (
+        (made.certificate, other.private_key, "is not the private key of"),
+        (made.private_key, made.private_key, "has no PEM certificate"),
+        (tmp_path / "none", made.private_key, "there is no certificate"),
+        (made.certificate, tmp_path / "none", "there is no private key"),
+        (old.certificate, old.private_key, "no node believes it today"),
+    ):
+        with pytest.raises(FederatedError, match=words):
+            check_certificate(certificate, key)
+
+
 def test_a_certificate_is_believed_by_name_or_by_fingerprint(made: Certificate, tmp_path: Path) -> None:
     with HttpServer(
         StandIn(MemoryStore()), Listening(certificate=made.certificate, private_key=made.private_key)
@@ -108,6 +155,57 @@ def test_a_wrong_certificate_is_refused_at_once(made: Certificate, tmp_path: Pat
     assert server.said == []
 
 
+@pytest.mark.parametrize("kind", ["expired", "another host", "unknown"])
+def test_why_a_certificate_is_not_believed_is_explained(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "expired":
+        monkeypatch.setattr(keys, "_YEARS", 0)
+    shown = make_certificate(tmp_path / "keys", ["example.org" if kind == "another host" else "127.0.0.1"])
+    words = {
+        "expired": "has expired: the server needs a new one",
+        "another host": "not for 127.0.0.1, but for example.org",
+        "unknown": "give the server.pem that it uses as --ca",
+    }[kind]
+    with HttpServer(
+        StandIn(MemoryStore()), Listening(certificate=shown.certificate, private_key=shown.private_key)
+    ) as served:
+        link = HttpLink(served.address, tmp_path, patience=600, cafile=None if kind == "unknown" else shown.certificate)
+        with pytest.raises(UntrustedError) as raised:
+            link.send(Join(node="a", clients=()))
+        link.close()
+        told = explained(raised.value, served.address)
+    assert isinstance(told, UntrustedError)
+    assert words in str(told)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_tls_where_there_is_none_and_none_where_there_is_are_told(tls: bool, made: Certificate, tmp_path: Path) -> None:
+    listening = Listening(certificate=made.certificate, private_key=made.private_key) if tls else Listening()
+    with HttpServer(StandIn(MemoryStore()), listening) as served:
+        wrong = served.address.replace("https:", "http:") if tls else served.address.replace("http:", "https:")
+        link = HttpLink(wrong, tmp_path, patience=0.1)
+        with pytest.raises(LinkError) as raised:
+            link.send(Join(node="a", clients=()))
+        link.close()
+        told = explained(raised.value, wrong)
+        right = LinkError("it is only slow")
+        assert explained(right, served.address) is right
+    assert isinstance(told, UntrustedError)
+    assert ("speaks TLS: join https://" if tls else "does not speak TLS") in str(told)
+    assert explained(raised.value, wrong) is raised.value, "nobody is there any more"
+
+
+def test_a_program_that_is_no_server_of_ours_is_told(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, patience=5)
+        with pytest.raises(ProtocolError, match=r"nothing that an arclight server has \(501 .*see that the address"):
+            link.send(Join(node="a", clients=()))
+        link.close()
+        other.shutdown()
+
+
 def test_a_certificate_that_cannot_be_read_is_told_when_the_server_starts(made: Certificate, tmp_path: Path) -> None:
     (tmp_path / "junk").write_text("junk")
     with pytest.raises((ssl.SSLError, FederatedError)):
@@ -133,7 +231,9 @@ def nodes(key: NodeKey, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_registered_node_joins_and_others_do_not(key: NodeKey, nodes: Path, tmp_path: Path) -> None:
+def test_a_registered_node_joins_and_others_do_not(
+    key: NodeKey, nodes: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     server = StandIn(MemoryStore())
     stranger = NodeKey.make(tmp_path / "b.key")
 
@@ -149,7 +249,7 @@ def test_a_registered_node_joins_and_others_do_not(key: NodeKey, nodes: Path, tm
         for node, of, clients, words in (
             ("b", stranger, ("left",), "'b' is not registered"),
             ("a", stranger, ("left",), "with another key"),
-            ("a", None, ("left",), "with another key"),
+            ("a", None, ("left",), "join with that of 'a'"),
             ("a", key, ("left", "middle"), "not for middle"),
             ("a", key, (), "not for any client"),
         ):
@@ -160,6 +260,12 @@ def test_a_registered_node_joins_and_others_do_not(key: NodeKey, nodes: Path, tm
             file.write(stranger.line("b") + "\n")
         assert isinstance(join("b", stranger, ("anything",)), Welcome), "a node that was registered meanwhile"
         assert isinstance(join("b", stranger, ()), Welcome)
+        with nodes.open("a") as file:
+            file.write("c secret\n")
+        with pytest.raises(ProtocolError, match="cannot use its file of nodes") as raised:
+            join("a", key, ("left",))
+    assert "secret" not in str(raised.value)
+    assert "line 5" in caplog.text
 
 
 def test_a_challenge_is_signed_once_with_the_whole_message(key: NodeKey, nodes: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
 from dataclasses import replace
 
-from arclight.federated.errors import ProtocolError, SessionError
+from arclight.federated.errors import FederatedError, ProtocolError, SessionError
 from arclight.federated.protocol import Join, Message, Welcome
 from arclight.federated.transports.keys import Registry, is_signed
+
+log = logging.getLogger(__name__)
 
 _GOOD_FOR = 60.0
 _MOST = 100_000
@@ -78,7 +81,13 @@ class Guard:
     def _check_join(self, join: Join, challenge: str) -> None:
         if self._registry is None:
             return
-        known = self._registry.nodes().get(join.node)
+        try:
+            known = self._registry.nodes().get(join.node)
+        except FederatedError as error:  # in words for those who look after the server, not for whoever asks
+            log.error("nobody can join: %s", error)
+            raise ProtocolError(
+                "the server cannot use its file of nodes, and has said why in its log: have it put right, then join again"
+            ) from error
         with self._lock:
             good_until = self._challenges.pop(challenge, 0.0)
         if known is None:
@@ -86,6 +95,8 @@ class Guard:
                 f"{join.node!r} is not registered with this server: add the line that `arclight federate keys node` printed to "
                 f"its file of nodes ({self._registry.path.name})"
             )
+        if not join.key:
+            raise ProtocolError(f"this server knows its nodes by their keys: join with that of {join.node!r} (--key)")
         if join.key != known.key:
             raise ProtocolError(
                 f"{join.node!r} is registered here with another key: use that one, or register this one"
@@ -99,7 +110,7 @@ class Guard:
         if known.clients and not (join.clients and known.clients.issuperset(join.clients)):
             raise ProtocolError(
                 f"{join.node!r} is registered for {', '.join(sorted(known.clients))}, not for "
-                f"{', '.join(sorted(set(join.clients) - known.clients)) or 'any client'}"
+                f"{', '.join(sorted(set(join.clients) - known.clients)) or 'any client'}: say which of them it has (--client)"
             )
 
 

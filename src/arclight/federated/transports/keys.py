@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import ipaddress
 import os
@@ -15,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError
+from arclight.federated.transports.trust import check_private
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 _YEARS = 10
 _NAME = re.compile(r"[\w.-]{1,100}")
+_HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
         raise FederatedError(
             "a certificate is for at least one host name or address: give those by which nodes reach the server"
         )
+    folder, names = Path(folder), [_general_name(x509, host) for host in hosts]
+    for path in (folder / "server.key", folder / "server.pem"):
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "arclight federation")])
     known_as = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
@@ -67,7 +74,7 @@ def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=365 * _YEARS))
-        .add_extension(x509.SubjectAlternativeName([_general_name(x509, host) for host in hosts]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(
             x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **signing), critical=True
@@ -78,7 +85,6 @@ def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
     )
     made = builder.sign(key, _cryptography("hazmat.primitives.hashes").SHA256())
     serialization = _cryptography("hazmat.primitives.serialization")
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_new(folder / "server.key", _private_pem(key), secret=True)
     _write_new(folder / "server.pem", made.public_bytes(serialization.Encoding.PEM), secret=False)
@@ -111,7 +117,7 @@ class NodeKey:
 
     @classmethod
     def read(cls, path: str | Path) -> NodeKey:
-        """The key in ``path``. Raises FederatedError for a file that holds none."""
+        """The key in ``path``. Raises FederatedError for a file that holds none, or that others can read."""
         serialization = _cryptography("hazmat.primitives.serialization")
         kind = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey
         try:
@@ -124,6 +130,7 @@ class NodeKey:
             ) from error
         if not isinstance(key, kind):
             raise FederatedError(f"{path} holds another kind of key: `arclight federate keys node` makes a node's")
+        check_private(path)
         return cls(key)
 
     @classmethod
@@ -152,9 +159,7 @@ class NodeKey:
 
     def line(self, node: str, clients: Iterable[str] = ()) -> str:
         """The line by which a server's file of nodes lets this key join as ``node``, for those ``clients`` or, with none, any."""
-        for name in (node, *clients):
-            if not _NAME.fullmatch(name):
-                raise FederatedError(f"a registered name is made of letters, digits, '.', '_' and '-', got {name!r}")
+        check_names(node, *clients)
         return " ".join(filter(None, (node, self.public, ",".join(clients))))
 
     def sign(self, text: bytes) -> str:
@@ -206,6 +211,13 @@ class Registry:
         return found
 
 
+def check_names(*names: str) -> None:
+    """Raise FederatedError for what a file of nodes cannot name."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise FederatedError(f"a registered name is made of letters, digits, '.', '_' and '-', got {name!r}")
+
+
 def is_signed(text: bytes, signature: str, public: str) -> bool:
     """Whether ``signature`` is the public key's for ``text``."""
     invalid = _cryptography("exceptions").InvalidSignature
@@ -230,6 +242,10 @@ def _general_name(x509: Any, host: str) -> Any:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
+        if not _HOST.fullmatch(host):
+            raise FederatedError(
+                f"a host is a name or an address alone, as server.example.org or 10.0.0.7, got {host!r}"
+            ) from None
         return x509.DNSName(host)
 
 

@@ -34,4 +34,9 @@ def raise_passing(response: httpx.Response) -> None:
 
 def error_of(response: httpx.Response) -> ProtocolError:
     """The error for a refusal that will not pass."""
+    if response.headers.get("content-type", "").partition(";")[0] != "application/json":
+        return ProtocolError(
+            f"{response.url} is nothing that an arclight server has ({response.status_code} {response.reason_phrase}): see that "
+            "the address and its port are the server's"
+        )
     return ProtocolError(f"the server refuses with {response.status_code}: {words_of(response)}")

@@ -1,0 +1,71 @@
+"""``arclight federate keys``: a certificate for the server, a key for each node."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from arclight.cli.arguments import Parser, UsageError
+
+
+def keys(arguments: list[str]) -> None:
+    about = "Make what a federation needs off one machine: a certificate for the server, a key for each node."
+    parser = Parser(prog="arclight federate keys", description=about)
+    verbs = parser.add_subparsers(required=True, metavar="server|node")
+
+    verb = verbs.add_parser("server", help="a certificate that it signs itself, and its private key")
+    verb.add_argument("folder", type=Path, metavar="DIR", help="where server.pem and server.key go")
+    verb.add_argument("hosts", nargs="+", metavar="HOST", help="names and addresses by which nodes reach the server")
+    verb.set_defaults(run=make_server_keys)
+
+    verb = verbs.add_parser("node", help="a node's private key, and the line by which the server knows it")
+    verb.add_argument("file", type=Path, metavar="FILE", help="where the private key goes; it stays with the node")
+    verb.add_argument("name", metavar="NAME", help="of the node")
+    verb.add_argument(
+        "--client",
+        action="append",
+        default=[],
+        metavar="N",
+        help="a client that it may answer for, may be repeated (default: any)",
+    )
+    verb.add_argument(
+        "--into", type=Path, metavar="FILE", help="add the line to this file of nodes, for serve --node-keys"
+    )
+    verb.set_defaults(run=make_node_key)
+    options = parser.parse_args(arguments)
+    options.run(options)
+
+
+def make_server_keys(options: Namespace) -> None:
+    from arclight.federated.transports.keys import make_certificate
+
+    try:
+        made = make_certificate(options.folder, options.hosts)
+    except FileExistsError as error:
+        raise UsageError(
+            f"{error.filename} is there already, and a key is not overwritten: name another folder"
+        ) from error
+    print(f"wrote {made.certificate} and {made.private_key}, which nobody else may read")
+    print(f"nodes know the server by: --fingerprint {made.fingerprint}")
+
+
+def make_node_key(options: Namespace) -> None:
+    from arclight.federated.transports.keys import NodeKey, Registry, check_names
+
+    check_names(options.name, *options.client)
+    into: Path | None = options.into
+    if into is not None and into.exists() and options.name in Registry(into).nodes():
+        raise UsageError(f"{into} has a line for {options.name} already: take it out first, if that gets a new key")
+    try:
+        line = NodeKey.make(options.file).line(options.name, options.client)
+    except FileExistsError as error:
+        raise UsageError(f"{options.file} is there already, and a key is not overwritten: name another file") from error
+    print(f"wrote {options.file}, which stays with node {options.name}")
+    if into is None:
+        print(f"the server's file of nodes needs the line:\n{line}")
+        return
+    into.parent.mkdir(parents=True, exist_ok=True)
+    before = into.read_text(encoding="utf-8") if into.exists() else ""
+    with into.open("a", encoding="utf-8") as file:
+        file.write(f"{'' if before.endswith(chr(10)) or not before else chr(10)}{line}\n")
+    print(f"{into} lets it join")
