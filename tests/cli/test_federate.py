@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.abc
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from arclight.cli.federated_progress import Progress
@@ -220,11 +222,80 @@ def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> Non
     assert "round 2/3" in out
     status, out, _ = typed(f"checkpoint edit {run} --round 1 --clock 7")
     assert status == 2  # its journal says what its rounds are
+    typed(f"checkpoint fork {run} runs/lines/10 --round 2")
+    out = typed("checkpoint edit runs/lines/10 --round 2 --number 1 --clock 3")[1]
+    assert "round.clock: 8 -> 3" in out
+    assert "history: rounds 2 -> rounds 1" in out
+    assert "1 round of runs/lines/10 is sound" in typed("checkpoint validate runs/lines/10")[1]
     assert "removed rounds 0, 1" in typed(f"checkpoint prune {run} --keep 2 --yes")[1]
     (folder / run / "rounds/000003/model.safetensors").write_bytes(b"damaged")
     status, out, _ = typed(f"checkpoint validate {run}")
     assert status == 1
     assert "round 3" in out
+    status, out, _ = typed(f"checkpoint rounds {run}")
+    assert f"round 3: {run}/rounds/000003/model.safetensors has 7 bytes instead of" in out
+
+
+def test_rounds_are_kept_at_addresses_and_runs_are_not(
+    lines: Path, typed: Typed, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed("federate lines.toml --federation.rounds 1")
+    before = set(folder.iterdir())
+    try:
+        out = typed("checkpoint fork runs/lines/1 memory://kept/lines")[1]
+        assert "fork it from there into one" in out
+        assert "1 round of memory://kept/lines is sound" in typed("checkpoint validate memory://kept/lines")[1]
+        for line, words in (
+            ("lines.toml --resume memory://kept/lines", "checkpoint fork memory://kept/lines FOLDER"),
+            ("lines.toml --root memory://kept", "a run is written to a folder of this machine"),
+        ):
+            status, _, err = typed(f"federate {line}")
+            assert status == 2
+            assert words in err
+        assert set(folder.iterdir()) == before
+
+        class Away(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+            def ls(self, *_: object, **__: object) -> None:
+                raise TimeoutError("nobody answers")
+
+            isdir = ls
+
+        monkeypatch.setattr(fsspec, "filesystem", lambda _: Away())
+        status, _, err = typed("checkpoint rounds memory://kept/lines")
+        assert status == 2
+        assert "nobody answers; check the address, the network, the credentials" in err
+    finally:
+        fsspec.get_filesystem_class("memory").store.clear()
+
+
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "httpx", "cryptography"])
+def test_what_is_not_installed_is_told_before_a_run_is_begun(
+    missing: str, lines: Path, typed: Typed, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(missing)
+    typed("federate keys server keys 127.0.0.1")
+    typed("federate keys node a.key a")
+    for module in [name for name in sys.modules if name.partition(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Without(missing), *sys.meta_path])
+    line = "serve lines.toml --address 127.0.0.1:0 --tls-cert keys/server.pem --tls-key keys/server.key"
+    if missing in ("httpx", "cryptography"):
+        line = "join http://127.0.0.1:1 --name a --key a.key"
+    status, _, err = typed(f"federate {line}")
+    assert status == 2
+    assert f'{missing} is not installed; this feature needs it: pip install "arclight[federated]"' in err
+    assert not (folder / "runs" / "lines").exists()
+
+
+class Without(importlib.abc.MetaPathFinder):
+    """Of what is imported, all but one package."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == self._package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_clients_may_measure_in_place_of_the_server(lines: Path, typed: Typed, folder: Path) -> None:

@@ -95,8 +95,9 @@ def dispatch(verb: str, rest: list[str]) -> int:
 
 
 def is_fault_of_use(error: Exception) -> bool:
-    """Whether the message says all that a person needs: our own errors do, and those about files that were named."""
-    return type(error).__module__.partition(".")[0] == "arclight" or isinstance(error, FAULTS_OF_USE)
+    """Whether the message says all that a person needs: our own errors do, and those about files and addresses that were named."""
+    ours = type(error).__module__.partition(".")[0] == "arclight"
+    return ours or isinstance(error, FAULTS_OF_USE) or bool(getattr(error, "says_what_to_do", False))
 
 
 def overview() -> str:

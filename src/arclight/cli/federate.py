@@ -242,6 +242,11 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
             print(f"{last.path} is not finished: --resume last would go on with it. This is a new run")
         return RunFolder(recipe.root, recipe.name)
     if options.resume != "last":
+        if "://" in options.resume:
+            raise UsageError(
+                f"--resume {options.resume}: a run goes on in a folder of this machine: `arclight checkpoint fork "
+                f"{options.resume} FOLDER` makes one of its newest round"
+            )
         return RunFolder.open(options.resume)
     found = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
     if found is None:

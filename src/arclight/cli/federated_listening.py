@@ -9,6 +9,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import UsageError
+from arclight.fabric.extras import require
 
 if TYPE_CHECKING:
     from arclight.federated.transports.settings import Listening
@@ -55,12 +56,14 @@ def listening(options: Namespace) -> Listening:
         )  # fmt: skip
     except ValueError as error:
         raise UsageError(f"--address {options.address}: {error}") from error
-    check_files(where)
+    check_means(where)
     return where
 
 
-def check_files(where: Listening) -> None:
-    """Raise FederatedError for files that a server cannot listen with, before anything of the run is made."""
+def check_means(where: Listening) -> None:
+    """Raise FederatedError for files that a server cannot listen with, MissingExtraError where it cannot listen at all."""
+    for module in ("uvicorn", "starlette"):
+        require(module, extra="federated")
     if where.certificate is not None and where.private_key is not None:
         from arclight.federated.transports.trust import check_certificate
 

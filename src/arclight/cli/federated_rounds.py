@@ -48,7 +48,10 @@ def add_verbs(verbs: Any) -> None:
 
     verb = verbs.add_parser("fork", help="begin a new run with a round of another")
     verb.add_argument("path", help=RUN)
-    verb.add_argument("target", help="folder of the new run, to be gone on with by federate --resume")
+    verb.add_argument(
+        "target",
+        help="folder of the new run, to be gone on with by federate --resume; or an address, to keep the round there",
+    )
     verb.add_argument("--round", type=int, metavar="N", help="which (default: the newest complete one)")
     verb.add_argument("--name", help="of the new run (default: its folder's)")
     verb.add_argument("--dry-run", action="store_true", help="only say what would be done")
@@ -56,7 +59,7 @@ def add_verbs(verbs: Any) -> None:
 
     verb = verbs.add_parser("prune", help="remove all but the newest rounds; shows which unless --yes")
     verb.add_argument("path", help=RUN)
-    verb.add_argument("--keep", type=int, required=True, metavar="N", help="complete rounds that stay")
+    verb.add_argument("--keep", type=int, required=True, metavar="N", help="sound rounds that stay")
     verb.add_argument("--yes", action="store_true", help="do it")
     verb.set_defaults(run=prune)
 
@@ -93,9 +96,12 @@ def rounds(options: Namespace) -> int:
             "" if listed.loss is None else number_text(listed.loss),
             size_text(listed.bytes),
             listed.created.replace("T", " ")[:16],
-            "" if listed.complete else listed.problems[0],
+            "" if listed.complete else "damaged",
         )
     rich.print(table)
+    for listed in found:
+        for problem in listed.problems:
+            print(f"round {listed.number}: {problem}")
     return 0
 
 
@@ -122,7 +128,8 @@ def validate(options: Namespace) -> int:
         print("\n".join(f"round {number}: {problem}" for problem in problems))
     if not wrong:
         print(
-            f"{len(found)} round{'s' * (len(found) != 1)} of {options.path} are sound: every file is what was written"
+            f"{len(found)} round{'s' * (len(found) != 1)} of {options.path} {'is' if len(found) == 1 else 'are'} sound: every "
+            "file is what was written"
         )
     return 1 if wrong else 0
 
@@ -136,7 +143,7 @@ def edit(options: Namespace) -> int:
     )
     done = edit_round(options.path, options.round, wanted, dry_run=not options.yes, backup=not options.no_backup)
     for name, (before, after) in done.changes.items():
-        print(f"{name}: {before} -> {after}")
+        print(f"{name}: {_shown(before)} -> {_shown(after)}")
     if not done.changes:
         print("nothing would change: it says so already")
     elif not done.done:
@@ -151,7 +158,9 @@ def fork(options: Namespace) -> int:
 
     path = fork_round(options.path, options.target, options.round, name=options.name, dry_run=options.dry_run)
     print(f"{'would write' if options.dry_run else 'wrote'} {path}")
-    if not options.dry_run:
+    if "://" in options.target:
+        print("a run goes on in a folder: fork it from there into one, when it is to")
+    elif not options.dry_run:
         print(f"go on with it: arclight federate RECIPE --resume {options.target}")
     return 0
 
@@ -168,6 +177,13 @@ def prune(options: Namespace) -> int:
     if gone and not options.yes:
         print(DRY)
     return 0
+
+
+def _shown(value: Any) -> str:
+    """A value as a person reads it; of a history the rounds that it has."""
+    if not isinstance(value, list):
+        return str(value)
+    return "rounds " + (", ".join(str(entry["round"]) for entry in value) or "none")
 
 
 def _steps(said: list[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,5 +42,10 @@ class Recipe:
     """Show a training step of the pipeline, as plots/pipeline.html."""
 
     def __post_init__(self) -> None:
+        if re.match(r"[A-Za-z][\w+.-]+:/", str(self.root)):
+            raise ValueError(
+                f"root = {self.root}: a run is written to a folder of this machine, not to an address; what is finished can be "
+                "copied there"
+            )
         if not callable(getattr(self.task, "build", None)):
             raise ValueError(f"{type(self.task).__name__} has no method build() that makes a module and its data")

@@ -18,5 +18,5 @@ def require(module: str, *, extra: str) -> Any:
         if error.name is None or not module.startswith(error.name):
             raise  # the module is there, something inside it is not: that is another fault
         raise MissingExtraError(
-            f'{module} is not installed; this feature needs it: pip install "arclight[{extra}]"'
+            f'{error.name} is not installed; this feature needs it: pip install "arclight[{extra}]"'
         ) from error

@@ -147,6 +147,19 @@ def test_pruning_keeps_the_newest_complete_rounds(finished: Path, tmp_path: Path
     assert Rounds(run).numbers() == [2, 3]
     with pytest.raises(ValueError, match="at least the newest round must stay"):
         tools.prune(run, keep=0)
+    damage(run / "rounds" / "000003" / "model.safetensors")
+    assert tools.prune(run, keep=1) == [3], "what stays has been read"
+    damage(run / "rounds" / "000002" / "model.safetensors")
+    with pytest.raises(FederatedError, match=r"no round of .* is sound, and nothing was removed"):
+        tools.prune(run, keep=1, dry_run=False)
+    assert Rounds(run).numbers() == [2, 3]
+
+
+def damage(file: Path) -> None:
+    """One byte of the last tensor, so that sizes are as they were."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
 
 
 def test_a_run_that_is_served_is_not_pruned(tmp_path: Path) -> None:

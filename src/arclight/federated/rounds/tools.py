@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,17 +215,21 @@ def fork(
 
 
 def prune(run: str | Path, *, keep: int, dry_run: bool = True) -> list[int]:
-    """Remove all but the newest ``keep`` complete rounds, and those that are not complete; returns their numbers.
+    """Remove all but the newest ``keep`` sound rounds, and those that are damaged; returns their numbers.
 
-    Raises ValueError for keeping none, FederatedError while a server has the run open.
+    What stays has been read in full. Raises ValueError for keeping none, FederatedError while a server has the run open, and
+    where no round is sound.
     """
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least the newest round must stay, or the run is lost")
     rounds = Rounds(run)
-    listed = list_rounds(run)
-    complete = [each.number for each in listed if each.complete]
-    stay = set(complete[-keep:])
-    doomed = [each.number for each in listed if each.number not in stay]
+    numbers = [listed.number for listed in list_rounds(run)]
+    stay = set(islice((number for number in reversed(numbers) if not _wrong(rounds, number)), keep))
+    if not stay:
+        raise FederatedError(
+            f"no round of {rounds.run} is sound, and nothing was removed: `arclight checkpoint validate` says what is wrong"
+        )
+    doomed = [number for number in numbers if number not in stay]
     if doomed and not dry_run:
         _not_in_use(rounds)
         for number in doomed:
