@@ -674,7 +674,7 @@ def test_the_page_names_who_was_left_out_and_escapes_what_others_say(tmp_path: P
     clients = [f"c{n}" for n in range(count)]
     refused = [{"client": "c1", "reason": "not_finite", "message": "<script>alert(1)</script>"}]
     rounds = [a_round(1, clients), a_round(2, clients[:1], refused=refused, failed={"c0": "its node was lost"})]
-    (tmp_path / "history.json").write_text(json.dumps(rounds))
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rounds))
     page = federated_report(tmp_path).read_text()
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page

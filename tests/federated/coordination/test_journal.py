@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import subprocess
@@ -20,6 +21,7 @@ from arclight.federated.coordination.records import (
     RunOpened,
     UpdateAccepted,
 )
+from arclight.federated.coordination.state import Lasting, Measuring, Open, StateSaved
 
 RECORDS: list[Record] = [
     RunOpened(run="a", settings="0" * 64),
@@ -30,6 +32,16 @@ RECORDS: list[Record] = [
     RoundClosed(round=1, clients=("x",)),
     RunEnded(why="done"),
 ]  # fmt: skip
+
+
+STATE = StateSaved(
+    state=Lasting(
+        run="a", committed=3, bases={2: "x", 3: "y"}, open={4: Open(4, accepted={"x": RECORDS[2]}, closed=("x",))},  # type: ignore[dict-item]
+        outstanding={4: {"ü": None}}, folded={"x": (3, "ab")}, recent=[(1 / 3, 1e300, 0.0)],
+        measuring={3: Measuring("y", {"x": None}, 2, {"loss": 0.1})},
+    ),
+    told=({"round": 4, "norm": None},),
+)  # fmt: skip
 
 
 def filled(path: Path) -> bytes:
@@ -135,6 +147,72 @@ def test_one_process_at_a_time_has_a_journal(tmp_path: Path) -> None:
     Journal.open(tmp_path / "journal").close()
 
 
+def test_a_journal_begins_with_a_state_and_goes_on(tmp_path: Path) -> None:
+    filled(tmp_path / "journal")
+    with Journal.open(tmp_path / "journal") as journal:
+        assert journal.is_long
+        journal.begin_with(STATE)
+        assert list(journal.records()) == [STATE]
+        assert not journal.is_long
+        journal.append(RECORDS[1:3])
+    with Journal.open(tmp_path / "journal") as journal:
+        assert list(journal.records()) == list(read(journal.path)) == [STATE, *RECORDS[1:3]]
+        assert len(journal) == len(RECORDS) + 3
+        while not journal.is_long:
+            journal.append(RECORDS)
+        assert len(journal) < 100
+    assert [path.name for path in tmp_path.iterdir()] == ["journal"]
+
+
+def test_a_damaged_state_is_not_taken_for_a_torn_line(tmp_path: Path) -> None:
+    with Journal.open(tmp_path / "journal") as journal:
+        journal.append(RECORDS[:1])
+        journal.begin_with(STATE)
+    (tmp_path / "journal").write_bytes((tmp_path / "journal").read_bytes()[:-5])
+    with pytest.raises(JournalError, match=r"line 1 of .* is damaged"):
+        Journal.open(tmp_path / "journal")
+
+
+def test_a_journal_that_cannot_begin_anew_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path / "journal")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Journal.open(tmp_path / "journal") as journal:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space left"):
+                journal.begin_with(STATE)
+        assert [path.name for path in tmp_path.iterdir()] == ["journal"]
+        journal.append(RECORDS[:1])
+        assert list(journal.records()) == [*RECORDS, RECORDS[0]]
+
+
+def test_whoever_opened_a_file_that_was_replaced_does_not_have_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "journal", fcntl.flock
+    first = Journal.open(path)
+    first.append(RECORDS[:1])
+
+    def late(descriptor: int, how: int) -> None:
+        """Between the opening and the locking of a second process the first one begins anew, and ends."""
+        monkeypatch.setattr(fcntl, "flock", lock)
+        first.begin_with(STATE)
+        first.close()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with Journal.open(path) as second:
+        second.append(RECORDS[:1])
+        assert list(read(path)) == [STATE, RECORDS[0]]
+    with Journal.open(path) as journal:
+        journal.begin_with(STATE)
+        with pytest.raises(JournalError, match="in use by another process"):
+            Journal.open(path)
+
+
 @pytest.mark.parametrize(("point", "survives"), [("before", 2), ("torn", 2), ("written", 3), ("synced", 3)])
 def test_a_process_killed_at_any_point_of_a_write_leaves_all_or_nothing_of_it(
     tmp_path: Path, point: str, survives: int
@@ -150,10 +228,37 @@ with Journal.open(sys.argv[1], inject=inject) as journal:
     for number in range(4):
         journal.append([RunEnded(why=str(number))])
 """
-    path = tmp_path / "journal"
+    with Journal.open(killed(program, tmp_path)) as journal:
+        assert list(journal.records()) == [RunEnded(why=str(number)) for number in range(survives)]
+
+
+@pytest.mark.parametrize("point", ["saving", "half saved", "saved", "replaced"])
+def test_a_process_killed_while_it_begins_anew_leaves_the_one_or_the_other(tmp_path: Path, point: str) -> None:
+    program = f"""
+import os, signal, sys
+from arclight.federated.coordination.journal import Journal
+from arclight.federated.coordination.records import RunEnded
+from arclight.federated.coordination.state import Lasting, StateSaved
+def inject(at, line):
+    if at == {point!r} and line == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+with Journal.open(sys.argv[1], inject=inject) as journal:
+    journal.append([RunEnded(why=str(number)) for number in range(3)])
+    journal.begin_with(StateSaved(state=Lasting(run="a")))
+"""
+    with Journal.open(killed(program, tmp_path)) as journal:
+        before = [RunEnded(why=str(number)) for number in range(3)]
+        assert list(journal.records()) == ([StateSaved(state=Lasting(run="a"))] if point == "replaced" else before)
+        assert [path.name for path in tmp_path.iterdir()] == ["journal"]
+        journal.append(RECORDS)
+        assert list(journal.records())[-len(RECORDS) :] == RECORDS
+
+
+def killed(program: str, folder: Path) -> Path:
+    """A journal whose process has died by what the program did."""
+    path = folder / "journal"
     done = subprocess.run(
         [sys.executable, "-c", program, str(path)], timeout=60, check=False, capture_output=True, text=True
     )
     assert done.returncode == -9, done.stderr
-    with Journal.open(path) as journal:
-        assert list(journal.records()) == [RunEnded(why=str(number)) for number in range(survives)]
+    return path

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.federated.coordination.agents import Agent, Killed
-from tests.federated.coordination.worlds import NodeHere, World
+from tests.federated.coordination.worlds import NodeHere, World, as_read
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.events import EvaluatePlan, FitPlan
-from arclight.federated.coordination.journal import _decode, _encode
+from arclight.federated.coordination.journal import _encode
 from arclight.federated.coordination.records import Record, RoundClosed, RoundCommitted, UpdateAccepted, UpdatesLost
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.protocol import Close, Receipt
@@ -133,16 +133,27 @@ class Anything(RuleBasedStateMachine):
             self.nodes.clear()
             self.world.restart({self.client(number) for number in lost})
 
+    @rule(taken_up=st.booleans())
+    def shorten(self, taken_up: bool) -> None:
+        """The journal begins anew; sometimes those who check it have read nothing else."""
+        self.world.shorten()
+        if taken_up:
+            self.shadow = self.fresh()
+            self.shadow.replay(self.world.saved)
+            self.read = len(self.world.journal)
+
     @invariant()
     def the_journal_is_the_state(self) -> None:
         while self.read < len(self.world.journal):
             record = self.world.journal[self.read]
-            self.shadow.replay([written(self.read, record)])
+            self.shadow.replay([as_read(self.read, record)])
             self.read += 1
         for event in (ev.Tick(), ev.Stopped(why="x")):  # deciding changes nothing
             first = self.world.coordinator.decide(event, self.world.now)
             assert self.world.coordinator.decide(event, self.world.now) == first
-        assert self.shadow.state == self.world.coordinator.state
+        assert repr(self.shadow.state) == repr(
+            self.world.coordinator.state
+        )  # in the same order, too: commands go by it
 
     @invariant()
     def rounds_are_committed_once_and_only_of_accepted_updates(self) -> None:
@@ -165,12 +176,6 @@ class Anything(RuleBasedStateMachine):
         self.fold()
         finish(world, [Agent(world, f"good {n}") for n in range(2)])
         assert world.coordinator.state.ended is not None, world.coordinator.about(world.now)
-
-
-def written(number: int, record: Record) -> Record:
-    """A record as the journal gives it back."""
-    line = _encode(number, record)
-    return _decode(__file__, number, line[9:-1].partition(b" ")[2])  # type: ignore[arg-type]
 
 
 def check(settings: Federation, journal: Sequence[Record]) -> None:
@@ -219,8 +224,9 @@ TestAnything = Anything.TestCase
 @pytest.mark.parametrize("which", ["all", "sampled", "buffered", "streaming"])
 @pytest.mark.parametrize("written_first", [False, True])
 @pytest.mark.parametrize("lost", [(), ("0", "2", "3")], ids=["killed", "power"])
+@pytest.mark.parametrize("shortened", [False, True])
 def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit_twice(
-    which: str, written_first: bool, lost: tuple[str, ...]
+    which: str, written_first: bool, lost: tuple[str, ...], shortened: bool
 ) -> None:
     options = (
         {"rounds": 3, "local_steps": 6, "evaluate_every": 2} | SETTINGS[which] | {"waiting": Waiting(beat_every=0.4)}
@@ -231,7 +237,7 @@ def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit
     assert len(expected) == 3
     assert writes > 10
     for at in range(1, writes):
-        found, again, _ = lived(Federation(**options), at, written_first, lost)
+        found, again, _ = lived(Federation(**options), at, written_first, lost, shortened)
         assert len(again) == len(set(again)), f"killed at write {at}, a fit was done twice: {again}"
         if which != "buffered":  # where who is in time decides
             assert found == expected, f"killed at write {at}"
@@ -239,9 +245,16 @@ def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit
 
 
 def lived(
-    federation: Federation, kill_at: int | None, written_first: bool, lost: tuple[str, ...] = ()
+    federation: Federation,
+    kill_at: int | None,
+    written_first: bool,
+    lost: tuple[str, ...] = (),
+    shortened: bool = False,
 ) -> tuple[dict[int, tuple[str, ...]], list[tuple[str, int]], int]:
-    """A run whose server is killed at one write to its journal, and may lose updates: contributors, fits begun, and writes."""
+    """A run whose server is killed at one write to its journal, and may lose updates: contributors, fits begun, and writes.
+
+    shortened: its journal begins anew all the time.
+    """
     world = World(federation, federation.clients)
     agents = [Agent(world, f"node {n}") for n in range(2)]
     writes = 0
@@ -264,6 +277,8 @@ def lived(
         survived(world, lambda: world.pass_(0.2), lost)
         for agent in agents:
             survived(world, agent.step, lost)
+            if shortened:
+                world.shorten()
     assert world.coordinator.state.ended == "all 3 rounds are done"
     check(federation, world.journal)
     return world.closed(), [fit for agent in agents for fit in agent.fits], writes
@@ -327,3 +342,16 @@ def test_closing_tells_everybody() -> None:
     assert isinstance(plan, Close)
     assert plan.why == "a person said so"
     assert world.coordinator.next_deadline() is None
+
+
+@pytest.mark.parametrize("which", sorted(SETTINGS))
+def test_what_a_journal_begins_with_does_not_grow_with_the_rounds(which: str) -> None:
+    world = World(Federation(**{"rounds": 300, "local_steps": 6} | SETTINGS[which]), SETTINGS[which]["clients"]).begin()  # fmt: skip
+    agents, sizes = [Agent(world, f"node {n}") for n in range(2)], dict[int, int]()
+    while world.coordinator.state.ended is None:
+        world.pass_(0.4)
+        for agent in agents:
+            agent.step()
+        assert world.now < 5000, world.coordinator.about(world.now)
+        sizes[world.coordinator.state.committed] = len(_encode(0, world.coordinator.saved()))
+    assert max(sizes.values()) < 1.05 * max(size for round, size in sizes.items() if round < 220)

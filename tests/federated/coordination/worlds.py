@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.driving import drive
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
+from arclight.federated.coordination.journal import _decode, _encode
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened, UpdatesLost
 from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
 from arclight.federated.settings import Federation
@@ -27,6 +29,11 @@ class World:
     seed: int = 3
     now: float = 0.0
     journal: list[Record] = field(default_factory=list)
+    """All that was ever written."""
+    saved: list[Record] = field(default_factory=list)
+    """The state that the journal begins with where it was shortened."""
+    shortened: int = 0
+    """Records that the state stands for."""
     answers: dict[str, Plan] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     folds: list[ev.Fold] = field(default_factory=list)
@@ -74,13 +81,17 @@ class World:
         lost: clients whose accepted updates a power failure has taken with it.
         """
         self.coordinator = Coordinator(self.settings, self.clients, self.seed, "run")
-        self.coordinator.replay(self.journal)
+        self.coordinator.replay((*self.saved, *self.journal[self.shortened :]))
         for open in list(self.coordinator.state.open.values()):
             if gone := tuple(client for client in open.accepted if client in lost):
                 self.journal.append(UpdatesLost(round=open.round, clients=gone))
                 self.coordinator.replay(self.journal[-1:])
         self.folds = []
         self.tell(ev.Resumed())
+
+    def shorten(self) -> None:
+        """The journal begins with the state from here on."""
+        self.saved, self.shortened = [as_read(len(self.journal), self.coordinator.saved())], len(self.journal)
 
     def ask(self, make: type[ev.Said], **fields: object) -> str:
         to = next(self._requests)
@@ -201,6 +212,12 @@ class NodeHere:
                     ev.EvaluatedBy, session=self.session, client=plan.client, round=plan.round, samples=4, metrics={"loss": 0.5}
                 )  # fmt: skip
         return done
+
+
+def as_read(number: int, record: Record) -> Record:
+    """A record as the journal gives it back."""
+    line = _encode(number, record)
+    return _decode(Path(), number, line[9:-1].partition(b" ")[2])
 
 
 def kind_of(plan: FitPlan | EvaluatePlan) -> Literal["fit", "evaluate"]:

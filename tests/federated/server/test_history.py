@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import errno
 import gc
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -17,9 +16,10 @@ from tests.federated.server.quadratic import Quadratic, Script
 
 from arclight.federated.clients import Outcome
 from arclight.federated.coordination import records as r
+from arclight.federated.coordination.journal import Journal, read
 from arclight.federated.protocol import Fit, Message
 from arclight.federated.rounds import tools
-from arclight.federated.rounds.history_file import NAME, HistoryFile, read_history
+from arclight.federated.rounds.history_file import NAME, GrowingFile, HistoryFile, read_history
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.history import History, Round
 from arclight.federated.server.server import Server
@@ -78,6 +78,7 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
         assert run.driver.wait(60)
     for early, late in zip(sizes[10], sizes[60], strict=True):
         assert late < 1.1 * early + 50, sizes
+    assert sum(1 for _ in read(folder / "journal.jsonl")) < 60, "the journal is as long as the run"
     assert kept[60] <= kept[10] <= 4, "rounds that are over are kept in memory"
     assert [here.round for here in server.history] == list(range(61))
 
@@ -98,7 +99,7 @@ def test_a_full_disk_tells_no_round_twice(tmp_path: Path, monkeypatch: pytest.Mo
     history.at(0), history.at(1)
     history.write(0)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(HistoryFile, "write", full)
@@ -111,31 +112,46 @@ def test_a_full_disk_tells_no_round_twice(tmp_path: Path, monkeypatch: pytest.Mo
         assert [row["round"] for row in csv.DictReader(rows)] == ["0", "1"]
 
 
-@pytest.mark.parametrize("lost", ["nothing", "the last line", "the file", "to another version"])
-def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str) -> None:
-    whole = served(tmp_path / "whole", 6, evaluate_every=1)
+class Disk:
+    """What of a run's history is on the disk: a power failure takes the rest."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.content, write = b"", GrowingFile.write
+
+        def noted(file: GrowingFile, settled: str, later: str, *, durable: bool = False) -> None:
+            write(file, settled, later, durable=durable)
+            if durable:
+                self.content = file.path.read_bytes()
+
+        monkeypatch.setattr(GrowingFile, "write", noted)
+        monkeypatch.setattr(Journal, "is_long", property(lambda one: len(one) > 15 and not one._state))  # once, early
+
+
+@pytest.mark.parametrize("lost", ["nothing", "the last line", "what was not on the disk"])
+def test_a_run_that_goes_on_tells_all_of_its_rounds(tmp_path: Path, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = served(tmp_path / "whole", 10, evaluate_every=1)
     folder = tmp_path / "run"
-    served(folder, 6, at(4), evaluate_every=1)
+    disk = Disk(monkeypatch)
+    served(folder, 10, at(9), evaluate_every=1)
     file = folder / NAME
     if lost == "the last line":
         file.write_bytes(file.read_bytes()[:-20])
-    elif lost == "the file":
-        file.unlink()
-    elif lost == "to another version":
-        (folder / "history.json").write_text(json.dumps(read_history(folder), indent=1))
-        file.unlink()
-    went_on = served(folder, 6, evaluate_every=1)
-    seen_here = {"bytes_down": 0} | ({"noise_scale": None} if lost == "the file" else {})
+    elif lost == "what was not on the disk":
+        assert b'"round": 0' in disk.content
+        assert disk.content.count(b"\n") < file.read_bytes().count(b"\n")
+        file.write_bytes(disk.content[:-30] + bytes(200) + b"}\n")
+        (folder / "metrics.csv").unlink()
+    went_on = served(folder, 10, evaluate_every=1)
+    seen_here = {"bytes_down": 0} | ({"noise_scale": None} if lost == "what was not on the disk" else {})
     assert [of_a_round(asdict(here)) | seen_here for here in went_on.history] == [
         of_a_round(asdict(here)) | seen_here for here in whole.history
     ]
     assert [of_a_round(told) for told in read_history(folder)] == [of_a_round(asdict(h)) for h in went_on.history]
-    assert not (folder / "history.json").exists()
     with (folder / "metrics.csv").open(newline="") as rows:
         table = list(csv.DictReader(rows))
-    assert [int(row["round"]) for row in table] == list(range(7))
+    assert [int(row["round"]) for row in table] == list(range(11))
     assert [float(row["loss"]) for row in table] == [here.metrics["loss"] for here in went_on.history]
-    if lost != "the file":
+    if lost != "what was not on the disk":
         assert [here.bytes_down for here in went_on.history[1:4]] == [here.bytes_down for here in whole.history[1:4]]
 
 
@@ -146,14 +162,3 @@ def test_a_fork_tells_what_was_before_it(tmp_path: Path) -> None:
     assert [here.base for here in fork.history] == [here.base for here in whole.history]
     assert [here.samples for here in fork.history] == [here.samples for here in whole.history]
     assert tools.inspect_round(tmp_path / "fork", 5).clients == tools.inspect_round(tmp_path / "whole", 5).clients
-
-
-def test_a_round_of_a_former_version_is_forked_with_all_that_it_tells(tmp_path: Path) -> None:
-    whole = served(tmp_path / "whole", 4, keep_rounds=0)
-    former = tmp_path / "former"
-    source, trees = Rounds(tmp_path / "whole"), Rounds(tmp_path / "whole").trees(3)
-    trees["history"] = read_history(tmp_path / "whole")[:4]  # of all rounds so far
-    tools._rewrite(source, 3, Rounds(former).path(3), trees)
-    assert [each.number for each in tools.list_rounds(former)] == [3]
-    tools.fork(former, tmp_path / "fork")
-    assert [here.base for here in served(tmp_path / "fork", 4).history] == [here.base for here in whole.history]

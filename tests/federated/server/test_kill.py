@@ -15,7 +15,7 @@ from tests.federated.server.quadratic import Quadratic
 from tests.federated.server.serving import LIMIT, Nodes, Servers, outcome
 
 from arclight.federated.clients import Outcome
-from arclight.federated.coordination.journal import read
+from arclight.federated.coordination.journal import Journal
 from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Fit
 from arclight.federated.settings import Federation
@@ -40,18 +40,22 @@ def learners() -> dict[str, dict[str, Quadratic]]:
 
 def through(
     folder: Path, rounds: int, skip: int, streaming: Streaming | None = None
-) -> tuple[int, dict[str, object], list[float]]:
-    """A run whose server is killed at every ``skip + 1``-th point of its journal's writes; kills, outcome, seconds to be back."""
+) -> tuple[int, dict[str, object], list[float], int]:
+    """A run whose server is killed at every ``skip + 1``-th point of its journal's writes, and at each where that begins anew.
+
+    Kills, outcome, seconds to be back, and kills of the latter kind.
+    """
     servers, trained = Servers(settings(rounds, streaming), folder / "run"), learners()
     used: list[tuple[int, str]] | None = [] if skip >= 0 else None
-    kills = 0
+    kills = anew = 0
     with Nodes(folder / "nodes", servers.port, trained) as nodes:
         while (at := servers.through(used)) is not None:
-            kills += 1
+            kills, anew = kills + 1, anew + (at[1] in ("saving", "half saved", "saved", "replaced"))
             assert used is not None
             used.append(at)
             used.extend(_next(at, skip))
-            lines = sum(1 for _ in read(folder / "run" / "journal.jsonl"))
+            with Journal.open(folder / "run" / "journal.jsonl") as journal:
+                lines = len(journal)
             if (
                 at[1] == "torn" and lines > at[0]
             ):  # of several records some are whole: their write comes again from here
@@ -59,21 +63,24 @@ def through(
     assert nodes.errors == []
     steps = {client: learner.steps for mine in trained.values() for client, learner in mine.items()}
     assert steps == {"0": 3 * rounds, "1": 3 * rounds}, "a step was done again, or left out"
-    return kills, outcome(folder / "run"), servers.ready
+    return kills, outcome(folder / "run"), servers.ready, anew
 
 
 def _next(at: tuple[int, str], count: int) -> list[tuple[int, str]]:
     """The points after one, of records that are written one at a time."""
     points = ["before", "torn", "written", "synced"]
+    if at[1] not in points:  # of one that begins anew
+        return []
     first = at[0] * 4 + points.index(at[1])
     return [((first + step) // 4, points[(first + step) % 4]) for step in range(1, count + 1)]
 
 
 @pytest.mark.parametrize("streaming", [None, Streaming(fragments=2, overlap=1)])
 def test_killed_here_and_there_it_comes_to_the_same_weights(tmp_path: Path, streaming: Streaming | None) -> None:
-    _, undisturbed, _ = through(tmp_path / "a", 3, -1, streaming)
-    kills, disturbed, _ = through(tmp_path / "b", 3, 4, streaming)
+    _, undisturbed, *_ = through(tmp_path / "a", 3, -1, streaming)
+    kills, disturbed, _, anew = through(tmp_path / "b", 3, 4, streaming)
     assert kills >= 15
+    assert anew >= 4, "no kill while the journal began anew"
     assert disturbed == undisturbed
 
 
@@ -117,8 +124,9 @@ def test_a_server_that_stood_still_hears_its_nodes_before_it_counts_them_as_lost
 
 @pytest.mark.slow
 def test_killed_at_every_point_of_every_write_it_comes_to_the_same_weights(tmp_path: Path) -> None:
-    _, undisturbed, _ = through(tmp_path / "a", 12, -1)
-    kills, disturbed, ready = through(tmp_path / "b", 12, 0)
+    _, undisturbed, *_ = through(tmp_path / "a", 12, -1)
+    kills, disturbed, ready, anew = through(tmp_path / "b", 12, 0)
     assert disturbed == undisturbed
     assert kills >= 200
+    assert anew >= 12
     print(f"{kills} kills; back after {max(ready):.2f} s at most, {sorted(ready)[len(ready) // 2]:.2f} s in the median")

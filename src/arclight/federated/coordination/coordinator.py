@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from typing import Any
 
 from arclight.federated.coordination import deciding, ticking
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.events import Answer, Command, Decision, EvaluatePlan, Event, FitPlan, Note
-from arclight.federated.coordination.lasting import Lasting, Replay
+from arclight.federated.coordination.lasting import Replay
 from arclight.federated.coordination.nodes import Again, Challenged, Dropped, Over, Rang, Skipped, Stranded, Work
 from arclight.federated.coordination.present import Present
 from arclight.federated.coordination.records import (
@@ -24,6 +25,7 @@ from arclight.federated.coordination.records import (
     UpdateAccepted,
 )
 from arclight.federated.coordination.sampling import Roster, Sampler
+from arclight.federated.coordination.state import Lasting, StateSaved
 from arclight.federated.errors import Reason
 from arclight.federated.settings import Federation
 
@@ -108,6 +110,10 @@ class Coordinator:
         """Bring back the lasting state. Raises FederatedError where the records are of another run or other settings."""
         for record in records:
             self._replay.apply(record)
+
+    def saved(self, told: Iterable[dict[str, Any]] = ()) -> StateSaved:
+        """A record that stands for all so far. It is of the state itself, so that it is to be written before anything else happens."""
+        return StateSaved(state=self.state, told=tuple(told))
 
     def apply(self, decision: Decision) -> None:
         """Make a decision true, once its records are on disk."""

@@ -1,8 +1,9 @@
 """The run's memory: records as lines of JSON, each on disk before anyone acts on it.
 
-A line is ``<CRC-32 of the rest, 8 hexadecimal digits> <number> <record>``. Lines are only ever added. A process that dies while
-it writes leaves at most one torn line at the end, which was never acted on and is cut off at the next start. Anything else
-that does not fit is damage, and refused.
+A line is ``<CRC-32 of the rest, 8 hexadecimal digits> <number> <record>``. Lines are added, and where they have grown longer than
+the state that they lead to, another file takes this one's place, which begins with that state; numbers go on. A process that dies
+while it writes leaves at most one torn line at the end, which was never acted on and is cut off at the next start. Anything
+else that does not fit is damage, and refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,20 @@ from typing import Any
 from arclight.fabric.replacing import sync_folder
 from arclight.federated.coordination import records as kinds
 from arclight.federated.coordination.records import Record
+from arclight.federated.coordination.state import StateSaved
 from arclight.federated.errors import FederatedError
 
 log = logging.getLogger(__name__)
 
 _KIND = re.compile(rb'\{"is":"(\w+)"')
+_BEGINS = re.compile(rb'\{"is":"StateSaved"')
+_LONG = 2
+"""Times a state's size that the records after it may have."""
 
 Injection = Callable[[str, int], None]
-"""Called with the name of a point ("before", "torn", "written", "synced") and the number of the first line of that write."""
+"""Called with the name of a point and the number of the first line of that write. Points are "before", "torn", "written", "synced",
+and where the file is replaced "saving", "half saved", "saved" and "replaced".
+"""
 
 
 class JournalError(FederatedError):
@@ -37,9 +45,12 @@ class JournalError(FederatedError):
 class Journal:
     """An open journal. Use `open`; one process at a time has it."""
 
-    def __init__(self, path: Path, descriptor: int, lines: int, size: int, inject: Injection | None) -> None:
+    def __init__(
+        self, path: Path, descriptor: int, lines: int, size: int, state: int, inject: Injection | None
+    ) -> None:
+        """state: bytes of the line that it begins with where that is a state, else 0."""
         self.path = path
-        self._file, self._lines, self._size, self._inject = descriptor, lines, size, inject
+        self._file, self._lines, self._size, self._state, self._inject = descriptor, lines, size, state, inject
 
     @classmethod
     def open(cls, path: str | Path, *, inject: Injection | None = None) -> Journal:
@@ -49,15 +60,13 @@ class Journal:
         journal is damaged or another process has it.
         """
         path = Path(path)
-        fresh = not path.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        descriptor = _opened(path)
         try:
-            _lock(descriptor, path)
-            if fresh:
-                sync_folder(path.parent)
-            lines, whole = 0, 0
-            for number, _, end in _lines(path):
+            _coming(path).unlink(missing_ok=True)
+            lines, whole, state = 0, 0, 0
+            for number, body, end in _lines(path):
+                state = end if not whole and _BEGINS.match(body) else state
                 lines, whole = number + 1, end
             if (size := os.fstat(descriptor).st_size) > whole:
                 log.warning(
@@ -70,11 +79,16 @@ class Journal:
         except BaseException:
             os.close(descriptor)
             raise
-        return cls(path, descriptor, lines, whole, inject)
+        return cls(path, descriptor, lines, whole, state, inject)
 
     def __len__(self) -> int:
-        """Lines."""
+        """Records that were written so far."""
         return self._lines
+
+    @property
+    def is_long(self) -> bool:
+        """Whether much has been added since it began with a state: it is time for `begin_with`."""
+        return self._size > (1 + _LONG) * self._state
 
     def append(self, records: Sequence[Record]) -> None:
         """Add records; they are on disk, all of them, when this returns. Nothing is added where it raises JournalError."""
@@ -104,8 +118,42 @@ class Journal:
         self._lines += len(records)
         self._size += len(data)
 
+    def begin_with(self, state: StateSaved) -> None:
+        """Let a state stand for all records so far: a file that begins with it takes this one's place, in one step.
+
+        Raises OSError where that cannot be written, and the journal is as it was.
+        """
+        if self._file < 0:
+            raise JournalError(f"{self.path} is closed")
+        data, new = _encode(self._lines, state), _coming(self.path)
+        self._hit("saving")
+        descriptor = os.open(new, _FLAGS | os.O_TRUNC, 0o644)
+        try:
+            _lock(descriptor, self.path)
+            _write(descriptor, data[: len(data) // 2])
+            self._hit("half saved")
+            _write(descriptor, data[len(data) // 2 :])
+            os.fsync(descriptor)
+            self._hit("saved")
+            new.replace(self.path)
+        except BaseException:
+            os.close(descriptor)
+            new.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file, self._size, self._state = descriptor, len(data), len(data)
+        self._hit("replaced")
+        self._lines += 1
+        try:
+            sync_folder(self.path.parent)
+        except OSError as error:
+            self.close()
+            raise JournalError(
+                f"{self.path} was replaced, maybe not on the disk ({error}): start the server again"
+            ) from error
+
     def records(self) -> Iterator[Record]:
-        """Every record from the first on. Raises JournalError at a damaged line."""
+        """Every record of the file from the first on. Raises JournalError at a damaged line."""
         return (_decode(self.path, number, body) for number, body, _ in _lines(self.path))
 
     def close(self) -> None:
@@ -140,35 +188,35 @@ def read(path: str | Path) -> Iterator[Record]:
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
     """Number, record and end in the file of every whole line."""
-    end = 0
+    end, due = 0, None
     with path.open("rb") as file:
-        for number, line in enumerate(file):
+        for place, line in enumerate(file):
             end += len(line)
-            body = _body(line, number)
-            if body is None:
-                if file.read(1):
+            number, body = _parts(line)
+            begins = number == 0 or _BEGINS.match(body) is not None
+            if number < 0 or (not begins if due is None else number != due):
+                if file.read(1) or (due is None and _BEGINS.search(line[:60])):
                     raise JournalError(
-                        f"line {number + 1} of {path} is damaged, with more after it: this is not what a killed process leaves; "
-                        "put back a copy of the file, or fork a new run from one of the complete rounds beside it"
+                        f"line {place + 1} of {path} is damaged: this is not what a killed process leaves; put back a copy of the "
+                        "file, or fork a new run from one of the complete rounds beside it"
                     )
                 return
             yield number, body, end
+            due = number + 1
 
 
-def _body(line: bytes, number: int) -> bytes | None:
-    """The record of a line; None for a torn or damaged one."""
-    if not line.endswith(b"\n") or len(line) < 10:
-        return None
+def _parts(line: bytes) -> tuple[int, bytes]:
+    """Number and record of a line; the number is -1 where it is torn or damaged."""
     rest = line[9:-1]
-    if line[:9] != b"%08x " % zlib.crc32(rest):
-        return None
-    written, _, body = rest.partition(b" ")
-    return body if written == b"%d" % number else None
+    if not line.endswith(b"\n") or line[:9] != b"%08x " % zlib.crc32(rest):
+        return -1, b""
+    number, _, body = rest.partition(b" ")
+    return (int(number), body) if number.isdigit() else (-1, b"")
 
 
 def _encode(number: int, record: Record) -> bytes:
     said = {"is": type(record).__name__, **vars(record)}
-    text = json.dumps(said, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(said, default=vars, allow_nan=False, separators=(",", ":"))
     rest = b"%d %s" % (number, text.encode())
     return b"%08x %s\n" % (zlib.crc32(rest), rest)
 
@@ -178,8 +226,7 @@ def _decode(path: Path, number: int, body: bytes) -> Record:
 
     found = _KIND.match(body)
     name = found[1].decode() if found else ""
-    kind = getattr(kinds, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Record)):
+    if _kind(name) is None:
         raise JournalError(f"line {number + 1} of {path} is of a kind that this version does not know: {body[:80]!r}")
     try:
         record: Record = _adapter(name).validate_json(body, strict=True)
@@ -188,17 +235,54 @@ def _decode(path: Path, number: int, body: bytes) -> Record:
     return record
 
 
+def _kind(name: str) -> type[Record] | None:
+    kind = StateSaved if name == StateSaved.__name__ else getattr(kinds, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, Record) else None
+
+
 @cache
 def _adapter(name: str) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(getattr(kinds, name))
+    kind: Any = _kind(name)
+    return TypeAdapter(kind)
 
 
 def _write(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+
+
+def _coming(path: Path) -> Path:
+    """The file that is to take a journal's place: whoever has the journal writes it, and nobody reads it."""
+    return path.with_name(f"{path.name}.new")
+
+
+def _opened(path: Path) -> int:
+    """The journal's file, made where there is none, and locked: not one that another has just taken the place of."""
+    while True:
+        fresh = not path.exists()
+        descriptor = os.open(path, _FLAGS, 0o644)
+        try:
+            _lock(descriptor, path)
+            if fresh:
+                sync_folder(path.parent)
+            if _is_at(descriptor, path):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
 
 
 def _lock(descriptor: int, path: Path) -> None:

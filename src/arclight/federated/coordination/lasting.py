@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 
 from arclight.federated.coordination.records import (
     ClientFailed,
@@ -19,84 +19,15 @@ from arclight.federated.coordination.records import (
     UpdatesLost,
 )
 from arclight.federated.coordination.sampling import Sampler
+from arclight.federated.coordination.state import Lasting, Measuring, Open, StateSaved
 from arclight.federated.errors import FederatedError
 from arclight.federated.settings import Federation
-
-
-@dataclass
-class Open:
-    """A round that is not committed yet."""
-
-    round: int
-    base: str = ""
-    clock: int = 0
-    steps: int = 0
-    fragment: int | None = None
-    wanted: int = 0
-    attempt: int = 0
-    discarded: int = 0
-    """Times that its updates were of no use."""
-    drawn: tuple[str, ...] = ()
-    accepted: dict[str, UpdateAccepted] = field(default_factory=dict)
-    failed: dict[str, ClientFailed] = field(default_factory=dict)
-    closed: tuple[str, ...] | None = None
-    """Contributors, in the order of the fold."""
-
-
-@dataclass
-class Measuring:
-    """Committed weights whose evaluation is under way."""
-
-    base: str
-    waiting: dict[str, None]
-    """Clients that have not answered; empty where the server measures."""
-    samples: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-    """Metric to its sum over samples."""
-
-    @property
-    def mean(self) -> dict[str, float]:
-        return {name: value / self.samples for name, value in self.sums.items()} if self.samples else {}
-
 
 _REMEMBERED = 16
 """Rounds for which a client that has not heard that its update counts, and has been away, is told so: were it told that it came too
 late, it would say once more what that update had said."""
-
-
-@dataclass
-class Lasting:
-    """The state that a journal gives. To be read; only `apply` changes it. Its size goes with the clients of a round."""
-
-    run: str = ""
-    settings: str = ""
-    committed: int = -1
-    """Newest committed round; -1: there are no weights yet."""
-    base: str = ""
-    """Digest of its weights' manifest."""
-    checkpoint: str = ""
-    clock: int = 0
-    """Optimizer steps of the run up to its weights."""
-    opened: int = -1
-    """Newest round that was opened."""
-    bases: dict[int, str] = field(default_factory=dict)
-    """Weights of recent rounds, from which others begin."""
-    open: dict[int, Open] = field(default_factory=dict)
-    """Rounds that are not committed, oldest first."""
-    outstanding: dict[int, dict[str, None]] = field(default_factory=dict)
-    """Round to clients that were asked to fit it and have neither delivered nor failed."""
-    begun: dict[int, Open] = field(default_factory=dict)
-    """Rounds that outstanding clients have begun, committed ones among them where updates may be stale."""
-    folded: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Client to the round it began and the digest of its newest committed update, as long as it may come again."""
-    measuring: dict[int, Measuring] = field(default_factory=dict)
-    ended: str | None = None
-    failed: bool = False
-
-    @property
-    def oldest(self) -> int:
-        """The oldest round of which more may happen."""
-        return min((self.committed, *self.open, *self.begun, *self.outstanding, *self.measuring))
+_COMPARED = 200
+"""Accepted updates with which a new one is compared."""
 
 
 class Replay:
@@ -114,6 +45,8 @@ class Replay:
         match record:
             case RunOpened():
                 self._run(record)
+            case StateSaved():
+                self._become(record.state)
             case RoundOpened():
                 self._opened(record)
             case UpdateAccepted():
@@ -159,14 +92,24 @@ class Replay:
         folded = self.state.folded.get(client)
         return folded[1] if folded is not None and folded[0] == begun else None
 
-    def _run(self, record: RunOpened) -> None:
-        if record.run != self.run:
-            raise FederatedError(f"this journal is of run {record.run!r}, not of {self.run!r}: give each run a folder")
-        if record.settings != self.digest:
+    def _become(self, state: Lasting) -> None:
+        """Others hold on to the state: it stays the one that it is."""
+        self._check(state.run, state.settings)
+        for item in fields(Lasting):
+            setattr(self.state, item.name, getattr(state, item.name))
+        self.state.begun.update({round: open for round, open in state.open.items() if round in state.begun})
+
+    def _check(self, run: str, settings: str) -> None:
+        if run != self.run:
+            raise FederatedError(f"this journal is of run {run!r}, not of {self.run!r}: give each run a folder")
+        if settings != self.digest:
             raise FederatedError(
-                f"run {record.run!r} was begun with other settings or clients, which would change its result: go on with those "
+                f"run {run!r} was begun with other settings or clients, which would change its result: go on with those "
                 "(the run folder's recipe), or fork a new run from one of its rounds"
             )
+
+    def _run(self, record: RunOpened) -> None:
+        self._check(record.run, record.settings)
         self.state.run, self.state.settings = record.run, record.settings
         self.state.ended, self.state.failed = None, False
         for open in self.state.open.values():
@@ -199,6 +142,9 @@ class Replay:
         begun = record.round - record.staleness
         self.state.outstanding.get(begun, {}).pop(record.client, None)
         open.failed.pop(record.client, None)
+        steps, recent = max(record.steps, 1), self.state.recent
+        recent.append((record.norm, record.samples / steps, record.tokens / steps))
+        del recent[:-_COMPARED]
 
     def _lost(self, record: UpdatesLost) -> None:
         """A round that was closed with them is open again; in buffered mode only where nothing else is in it."""
@@ -226,6 +172,8 @@ class Replay:
             for client in done.closed or ():
                 update = done.accepted[client]
                 state.folded[client] = (update.round - update.staleness, update.digest)
+            if record.round in state.begun:  # for stragglers, which only need to know what they began from
+                state.begun[record.round] = replace(done, drawn=(), accepted={}, failed={}, closed=None)
         state.clock = state.clock if record.clock is None else record.clock
         state.committed, state.base, state.checkpoint = record.round, record.base, record.checkpoint
         state.opened = max(state.opened, record.round)

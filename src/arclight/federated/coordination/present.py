@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable
 
 from arclight.federated.coordination.events import Joined
-from arclight.federated.coordination.lasting import Lasting
 from arclight.federated.coordination.nodes import Node, Task, Timer, Work
 from arclight.federated.coordination.settings import Waiting
+from arclight.federated.coordination.state import Lasting
 from arclight.federated.protocol import Doing
 
 _HOMES = 100_000  # clients whose last node is remembered

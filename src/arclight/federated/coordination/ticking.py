@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.events import Answer, Command, Decision, EvaluatePlan, Event, FitPlan, Note
-from arclight.federated.coordination.lasting import Open
 from arclight.federated.coordination.nodes import Dropped, Node, Over, Rang, Skipped, Stranded, Timer, Work
 from arclight.federated.coordination.records import (
     ClientFailed,
@@ -16,6 +15,7 @@ from arclight.federated.coordination.records import (
     RoundOpened,
     RunEnded,
 )
+from arclight.federated.coordination.state import Open
 from arclight.federated.protocol import Close, Receipt, Wait
 
 if TYPE_CHECKING:

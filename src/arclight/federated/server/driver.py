@@ -158,6 +158,19 @@ class Driver:
         with self._lock:
             return self.coordinator.state.oldest
 
+    def recent(self) -> Sequence[tuple[float, float, float]]:
+        """Norm, samples per step and tokens per step of the newest accepted updates."""
+        with self._lock:
+            return tuple(self.coordinator.state.recent)
+
+    def save(self, told: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        """Where the journal has become long, let it begin with what it has led to. ``told``: writes what else it told of, and gives
+        what is not settled of that. Raises OSError where there is no room, and nothing has changed.
+        """
+        with self._lock:
+            if self._journal.is_long and self.error is None:
+                self._journal.begin_with(self.coordinator.saved(told()))
+
     def happen(self, event: events.Event) -> None:
         """Decide, write down, apply, carry out; then whatever follows from it at this moment."""
         with self._lock:

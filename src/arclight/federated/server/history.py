@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from arclight.federated.coordination import records as r
+from arclight.federated.coordination.state import StateSaved
 from arclight.federated.rounds.history_file import HistoryFile
 from arclight.federated.server.table import Table
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -162,6 +166,10 @@ class History:
             case r.RoundOpened():
                 here = self.at(record.round)
                 here.clock = record.clock + record.steps
+            case StateSaved():
+                for here in map(_round, record.told):
+                    if here.round not in self._settled:
+                        self._rounds.setdefault(here.round, here)
             case r.RoundEvaluated(client=None):
                 self.at(record.round).metrics = dict(record.metrics)
             case r.RoundEvaluated():
@@ -180,11 +188,13 @@ class History:
     def take_up(self, settled: int, newest: int, needed: Sequence[int] = ()) -> None:
         """Go on with the files that an earlier process has left, before the journal is gone through again.
 
-        settled: of rounds below this nothing more will be told. newest: files may not say more than the journal. needed: rounds
-        below ``settled`` that the journal tells of, in case the files do not.
+        settled: of rounds below this nothing more will be told. newest: files may not say more than the journal. needed: rounds below
+        ``settled`` that the journal tells of, in case the files do not.
         """
         with self._lock:
             self._settled, later = self._file.take_up(settled, needed)
+            if not self._settled and not later and min(needed, default=0) > 0:
+                log.warning("the history is gone: nothing tells of rounds before %d any more", min(needed))
             self._rounds = {one["round"]: _round(one) for one in later if one["round"] <= newest}
 
     def begin_with(self, told: Sequence[Mapping[str, Any]]) -> None:
@@ -202,14 +212,23 @@ class History:
                     setattr(here, name, getattr(here, name) or entry.get(name) or getattr(here, name))
             self._settled = frozenset()
 
-    def write(self, settled: int) -> None:
-        """``history.jsonl`` and ``metrics.csv``; of rounds below ``settled`` nothing more will be told."""
+    def kept(self, settled: int) -> list[dict[str, Any]]:
+        """`write`, on the disk when this returns; then what is known of rounds that are not settled."""
+        with self._lock:
+            self.write(settled, durable=True)
+            return [asdict(here) for here in self._in_memory()]
+
+    def write(self, settled: int, *, durable: bool = False) -> None:
+        """``history.jsonl`` and ``metrics.csv``; of rounds below ``settled`` nothing more will be told.
+
+        durable: whether a power failure may not undo what ``history.jsonl`` says then.
+        """
         with self._lock:
             done = [here for here in self._in_memory() if here.round < settled]
             later = [here for here in self._in_memory() if here.round >= settled]
             self._table.write([_row(here) for here in done], [_row(here) for here in later])
             try:
-                self._file.write([asdict(here) for here in done], [asdict(here) for here in later])
+                self._file.write([asdict(here) for here in done], [asdict(here) for here in later], durable=durable)
             except OSError:
                 self._table.forget()  # it has rows of rounds that the file does not have
                 raise

@@ -9,7 +9,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
-from arclight.federated.errors import BlobError, FederatedError, UnopenedError
+from arclight.federated.errors import FederatedError, UnopenedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
@@ -34,6 +34,7 @@ from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writing import MODULE_ENTRIES
 from arclight.federated.server.driver import LOOK, NO_ROOM, Driver, T, Work, when_there_is_room
 from arclight.federated.server.history import History
+from arclight.federated.server.recalling import has_blobs, recall
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
 from arclight.federated.server.shelf import ORPHAN, Shelf, manifest_of
@@ -129,7 +130,9 @@ class Run:
             self.driver = self.service.driver = Driver(
                 self.coordinator, self._journal, self._do, told=self._hear, noted=self._note, after=self._tidy
             )
-            self.driver.start(self._first())
+            first = self._first()
+            self._shorten()
+            self.driver.start(first)
             self._began = time.monotonic()
         except BaseException:
             self._journal.close()
@@ -184,22 +187,9 @@ class Run:
 
     def _first(self) -> events.Event:
         """Bring back what the journal says, or write the weights to begin with."""
-        known: list[int] = []
-
-        def records() -> Iterator[r.Record]:
-            for record in self._journal.records():
-                if isinstance(record, r.RoundCommitted):
-                    known.append(record.round)
-                yield record
-
-        self.coordinator.replay(records())
-        state, history = self.coordinator.state, self.service.history
-        if state.committed < 0:
+        state = self.coordinator.state
+        if not recall(self._journal, self.coordinator, self.service.history, partial(has_blobs, self.blobs)):
             return self._patiently(self._begin)
-        self._look_for_updates()
-        history.take_up(state.oldest, state.opened, known)
-        for record in self._journal.records():
-            self.service.note(record)
         committed = state.committed
         for number, base in state.bases.items():
             found = self.rounds.look(number)
@@ -214,24 +204,6 @@ class Run:
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
         return events.Resumed()
-
-    def _look_for_updates(self) -> None:
-        """What was accepted does not wait for the disk: a power failure loses it, and then it is asked for again."""
-        for open in list(self.coordinator.state.open.values()):
-            gone = [client for client, update in open.accepted.items() if not self._is_here(update.digest)]
-            if gone:
-                lost = r.UpdatesLost(round=open.round, clients=tuple(gone))
-                log.warning("updates of round %d are gone, and asked for again: %s", open.round, ", ".join(gone))
-                self._journal.append([lost])
-                self.coordinator.replay([lost])
-
-    def _is_here(self, digest: str) -> bool:
-        """Whether an update's manifest and blobs are; what was damaged has been removed when the folder was opened."""
-        try:
-            needed = manifest_of(self.blobs, digest).blobs
-        except BlobError:
-            return False
-        return all(self.blobs.size(blob) == size for blob, size in needed.items())
 
     def _begin(self) -> events.Event:
         number = self.rounds.newest(verify=True)
@@ -336,10 +308,11 @@ class Run:
             if isinstance(work, events.Fold):
                 self._prune(work)
             self._write_history()
+            self._shorten()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            log.warning("history.jsonl and metrics.csv are not up to date: %s", error)
+            log.warning("history.jsonl and metrics.csv are not up to date, or the journal stays long: %s", error)
 
     def _prune(self, fold: events.Fold) -> None:
         done = [update.digest for update in fold.updates]
@@ -348,6 +321,10 @@ class Run:
         intake = self.service.intake
         coming = intake.kept(ORPHAN)  # first: what comes from here on is not removed
         self.shelf.tidy(self.driver.bases(), done, self.driver.spooled(), coming, intake.remove)
+
+    def _shorten(self) -> None:
+        """Let a long journal begin anew. Of what goes, the history is all that tells."""
+        self.driver.save(lambda: self.service.history.kept(self.coordinator.state.oldest))
 
     def _write_history(self) -> None:
         self.service.history.write(self.driver.oldest())
@@ -367,7 +344,7 @@ class Run:
                     history.took(record.round, "round", now - began)
             case _:
                 pass
-        self.service.note(record)
+        history.note(record)
         self._told(record)
 
     def _hear(self, command: events.Command) -> None:

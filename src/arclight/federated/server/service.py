@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections import deque
 from contextlib import AbstractContextManager
 from typing import Any
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.settings import to_table
 from arclight.federated.coordination import events
-from arclight.federated.coordination import records as r
 from arclight.federated.errors import ProtocolError, Reason, RefusedError, SessionError
 from arclight.federated.masks.serving import Travels
 from arclight.federated.privacy import noise
@@ -52,8 +50,6 @@ _LONGEST_NAME, _LONGEST_TEXT = 200, 4000
 _SESSIONS = 10_000  # of which it is remembered what they were sent
 _SPARE = 2
 """Times the room for the updates that a node may have under way: what was begun and is not wanted any more lies there too."""
-_REMEMBERED = 200
-"""Accepted updates whose norms and weights a new one is compared with."""
 
 
 class Service:
@@ -77,9 +73,6 @@ class Service:
         self.exchange: secure.Exchange | None = None
         self.travels = Travels(federation, seed, self._place)
         self.shelf = shelf
-        self._norms: deque[float] = deque(maxlen=_REMEMBERED)
-        self._samples: deque[float] = deque(maxlen=_REMEMBERED)
-        self._tokens: deque[float] = deque(maxlen=_REMEMBERED)
         self._lock = threading.Lock()
         self._has: dict[str, str] = {}
         """Session to the digest of the weights that it has been sent, the one that was heard longest ago first."""
@@ -88,15 +81,6 @@ class Service:
         """What the check of an update found, by the digest of its manifest, until its round is folded."""
 
     # -- what the run tells ------------------------------------------------------------------------------------------
-
-    def note(self, record: r.Record) -> None:
-        """Take in what the journal says, at a restart and as it happens."""
-        self.history.note(record)
-        with self._lock:
-            if isinstance(record, r.UpdateAccepted):
-                self._norms.append(record.norm)
-                self._samples.append(record.samples / max(record.steps, 1))
-                self._tokens.append(record.tokens / max(record.steps, 1))
 
     def fits(self, weights: Weights) -> Weights:
         """These weights. Raises FederatedError where the federation's masks do not fit them."""
@@ -301,10 +285,9 @@ class Service:
             steps=opened.steps,
             weigh_by=self.federation.weigh_by,
         )
-        with self._lock:
-            seen = Seen(
-                norms=tuple(self._norms), samples_per_step=tuple(self._samples), tokens_per_step=tuple(self._tokens)
-            )
+        recent = self.driver.recent()
+        norms, samples, tokens = zip(*recent, strict=True) if recent else ((), (), ())
+        seen = Seen(norms=norms, samples_per_step=samples, tokens_per_step=tokens)
         return check(message, asked, seen, self.federation.checks, self.blobs)
 
     def _secure(self, message: Secure) -> Message:
