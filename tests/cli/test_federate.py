@@ -323,6 +323,51 @@ def test_a_run_that_cannot_go_on_says_why(lines: Path, typed: Typed, folder: Pat
     assert "The run did not finish" in (folder / "runs/lines/1/report.html").read_text()
 
 
+@pytest.fixture
+def broken(lines: Path, folder: Path) -> Path:
+    """As long as this file is there, the data of site 1 cannot be read."""
+    task = folder / "fed_task.py"
+    build = "x = torch.arange(12.0)[:, None] / 12\n        return Line"
+    assert build in task.read_text()
+    check = 'if self.number == 1 and os.path.exists("broken"):\n            raise ValueError("points.csv is cut short")\n        '
+    task.write_text(task.read_text().replace(build, check + build))
+    (folder / "broken").touch()
+    return folder / "broken"
+
+
+def test_a_mistake_in_one_sites_data_ends_the_run_so_that_it_can_go_on(
+    lines: Path, broken: Path, typed: Typed, folder: Path
+) -> None:
+    status, out, err = typed("federate lines.toml")
+    assert status == 2
+    assert out.count("cut short") == 0
+    assert err.count("cut short") == 1
+    assert "failed: 1 (node here says: task: points.csv is cut short); no others could be asked: mend that" in err
+    assert "waiting.quorum, now 1" in err
+    assert "the same command with --resume runs/lines/1 goes on" in err
+    assert "--resume runs/lines/1 goes on" in (folder / "runs/lines/1/report.html").read_text()
+
+    broken.unlink()
+    status, out, _ = typed("federate lines.toml --resume runs/lines/1")
+    assert status == 0
+    assert "round 1/3" in out
+    journal = (folder / "runs/lines/1/journal.jsonl").read_text()
+    taken = re.findall(r'"is":"UpdateAccepted","round":1,"client":"(\d)"', journal)
+    assert sorted(taken) == ["0", "1", "2"]  # what had arrived was not asked for again
+    assert typed("federate lines.toml")[0] == 0
+    assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
+
+
+def test_rounds_go_on_without_a_site_where_a_quorum_lets_them(
+    lines: Path, broken: Path, typed: Typed, folder: Path
+) -> None:
+    status, out, _ = typed("federate lines.toml --federation.waiting.quorum 0.6")
+    assert status == 0
+    for number in (1, 2, 3):
+        assert f"round {number}: client 1 is left out: node here says: task: points.csv is cut short" in out
+        assert re.search(rf"round {number}/3 .* 2 of 3 clients", out)
+
+
 def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
     for flags, words in (
         ("--task.kind fed_task:NoSites --task.lr 0.1", "no method site(number, count)"),
@@ -427,6 +472,35 @@ def test_the_length_of_a_run_is_that_of_its_rounds(lines: Path) -> None:
         read(FederatedRecipe, lines, ["--trainer.max_time", "2h"])
 
 
+@pytest.fixture
+def texts(folder: Path) -> Path:
+    """A recipe for two sources of text, which are too few for three sites."""
+    for name in ("ann", "bob"):
+        (folder / "texts" / name).mkdir(parents=True)
+        for number in range(8):
+            (folder / "texts" / name / f"{number}.txt").write_text(f"{name} wrote this as number {number}. " * 40)
+    (folder / "texts.toml").write_text(
+        'name = "texts"\n[task]\nkind = "language"\nmodel = "llama3-debug"\n'
+        '[task.data]\ndata = "texts"\ntokenizer = "bytes"\nheld_out = 0.3\n'
+        '[partition]\nkind = "source"\n[federation]\nclients = 3\n[federation.waiting]\njoin = 3.0\nbeat_every = 0.2\n'
+    )
+    return folder / "texts.toml"
+
+
+TOO_FEW = "divided among federation.clients = 3: the data have 2 sources (ann, bob), too few for 3 sites"
+
+
+@pytest.mark.parametrize("verb", ["federate", "federate serve"])
+def test_more_sites_than_sources_are_told_before_anything_begins(
+    texts: Path, typed: Typed, folder: Path, verb: str
+) -> None:
+    status, out, err = typed(f"{verb} texts.toml")
+    assert (status, out) == (2, "")
+    assert TOO_FEW in err
+    assert len(err.splitlines()) == 1
+    assert not (folder / "runs").exists()
+
+
 # -- as processes --------------------------------------------------------------------------------------------------
 
 
@@ -454,6 +528,42 @@ def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: P
     assert "round 3: client 2" in said[0]
     assert "is done" in said[1]
     assert (folder / "runs/lines/2/report.html").exists()
+
+
+def test_a_node_that_cannot_divide_its_data_says_so_when_it_joins(texts: Path, folder: Path) -> None:
+    """The server measures nothing and need not have the data."""
+    server = command(
+        "federate", "serve", "texts.toml", "--address", "127.0.0.1:0", "--federation.evaluate_on", "clients"
+    )
+    node = joined(address_of(server), "0", name="a")
+    said, _ = node.communicate(timeout=DEADLINE)
+    assert node.returncode == 2
+    assert TOO_FEW in said
+    assert "trains" not in said
+    out, _ = server.communicate(timeout=DEADLINE)
+    assert server.returncode == 2
+    assert f"node a is lost: it has left: the data cannot be {TOO_FEW}" in out
+    assert out.count(TOO_FEW) == 2  # and in why the run has ended
+
+
+def test_all_hear_of_a_mistake_at_one_site_and_go_on_when_it_is_mended(
+    lines: Path, broken: Path, typed: Typed, folder: Path
+) -> None:
+    why = "failed: 1 (node b says: task: points.csv is cut short)"
+    for status in (2, 0):
+        flags = ["--resume", "last"] if status == 0 else []
+        server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0", *flags)
+        address = address_of(server)
+        nodes = [joined(address, "0", "2", name="a"), joined(address, "1", name="b")]
+        said = [process.communicate(timeout=DEADLINE)[0] for process in (server, *nodes)]
+        assert [process.returncode for process in (server, *nodes)] == [status] * 3, said
+        if status:
+            assert all(why in text for text in said), said
+            assert "with --resume runs/lines/1 goes on" in said[0]
+            assert all("the same command joins again when the server is back" in text for text in said[1:])
+            broken.unlink()
+    assert typed("federate lines.toml")[0] == 0
+    assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
 
 
 def test_interrupted_processes_say_what_is_kept(lines: Path, folder: Path) -> None:
@@ -642,6 +752,24 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
         "round 1/3  train/loss 2  2 of 2 clients  8 steps  5.0 MB up, 4.0 MB down  agreement 0.60  "
     )
     assert lines[2] == "node a is lost: silent for 1.5 s"
+
+
+def test_streamed_rounds_are_shown_together_and_each_is_told_when_it_is_done() -> None:
+    stream = Terminal(moves=True)
+    told = Progress(3, stream)
+    for number in (1, 2):
+        told.told(records.RoundOpened(round=number, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
+    told.told(accepted("0"))
+    told.beat(
+        Beat(node="a", session="s", doing=(Doing(client="0", round=2, steps=3), Doing(client="1", round=1, steps=1)))
+    )
+    told.say("")
+    assert "round 1/3  waiting for client 1 at 1 of 4  |  round 2  0 at 3 of 4" in stream.getvalue()
+    told.told(accepted("1"))
+    told.told(accepted("0", round=2))
+    assert "round 1/3  folding  |  round 2  1 of 2 here" in stream.getvalue()
+    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
+    assert re.search(r"round 1/3\S*  2 of 2 clients  8 steps", stream.getvalue())
 
 
 def test_who_was_waited_for_is_forgotten_with_the_round() -> None:

@@ -109,7 +109,7 @@ def test_named_sources_are_divided_by_name_tokens_as_well(texts, tmp_path):
 def test_what_cannot_be_is_said(texts, tmp_path):
     with pytest.raises(ValueError, match="merchant divides no text"):
         task(texts, tmp_path).site(0, 2, Merchant())
-    with pytest.raises(ValueError, match=r"7 sources .* too few for 8 sites"):
+    with pytest.raises(ValueError, match=r"7 sources \(alone.txt, author0, .*\), too few for 8 sites"):
         written(task(texts, tmp_path).site(0, 8, Source()))
     with pytest.raises(MisconfigurationError, match=r"site [01] of 2 gets no document"):
         for number in range(2):
@@ -133,3 +133,24 @@ def test_a_site_may_have_text_of_its_own(texts, tmp_path):
     assert own == task(texts / "author0", tmp_path)
     with pytest.raises(ValueError, match="one tokenizer that all of them have"):
         task(texts, tmp_path, tokenizer=BPE()).with_data(str(texts))
+
+
+def test_what_every_site_would_get_is_known_before_anything_is_prepared(texts, tmp_path):
+    named = {f"a{n}": str(texts / f"author{n}") for n in range(4)}
+    for whole, partition, most in (
+        (task(texts, tmp_path), Source(), 7),
+        (task(named, tmp_path), Source(by="name"), 4),
+        (task(named, tmp_path), Source(by="file"), 32),
+    ):
+        whole.check_sites(most, partition)
+        with pytest.raises(
+            MisconfigurationError, match=rf"{most} sources \(.*\), too few for {most + 1} sites"
+        ) as raised:
+            whole.check_sites(most + 1, partition)
+        assert "\0" not in str(raised.value)
+    task(texts, tmp_path).check_sites(3)
+    with pytest.raises(MisconfigurationError, match=r"site [01] of 2 gets no document"):
+        task(texts / "alone.txt", tmp_path).check_sites(2, IID())
+    with pytest.raises(MisconfigurationError, match=r"site \d+ of 200 gets no document"):
+        task(texts, tmp_path).check_sites(200, Dirichlet(alpha=1.0))
+    assert not (tmp_path / "cache").exists()

@@ -86,3 +86,12 @@ def test_what_cannot_be_is_said(task: Detection, tmp_path: Path) -> None:
     (tmp_path / "merchants.json").unlink()
     with pytest.raises(DatasetError, match='by = "folder" or "prefix"'):
         images(task.site(0, 2, Merchant()))
+
+
+def test_what_every_site_would_get_is_known_beforehand(task: Detection) -> None:
+    task.check_sites(6, Merchant())
+    with pytest.raises(DatasetError, match=r"6 sources .* too few for 7 sites"):
+        task.check_sites(7, Merchant())
+    task.check_sites(2)
+    with pytest.raises(DatasetError, match=r"site \d+ of 30 gets none of the 24 images of train"):
+        task.check_sites(30, IID())

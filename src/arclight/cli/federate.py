@@ -91,9 +91,9 @@ def with_curves(path: str) -> Path:
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     """Server and clients in this process."""
     from arclight.cli.federated_progress import Watched
-    from arclight.cli.federated_sites import at_site, in_process_node
+    from arclight.cli.federated_sites import check_division, in_process_node
 
-    at_site(recipe, 0)  # what cannot be divided is told before anything is written
+    check_division(recipe)  # what cannot be divided is told before anything is written
     folder = folder_of(recipe, options)
     with opened(recipe, folder, options) as (run, progress):
         node = in_process_node(recipe, Watched(run.service, progress), folder.path)
@@ -157,7 +157,9 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
         try:
             with server.opened() as run:
                 progress.sent_down = run.service.history.sent_down
-                yield run, progress
+                progress.take_up(list(run.coordinator.state.open.values()))
+                with resumable(folder):
+                    yield run, progress
         except KeyboardInterrupt as error:
             failed(folder, options, f"It was interrupted. --resume {folder.path} goes on with it.")
             done = len([here for here in server.history if here.contributors])
@@ -166,9 +168,20 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
                 f"The same command with --resume {folder.path} goes on"
             ) from error
         except BaseException as error:
-            failed(folder, options, f"{error or type(error).__name__}. --resume {folder.path} goes on with it.")
+            failed(folder, options, str(error) or type(error).__name__)
             raise
         finish(recipe, folder, server, options, measuring)
+
+
+@contextmanager
+def resumable(folder: RunFolder) -> Iterator[None]:
+    """What ends a run that has begun says how to go on with it."""
+    try:
+        yield
+    except FederatedError as error:
+        raise FederatedError(
+            f"{error}. What has arrived is kept: the same command with --resume {folder.path} goes on"
+        ) from error
 
 
 def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:

@@ -59,9 +59,12 @@ def serve(arguments: list[str]) -> None:
     where = listening(options)
 
     from arclight.cli.federated_progress import Watched
+    from arclight.cli.federated_sites import check_division
     from arclight.federated.server.memory import give_back_freed_memory
     from arclight.federated.transports.http_server import HttpServer
 
+    if recipe.partition is not None and recipe.federation.evaluate_on == "server":  # else the data need not be here
+        check_division(recipe, "; where every site joins with --data of its own, leave [partition] out")
     give_back_freed_memory()
     with closing(bound(where)) as here:
         folder = folder_of(recipe, options)
@@ -71,8 +74,7 @@ def serve(arguments: list[str]) -> None:
         ):
             progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
             progress.say(f"  nodes join it with: {join_line(reached_at(server.address, where), server.fingerprint)}")
-            run.wait()
-            run.let_nodes_hear()
+            run.wait_for_nodes()
 
 
 # -- join ----------------------------------------------------------------------------------------------------------
@@ -116,7 +118,8 @@ def join(arguments: list[str]) -> None:
                 f"node {options.name} has left. What its clients have done is kept in {folder}: the same command goes on"
             ) from error
     if node.failed:
-        raise FederatedError(f"node {options.name} ends: {node.closed}")
+        back = f". What its clients have done is kept in {folder}: the same command joins again when the server is back"
+        raise FederatedError(f"node {options.name} ends: {node.closed}{back if link.run else ''}")
     print(f"node {options.name} is done: {node.closed}")
 
 
@@ -157,7 +160,9 @@ class Told:
     """A link that lets the site know the server's recipe, and says in a line what is asked of this node."""
 
     def __init__(self, link: Link, site: Site, address: str) -> None:
-        self._link, self._site, self._address, self._shown, self._run = link, site, address, "", ""
+        self._link, self._site, self._address, self._shown = link, site, address, ""
+        self.run = ""
+        """The one that the node has joined, once it has."""
 
     @property
     def blobs(self) -> BlobStore:
@@ -175,11 +180,12 @@ class Told:
             case Welcome():
                 try:
                     self._site.take(answer.recipe)
-                except BaseException:
-                    self._link.send(Leave(node=getattr(message, "node", ""), session=answer.session))
+                except BaseException as error:
+                    why = str(error) or type(error).__name__
+                    self._link.send(Leave(node=getattr(message, "node", ""), session=answer.session, why=why))
                     raise
-                self._show(f"joined run {answer.run}" + (" again" if answer.run == self._run else ""))
-                self._run = answer.run
+                self._show(f"joined run {answer.run}" + (" again" if answer.run == self.run else ""))
+                self.run = answer.run
             case Fit():
                 self._show(f"round {answer.round}: client {answer.client} trains {answer.steps} steps")
             case Evaluate():
@@ -285,9 +291,15 @@ class Site:
 
     def take(self, recipe: dict[str, Any]) -> None:
         """The recipe that the server has sent when the node joined. Raises UsageError where it cannot be used here."""
+        from arclight.cli.federated_sites import check_division
+
+        if recipe == self._recipe:
+            return  # it has joined again
         self._recipe = recipe
         for client in self._clients or ("0",) if recipe else ():
             self._at(client)
+        if recipe and self._data is None:
+            check_division(self._read())
 
     def client(self, name: str) -> Client:
         from arclight.federated.clients.client import Client
@@ -302,12 +314,16 @@ class Site:
 
     def _at(self, client: str) -> FederatedRecipe:
         from arclight.cli.federated_sites import at_site, with_data
-        from arclight.recipe import read
 
         if not self._recipe:
             raise UsageError(
                 "the server has sent no recipe: it was not started by `arclight federate serve`, but by a program of its own"
             )
-        with problems_listed("the server's recipe cannot be used here"):
-            recipe = read(FederatedRecipe, self._recipe, self._overrides)
+        recipe = self._read()
         return at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
+
+    def _read(self) -> FederatedRecipe:
+        from arclight.recipe import read
+
+        with problems_listed("the server's recipe cannot be used here"):
+            return read(FederatedRecipe, self._recipe, self._overrides)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +18,7 @@ from arclight.trainer.curves import number_text
 from arclight.trainer.report import size_text
 
 if TYPE_CHECKING:
+    from arclight.federated.coordination.lasting import Open
     from arclight.federated.protocol import Message
     from arclight.federated.transports.in_process import Answers
 
@@ -33,13 +34,12 @@ class _Open:
     """A round under way."""
 
     number: int
-    clients: tuple[str, ...]
+    clients: dict[str, None]
     steps: int
     began: float
     done: dict[str, int] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     arrived: dict[str, r.UpdateAccepted] = field(default_factory=dict)
-    out: dict[str, str] = field(default_factory=dict)
 
 
 class Progress:
@@ -52,7 +52,10 @@ class Progress:
         self._stream, self._rounds, self._clock = stream or sys.stdout, rounds, clock
         self._moves = self._stream.isatty()
         self._lock = threading.Lock()
-        self._open: _Open | None = None
+        self._open: dict[int, _Open] = {}
+        """Rounds under way; of streamed ones there are several."""
+        self._failed: dict[tuple[int, str], list[str]] = {}
+        """Clients that have just failed, by round and why: said unless the run ends of it, which says it too."""
         self._waiting, self._said, self._drawn = "", clock(), ""
         self._metrics: dict[int, dict[str, float]] = {}
         self._ended = threading.Event()
@@ -70,36 +73,44 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
         with self._lock:
+            self._say_failed()
             self._clear()
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 
+    def take_up(self, rounds: Iterable[Open]) -> None:
+        """Rounds that were under way when the run was taken up again."""
+        with self._lock:
+            for one in rounds:
+                here = self._begin(one.round, one.drawn, one.steps)
+                here.arrived = {**one.accepted, **here.arrived}
+
     def told(self, what: Any) -> None:
         """A record of the journal or a command of the coordinator."""
         with self._lock:
+            if isinstance(what, r.ClientFailed):
+                self._failed.setdefault((what.round, what.message), []).append(what.client)
+                return
+            if isinstance(what, r.RunEnded) and what.failed:
+                self._failed.clear()
+            self._say_failed()
             match what:
                 case r.RoundOpened():
                     self._waiting = ""
-                    self._open = _Open(what.round, what.clients, what.steps, self._clock())
-                case r.UpdateAccepted() if self._is_open(what.round):
-                    assert self._open is not None
-                    self._open.arrived[what.client] = what
-                    self._open.done[what.client] = what.steps
+                    self._begin(what.round, what.clients, what.steps)
+                case r.UpdateAccepted() if (here := self._open.get(what.round)) is not None:
+                    here.arrived[what.client] = what
                 case r.UpdateRefused():
                     self._say(f"round {what.round}: client {what.client} is refused ({what.reason}): {what.message}")
-                case r.ClientFailed():
-                    self._say(f"round {what.round}: client {what.client} is left out: {what.message}")
-                case r.RoundCommitted() if self._is_open(what.round):
-                    self._committed(what)
+                case r.RoundCommitted() if (here := self._open.pop(what.round, None)) is not None:
+                    self._committed(here, what)
                 case r.RoundEvaluated(client=None):
                     values = ", ".join(f"{name} {number_text(value)}" for name, value in what.metrics.items())
                     self._say(
                         f"round {what.round}: {bold(values)}" if values else f"round {what.round}: nothing to measure"
                     )
-                case events.Lost():
-                    self._say(f"node {what.node} is lost: {what.why}")
-                case events.Moved():
-                    self._say(f"round {what.round}: client {what.client} moves from node {what.node} to another")
+                case events.Lost() | events.Moved() | events.Unmeasured():
+                    self._say(str(what))
                 case events.Say():
                     self._waiting = what.text
                 case _:
@@ -108,13 +119,12 @@ class Progress:
 
     def beat(self, beat: Beat) -> None:
         with self._lock:
-            if self._open is not None:
-                known = set(self._open.clients)
-                for one in beat.doing:
-                    if one.kind == "fit" and one.round == self._open.number and one.client in known:
-                        self._open.done[one.client] = one.steps
-                        if one.loss is not None:
-                            self._open.losses[one.client] = one.loss
+            for one in beat.doing:
+                here = self._open.get(one.round)
+                if one.kind == "fit" and here is not None and one.client in here.clients:
+                    here.done[one.client] = one.steps
+                    if one.loss is not None:
+                        here.losses[one.client] = one.loss
 
     def say(self, text: str) -> None:
         """A line that stands."""
@@ -124,12 +134,19 @@ class Progress:
 
     # -- what is printed -----------------------------------------------------------------------------------------------
 
-    def _is_open(self, number: int) -> bool:
-        return self._open is not None and self._open.number == number
+    def _begin(self, number: int, clients: tuple[str, ...], steps: int) -> _Open:
+        """A round, or one that is asked for once more: what has arrived stays."""
+        here = self._open.setdefault(number, _Open(number, {}, steps, self._clock()))
+        here.clients = dict.fromkeys(clients)
+        return here
 
-    def _committed(self, record: r.RoundCommitted) -> None:
-        here = self._open
-        assert here is not None
+    def _say_failed(self) -> None:
+        for (number, message), clients in self._failed.items():
+            who = f"client{'s' * (len(clients) > 1)} {_named(clients)}"
+            self._say(f"round {number}: {who} {'are' if len(clients) > 1 else 'is'} left out: {message}")
+        self._failed.clear()
+
+    def _committed(self, here: _Open, record: r.RoundCommitted) -> None:
         updates = list(here.arrived.values())
         losses = [u.metrics["train/loss"] for u in updates if "train/loss" in u.metrics]
         parts = [
@@ -140,7 +157,7 @@ class Progress:
             f"agreement {sum(record.drift.values()) / len(record.drift):.2f}" if record.drift else "",
             clock_text(self._clock() - here.began),
         ]
-        self._open, self._waiting = None, ""
+        self._waiting = ""
         self._say(f"{bold(f'round {here.number}/{self._rounds}')}  " + "  ".join(part for part in parts if part))
 
     def _say(self, text: str) -> None:
@@ -150,17 +167,22 @@ class Progress:
 
     def _status(self) -> str:
         """Who is at work, and who is waited for."""
-        here = self._open
-        if here is None:
+        if not self._open:
             return self._waiting
+        first, *later = (self._open[number] for number in sorted(self._open))
+        return "  |  ".join([self._of(first), *map(self._ahead, later)])
+
+    def _of(self, here: _Open) -> str:
         shares = [self._whereabouts(here, client) for client in here.clients if client not in here.arrived]
-        more = f" and {len(shares) - MOST_NAMED} more" if len(shares) > MOST_NAMED else ""
-        waited = (
-            f"waiting for client{'s' * (len(shares) > 1)} {', '.join(shares[:MOST_NAMED])}{more}"
-            if shares
-            else "folding"
-        )
+        waited = f"waiting for client{'s' * (len(shares) > 1)} {_named(shares)}" if shares else "folding"
         return f"round {here.number}/{self._rounds}  {waited}"
+
+    def _ahead(self, here: _Open) -> str:
+        """A round that is begun while an older one is under way."""
+        arrived = [f"{len(here.arrived)} of {len(here.clients)} here"] if here.arrived else []
+        begun = [x for x in here.clients if here.done.get(x) and x not in here.arrived]
+        parts = [*arrived, *([_named([self._whereabouts(here, client) for client in begun])] if begun else [])]
+        return f"round {here.number}  {', '.join(parts) or 'not begun'}"
 
     @staticmethod
     def _whereabouts(here: _Open, client: str) -> str:
@@ -186,9 +208,15 @@ class Progress:
     def _keep(self) -> None:
         while not self._ended.wait(EVERY):
             with self._lock:
+                self._say_failed()
                 self._draw()
                 if not self._moves and self._clock() - self._said > QUIET and (status := self._status()):
                     self._say(status)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _columns() -> int:

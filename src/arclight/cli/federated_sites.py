@@ -78,6 +78,22 @@ def at_site(recipe: FederatedRecipe, number: int) -> FederatedRecipe:
         raise UsageError(f"partition: {error}") from error
 
 
+def check_division(recipe: FederatedRecipe, or_else: str = "") -> None:
+    """Raises UsageError where the task's data, which are here, cannot be divided among all sites; ``or_else`` ends its message.
+
+    A class of a person's own finds that out by itself, in its method site.
+    """
+    at_site(recipe, 0)
+    check = getattr(recipe.task, "check_sites", None)
+    if isinstance(recipe.task, Imported) or not callable(check):
+        return
+    count = recipe.federation.clients
+    try:
+        check(count) if recipe.partition is None else check(count, recipe.partition)
+    except ValueError as error:
+        raise UsageError(f"the data cannot be divided among federation.clients = {count}: {error}{or_else}") from error
+
+
 def with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
     """The recipe on a site's own data, all of them. Raises UsageError where the task does not know how."""
     task: Any = recipe.task

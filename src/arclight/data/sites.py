@@ -6,7 +6,7 @@ Which share something lies in depends on the settings and on the thing itself, n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -60,17 +60,22 @@ def drawn(partition: IID | Dirichlet, key: bytes, source: str, count: int) -> in
     return min(int(np.searchsorted(np.cumsum(shares), share, side="right")), count - 1)
 
 
+def enough(sources: Collection[str], count: int) -> None:
+    """Raises ValueError where there are fewer sources than sites."""
+    if len(sources) < count:
+        named = ", ".join(sorted(sources)[:8]) + (", ..." if len(sources) > 8 else "")
+        raise ValueError(
+            f"the data have {len(sources)} source{'s' * (len(sources) != 1)} ({named}), too few for {count} sites: "
+            "tell sources apart by something finer, divide with partition.kind = iid, or have fewer sites"
+        )
+
+
 def packed(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     """Whole sources to sites: the largest first, each to the site that has least so far.
 
     sizes: what every source weighs. Raises ValueError where there are fewer sources than sites.
     """
-    if len(sizes) < count:
-        named = ", ".join(sorted(sizes)[:8]) + (", ..." if len(sizes) > 8 else "")
-        raise ValueError(
-            f"the data have {len(sizes)} source{'s' * (len(sizes) != 1)} ({named}), too few for {count} sites: "
-            "tell sources apart by something finer, or divide with partition.kind = iid"
-        )
+    enough(sizes, count)
     loads, home = [0] * count, {}
     for source in sorted(sizes, key=lambda source: (-sizes[source], source)):
         home[source] = min(range(count), key=lambda site: (loads[site], site))

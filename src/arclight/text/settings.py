@@ -61,6 +61,12 @@ class Language:
         share = Share(number=number, count=count, partition=partition or IID())
         return dataclasses.replace(self, weights=None, data=dataclasses.replace(self.data, share=share))
 
+    def check_sites(self, count: int, partition: Source | IID | Dirichlet | None = None) -> None:
+        """Raises MisconfigurationError where the text cannot be divided so that each of ``count`` sites gets some of it."""
+        from arclight.text.data_module import TextDataModule
+
+        TextDataModule(self.site(0, count, partition).data).selection.check()
+
     def with_data(self, data: str) -> Language:
         """The same task on a site's own text, all of it. Raises ValueError where that would teach it a tokenizer of its own."""
         if isinstance(self.data.tokenizer, BPE):

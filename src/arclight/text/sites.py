@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from arclight.data.sites import IID, Dirichlet, Numbered, drawn, packed
+from arclight.data.sites import IID, Dirichlet, Numbered, drawn, enough, packed
 
 if TYPE_CHECKING:
     from arclight.text.data_settings import Text
@@ -56,21 +56,43 @@ class Selection:
     @cached_property
     def names(self) -> list[str]:
         """Those of the parts that this site has documents of. Raises MisconfigurationError where tokens cannot be divided."""
+        if self.site is None:
+            return list(self.parts)
+        self._check_tokens()
+        if isinstance(self.site.partition, Source):
+            own = {source.partition("\0")[0] for source, site in self._home.items() if site == self.site.number}
+            return [name for name in self.parts if name in own]
+        return list(self.parts)
+
+    def _check_tokens(self) -> None:
+        """Raises MisconfigurationError for tokens that are to be divided by what only their text would tell."""
         from arclight.fabric.errors import MisconfigurationError
         from arclight.text.corpus import is_corpus
 
-        if self.site is None:
-            return list(self.parts)
+        assert self.site is not None
         ready = [source for sources in self.parts.values() for source in sources if is_corpus(source)]
         if ready and not (isinstance(self.site.partition, Source) and self.site.partition.by == "name"):
             raise MisconfigurationError(
                 f"{ready[0]} holds tokens, of which nobody knows any more whose text they were: name the sources, as in "
                 'data = {first = ..., second = ...}, and divide them by = "name", or give the text itself'
             )
+
+    def check(self) -> None:
+        """Raises MisconfigurationError where any of the sites would get nothing. Reads only until it is seen that each gets something."""
+        if self.site is None:
+            return
+        self._check_tokens()
         if isinstance(self.site.partition, Source):
-            own = {source.partition("\0")[0] for source, site in self._home.items() if site == self.site.number}
-            return [name for name in self.parts if name in own]
-        return list(self.parts)
+            self._enough(source for name in self.parts for source, _ in self._sizes(name))
+            return
+        for name in self.parts:
+            without = set(range(self.site.count))
+            for source, document in self._told_apart(name):
+                without.discard(drawn(self.site.partition, document.text.encode(), source, self.site.count))
+                if not without:
+                    break
+            else:
+                raise self._gets_nothing(min(without), name)
 
     def documents(self, name: str) -> Iterator[Document]:
         """The documents of a part, or those of them that are this site's."""
@@ -90,12 +112,37 @@ class Selection:
                 empty = False
                 yield document
         if empty:
-            from arclight.fabric.errors import MisconfigurationError
+            raise self._gets_nothing(site.number, name)
 
-            raise MisconfigurationError(
-                f"site {site.number} of {site.count} gets no document of {name or ', '.join(self.parts[name])}: there must be "
-                "more text, fewer sites, or another partition"
-            )
+    def _gets_nothing(self, number: int, name: str) -> Exception:
+        from arclight.fabric.errors import MisconfigurationError
+
+        assert self.site is not None
+        return MisconfigurationError(
+            f"site {number} of {self.site.count} gets no document of {name or ', '.join(self.parts[name])}: there must be "
+            "more text, fewer sites, or another partition"
+        )
+
+    def _enough(self, sources: Iterable[str]) -> None:
+        """Raises MisconfigurationError where these are fewer than sites."""
+        from arclight.fabric.errors import MisconfigurationError
+
+        assert self.site is not None
+        found = dict[str, None]()
+        for source in sources:
+            found[source] = None
+            if len(found) == self.site.count:
+                return
+        try:
+            enough([self._shown(source) for source in found], self.site.count)
+        except ValueError as error:
+            raise MisconfigurationError(str(error)) from error
+
+    def _shown(self, source: str) -> str:
+        """A source as a person would name it."""
+        name, *place = source.split("\0")
+        inside = "/".join(place if self._by == "field" else place[1:])
+        return ": ".join(part for part in (name, inside) if part)
 
     @cached_property
     def _home(self) -> dict[str, int]:
@@ -105,6 +152,7 @@ class Selection:
         for name in self.parts:
             for source, size in self._sizes(name):
                 sizes[source] = sizes.get(source, 0) + size
+        self._enough(sizes)
         return packed(sizes, self.site.count)
 
     def _sizes(self, name: str) -> Iterator[tuple[str, int]]:

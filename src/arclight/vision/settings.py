@@ -103,6 +103,15 @@ class Detection:
             self, weights=None, share=Share(number=number, count=count, partition=partition or IID())
         )
 
+    def check_sites(self, count: int, partition: Merchant | IID | Dirichlet | None = None) -> None:
+        """Raises DatasetError where the images cannot be divided so that each of ``count`` sites gets some of each split."""
+        from arclight.vision.data_yaml import read_data_yaml
+        from arclight.vision.sites import Selection
+
+        share = self.site(0, count, partition).share
+        assert share is not None
+        Selection(read_data_yaml(self.data), share).check()
+
     def with_data(self, data: str) -> Detection:
         """The same task on a site's own images, all of them."""
         return dataclasses.replace(self, weights=None, data=Path(data), share=None)

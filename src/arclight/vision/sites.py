@@ -51,16 +51,26 @@ class Selection:
 
     def of(self, split: str, images: Sequence[Path]) -> list[int]:
         """Indices of the site's images among ``images``. Raises DatasetError where it has none."""
+        own = [index for index, image in enumerate(images) if self.site_of(image) == self.site.number]
+        if not own:
+            raise self._gets_nothing(self.site.number, split, len(images))
+        return own
+
+    def check(self) -> None:
+        """Raises DatasetError where any of the sites would get nothing to train or to validate with."""
+        for split in ("train", "val"):
+            images = self.spec.images(split)
+            without = set(range(self.site.count)).difference(map(self.site_of, images))
+            if without:
+                raise self._gets_nothing(min(without), split, len(images))
+
+    def _gets_nothing(self, number: int, split: str, images: int) -> Exception:
         from arclight.vision.labels import DatasetError
 
-        number, count = self.site.number, self.site.count
-        own = [index for index, image in enumerate(images) if self.site_of(image) == number]
-        if not own:
-            raise DatasetError(
-                f"{self.spec.file}: site {number} of {count} gets none of the {len(images)} images of {split}: there must be more "
-                "images, fewer sites, or another partition"
-            )
-        return own
+        return DatasetError(
+            f"{self.spec.file}: site {number} of {self.site.count} gets none of the {images} images of {split}: there must be more "
+            "images, fewer sites, or another partition"
+        )
 
     def site_of(self, image: Path) -> int:
         partition, count = self.site.partition, self.site.count

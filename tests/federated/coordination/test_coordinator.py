@@ -141,7 +141,7 @@ def test_a_client_that_cannot_is_not_asked_for_ever_and_the_run_says_why() -> No
     assert run.ended.failed
     assert run.ended.why == (
         "round 1 has 0 of the 2 updates that its quorum needs; failed: a (node n says: no such column: x); "
-        "not heard from: b (queued at node n); no others could be asked"
+        "no others could be asked: mend that, or let rounds close with fewer updates (waiting.quorum, now 1)"
     )
 
 

@@ -217,7 +217,7 @@ class Coordinator:
             case Answer():
                 present.answered(command.to)
                 if isinstance(event, ev.Left) and command.to == event.to and event.session in present.sessions:
-                    present.drop(present.sessions[event.session], now)
+                    present.drop(present.sessions[event.session], now, event.why)
             case ev.Fold():
                 present.folding = command.round
             case ev.Measure():

@@ -164,7 +164,10 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
             commands = (_receipt(c, event.to, (event.reason, event.message)),)
         case ev.WorkFailed():
             records, notes, refused = _failed(c, event, node)
-            commands = (_receipt(c, event.to, refused),)
+            why = f"node {node.name} says: {event.error}"
+            without = [note.work for note in notes if isinstance(note, Skipped)]
+            unmeasured = [ev.Unmeasured(client=work.client, round=work.round, why=why) for work in without]
+            commands = (_receipt(c, event.to, refused), *unmeasured)
         case ev.EvaluatedBy():
             measuring = c.state.measuring.get(event.round)
             if (other := _not_of(node, event.client)) is not None:
@@ -180,7 +183,10 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
                 commands = (_receipt(c, event.to, ("stale", f"round {event.round} is not measured (any more)")),)
         case ev.Left():
             asks = tuple(unknown_session(to, c.state.committed) for to in node.asks)
-            commands = (*asks, _receipt(c, event.to))
+            said = (
+                (ev.Lost(node=node.name, session=node.session, why=f"it has left: {event.why}"),) if event.why else ()
+            )
+            commands = (*asks, _receipt(c, event.to), *said)
         case _:
             raise ProtocolError(f"nodes do not say {type(event).__name__}")
     return Decision(event=event, now=now, records=records, commands=commands, notes=notes)

@@ -157,6 +157,7 @@ class Left(Said):
     """A node ends in order. Answered by a Receipt."""
 
     session: str
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,11 +270,14 @@ class Measure(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class Lost(Command):
-    """A node is counted as gone: it was silent, or made no progress. For logs; its clients are looked after."""
+    """A node is counted as gone: it was silent, made no progress, or says what keeps it from taking part. For logs; its clients are looked after."""
 
     node: str
     session: str
     why: str
+
+    def __str__(self) -> str:
+        return f"node {self.node} is lost: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +288,21 @@ class Moved(Command):
     round: int
     node: str
     """The one that had it."""
+
+    def __str__(self) -> str:
+        return f"round {self.round}: client {self.client} moves from node {self.node} to another"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmeasured(Command):
+    """A client could not measure a round, whose metrics are without it, for logs."""
+
+    client: str
+    round: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"round {self.round} is measured without client {self.client}: {self.why}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ class Present:
         """Whether enough nodes have come for the first round."""
         self.alone_since: float | None = None
         self._owners: dict[str, dict[str, None]] = {}
-        self._departed: set[str] = set()
+        self.departed: dict[str, str] = {}
+        """Clients whose data went with their node, and what it has said of that."""
         self._homes: dict[str, str] = {}
         self._numbers = 0
 
@@ -75,7 +76,7 @@ class Present:
         self.alone_since = None
         for client in node.clients:
             self._owners.setdefault(client, {})[node.name] = None
-            self._departed.discard(client)
+            self.departed.pop(client, None)
         self.arm(now + self._waiting.silence, "silence", node.session)
         self.arm(now + self._waiting.stall, "stall", node.session)
         for held in event.held:
@@ -105,18 +106,18 @@ class Present:
         self.place(waiting, now)
         self._gone(node, now)
 
-    def drop(self, node: Node, now: float) -> None:
+    def drop(self, node: Node, now: float, why: str = "") -> None:
         """A node is gone for good, with what it has begun."""
         self._part(node)
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
-        self._disown(node, departed=True)
+        self._disown(node, departed=True, why=why)
         works = [*node.measures, *node.queue, *node.tasks]
         node.tasks, node.measures, node.queue = {}, {}, {}
         for work in works:
             if self.where.get(work) is node:
                 self.where[work] = None
-                if work.client in self._departed:
+                if work.client in self.departed:
                     self.strand(work, now)
                 else:
                     self.place([work], now)
@@ -144,7 +145,7 @@ class Present:
         self.heard(node, now, progress=moved)
         self._touch(node)
 
-    def _disown(self, node: Node, *, departed: bool) -> None:
+    def _disown(self, node: Node, *, departed: bool, why: str = "") -> None:
         """A node's clients are not its any more; ``departed``: their data went with it."""
         for client in node.clients:
             owners = self._owners.get(client, {})
@@ -152,7 +153,7 @@ class Present:
             if not owners:
                 self._owners.pop(client, None)
                 if departed:
-                    self._departed.add(client)
+                    self.departed[client] = why
 
     def _part(self, node: Node) -> None:
         """No message of this session counts any more."""
@@ -180,7 +181,7 @@ class Present:
                 continue
             owners = self._owners.get(work.client)
             if not owners:
-                if work.client in self._departed:
+                if work.client in self.departed:
                     self.strand(work, now + self._waiting.lease)
                 else:
                     free.append(work)
@@ -196,7 +197,7 @@ class Present:
         """Deal anew what anyone may do and nobody has begun: nodes have come or gone."""
         pool = [node for node in self.nodes.values() if node.lost is None and not node.clients]
         free = [work for node in pool for work in (*node.measures, *node.queue)]
-        free += [w for w in self.homeless if w.client not in self._owners and w.client not in self._departed]
+        free += [w for w in self.homeless if w.client not in self._owners and w.client not in self.departed]
         for work in free:
             self._take(work)
         self._deal(free, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from arclight.federated.coordination import events as ev
@@ -131,11 +132,13 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
     why = f"round {open.round} has {len(open.accepted)} of the {need} updates that its quorum needs"
     if late:
         why += f" after {waiting.deadline} s"
-    why += _blame(c, open)
+    why += _blame(c, open, late=late)
+    fewer = f", or let rounds close with fewer updates (waiting.quorum, now {waiting.quorum:g})" if need > 1 else ""
     if not c.present.sessions:
         return end(c, event, now, f"{why}; no node is here", failed=True)
     if open.attempt >= waiting.retries:
-        return end(c, event, now, f"{why}; it was tried {open.attempt + 1} times", failed=True)
+        tried = f"it was tried {open.attempt + 1} times: mend that{fewer}"
+        return end(c, event, now, f"{why}; {tried}", failed=True)
     kept = dict.fromkeys((*open.accepted, *_at_work(c, open)))
     without = {*kept, *(client for client, failed in open.failed.items() if not failed.lost)}
     if c.settings.buffered:
@@ -144,7 +147,7 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
     count = max(0, c.sampler.asked - busy)
     fresh = c.sampler.draw(open.round, count=count, attempt=open.attempt + 1, without=without) if count else ()
     if len(open.accepted) + _possible(c, open) + len(fresh) < need:
-        return end(c, event, now, f"{why}; no others could be asked", failed=True)
+        return end(c, event, now, f"{why}; no others could be asked: mend that{fewer}", failed=True)
     record = RoundOpened(
         round=open.round, base=open.base, clients=(*kept, *fresh), wanted=open.wanted, clock=open.clock, steps=open.steps,
         fragment=open.fragment,
@@ -156,14 +159,23 @@ def _at_work(c: Coordinator, open: Open) -> list[str]:
     return list(c.state.outstanding.get(open.round, ()))
 
 
-def _blame(c: Coordinator, open: Open) -> str:
-    failed = [f"{client} ({what.message})" for client, what in open.failed.items()]
+def _blame(c: Coordinator, open: Open, *, late: bool) -> str:
+    """Who has failed, and why; where nobody has, or time is up, who is still at work."""
+    alike: dict[str, list[str]] = {}
+    for client, what in open.failed.items():
+        alike.setdefault(what.message, []).append(client)
+    failed = [f"{', '.join(clients[:5])}{_more(clients)} ({message})" for message, clients in alike.items()]
     waited = [f"{client} ({_whereabouts(c, Work('fit', open.round, client))})" for client in _at_work(c, open)]
+    waited = waited if late or not failed else []
     parts = []
     for title, names in (("failed", failed), ("not heard from", waited)):
         if names:
-            parts.append(f"{title}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else ""))
+            parts.append(f"{title}: {', '.join(names[:5])}{_more(names)}")
     return "; " + "; ".join(parts) if parts else ""
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 5} more" if len(names) > 5 else ""
 
 
 def _open(c: Coordinator, event: Event, round: int, now: float) -> Decision:
@@ -288,6 +300,8 @@ def _homeless(c: Coordinator, timer: Timer, now: float) -> tuple[tuple[Record, .
     if work.kind == "evaluate":
         return (), (Rang(), Skipped(work=work))
     message = "no node that could do it is here any more, or came in time"
+    if why := c.present.departed.get(work.client):
+        message += f"; its own has left: {why}"
     return (ClientFailed(round=work.round, client=work.client, message=message, lost=True),), (Rang(),)
 
 
@@ -309,9 +323,8 @@ def about(c: Coordinator, now: float) -> str:
                 _at_work(c, open) if not c.settings.buffered else [x for w in state.outstanding.values() for x in w]
             )
             names = [f"{client} ({_whereabouts(c, _work(c, client, open))})" for client in clients[:5]]
-            more = f" and {len(clients) - 5} more" if len(clients) > 5 else ""
             parts.append(
-                f"round {open.round}: {len(open.accepted)} of {open.wanted} updates; waiting for {', '.join(names)}{more}"
+                f"round {open.round}: {len(open.accepted)} of {open.wanted} updates; waiting for {', '.join(names)}{_more(clients)}"
             )
     for round, measuring in state.measuring.items():
         parts.append(

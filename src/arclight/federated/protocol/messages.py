@@ -218,6 +218,8 @@ class Leave(Message):
 
     node: str
     session: str
+    why: str = ""
+    """What keeps it from taking part, where something does."""
 
 
 # -- from the server -----------------------------------------------------------------------------------------------

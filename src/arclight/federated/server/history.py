@@ -263,3 +263,15 @@ def _row(here: Round) -> dict[str, Any]:
         **{f"seconds/{phase}": seconds for phase, seconds in here.seconds.items()},
     }
     return {name: value for name, value in row.items() if value is not None}
+
+
+def contributed(before: Mapping[str, Any], number: int, updates: Sequence[r.UpdateAccepted]) -> dict[str, Any]:
+    """What each client has contributed so far, with a round more."""
+    found = {client: dict(sums) for client, sums in before.items()}
+    for update in updates:
+        sums = found.setdefault(update.client, {"rounds": 0, "steps": 0, "samples": 0, "tokens": 0, "last": 0})
+        sums["rounds"] += 1
+        sums["last"] = number
+        for name in ("steps", "samples", "tokens"):
+            sums[name] += getattr(update, name)
+    return found

@@ -33,7 +33,7 @@ from arclight.federated.privacy.masks import Unmasking
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writing import MODULE_ENTRIES
 from arclight.federated.server.driver import LOOK, NO_ROOM, Driver, T, Work, when_there_is_room
-from arclight.federated.server.history import History
+from arclight.federated.server.history import History, contributed
 from arclight.federated.server.recalling import has_blobs, recall
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
@@ -168,6 +168,14 @@ class Run:
         if self.driver.ended is not None and self.driver.ended.failed:
             raise FederatedError(f"run {self.name} could not go on: {self.driver.ended.why}")
 
+    def wait_for_nodes(self) -> None:
+        """As `wait`, and until nodes have heard how the run has ended, well or not."""
+        try:
+            self.wait()
+        finally:
+            if self.driver.ended is not None:
+                self.let_nodes_hear()
+
     def let_nodes_hear(self, seconds: float = 7.0) -> None:
         """Give every node the time to ask, and to be told that the run is over: those that are here, and after a restart, when
         nobody knows who will come back, any: a node that found nobody tries again within 5 s.
@@ -259,7 +267,7 @@ class Run:
             updates = {update.client: update.digest for update in fold.updates}
             return self._trees(fold.round, fold.clock, updates, counts, progress)
 
-        progress = _progress(self._progress, fold.round, fold.updates)
+        progress = contributed(self._progress, fold.round, fold.updates)
         try:
             stepped = self._stepper.step(fold.round, before, given, trees)
         except UnopenedError as error:
@@ -351,26 +359,10 @@ class Run:
         match command:
             case events.Say():
                 log.info("%s", command.text)
-            case events.Lost():
-                log.warning("node %s is lost: %s", command.node, command.why)
-            case events.Moved():
-                log.warning(
-                    "round %d of client %s moves away from node %s", command.round, command.client, command.node
-                )
+            case events.Lost() | events.Moved() | events.Unmeasured():
+                log.warning("%s", command)
             case events.End():
                 log.log(logging.ERROR if command.failed else logging.INFO, "run %s is over: %s", self.name, command.why)
             case _:
                 return
         self._told(command)
-
-
-def _progress(before: Mapping[str, Any], number: int, updates: Sequence[r.UpdateAccepted]) -> dict[str, Any]:
-    """What each client has contributed so far, with a round more."""
-    found = {client: dict(sums) for client, sums in before.items()}
-    for update in updates:
-        sums = found.setdefault(update.client, {"rounds": 0, "steps": 0, "samples": 0, "tokens": 0, "last": 0})
-        sums["rounds"] += 1
-        sums["last"] = number
-        for name in ("steps", "samples", "tokens"):
-            sums[name] += getattr(update, name)
-    return found

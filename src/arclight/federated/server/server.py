@@ -152,8 +152,7 @@ class Server:
         with self.opened() as run, HttpServer(run.service, listening, run.blobs) as http:
             log.info("run %s is served at %s", self.name, http.address)
             ready(http)
-            run.wait()
-            run.let_nodes_hear()
+            run.wait_for_nodes()
         return self.history
 
     def _start(self) -> Start:

@@ -140,7 +140,9 @@ class Service:
             case Secure():
                 return self._secure(message)
             case Leave():
-                return self._tell(lambda to: events.Left(to=to, session=message.session))
+                return self._tell(
+                    lambda to: events.Left(to=to, session=message.session, why=message.why[:_LONGEST_TEXT])
+                )
         raise ProtocolError(
             f"a server is not told {message.kind!r}: nodes join, ask, beat, update, evaluate, fail and leave"
         )
