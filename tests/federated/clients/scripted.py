@@ -148,7 +148,7 @@ class Scripted:
 
     def _take(self, update: Update) -> Receipt:
         if (answer := self.on_update(update)) is not None:
-            if not answer.accepted and answer.reason not in ("damaged", "session"):
+            if not answer.accepted and answer.reason not in ("damaged", "session", "stale"):
                 self.clients = tuple(client for client in self.clients if client != update.client)
                 self._close()
             return answer

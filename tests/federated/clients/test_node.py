@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from arclight.federated.clients.crew import InThisProcess
 from arclight.federated.clients.node import Node
 from arclight.federated.clients.residuals import Residuals
 from arclight.federated.errors import FederatedError, LinkError
-from arclight.federated.protocol import Failed, Join, Leave, Message, Receipt, Update
+from arclight.federated.protocol import Failed, Join, Leave, Manifest, Message, Receipt, Update
 from arclight.federated.transports.in_process import InProcess
 
 CPU = {"accelerator": "cpu"}
@@ -196,14 +197,14 @@ def test_what_another_process_did_in_its_place_leaves_nothing_unsaid(tmp_path: P
     def answer(update: Update) -> Receipt | None:
         if update.round == 1:
             return None
-        kept.append(residuals.load())
+        kept.append(residuals.load(2))
         return Receipt(accepted=False, reason="duplicate", message="another update was taken already")
 
     server.on_update = answer
     run(Node(InProcess(server), [client_of("a", width=256)], tmp_path / "node", "n"))
     assert len(kept) == 1
     assert any(bool(left.any()) for left in kept[0].values()), "round 1 has left something"
-    assert_equal(residuals.load(), kept[0])
+    assert_equal(residuals.load(3), kept[0])
 
 
 def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
@@ -359,6 +360,77 @@ def test_a_stopped_node_goes_on_where_it_was(
     assert server.round == 4
     assert_equal(server.weights, clean.weights)
     assert (tmp_path / "node" / "run" / "clients" / "a" / "residuals" / "0").exists() == (codec["kind"] == "int8")
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("restarted", [True, False])
+def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_went_on(
+    tmp_path: Path, counts: bool, restarted: bool
+) -> None:
+    """A power failure took the server's copy, and the round was closed without it; or the server has only been started again."""
+    order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}, "journal_every": 3}
+    begin, reasons = beginning(width=256), list[str]()
+
+    def refused(name: str) -> Manifest:
+        """What a second round says where the first one was refused (or taken) right away."""
+        server = Scripted(tmp_path / name, begin, ("a", "b"), rounds=2, steps=4, **order)
+
+        def first(update: Update) -> Receipt | None:
+            if update.round == 1:
+                go_on(server)
+            return None if update.round == 2 else Receipt(accepted=counts, reason="stale", message="", committed=1)
+
+        server.on_update = first
+        node = Node(InProcess(server), [client_of("a", width=256)], tmp_path / f"node {name}", "n")
+        run_until(node, lambda: 2 in {update.round for update in server.of(Update)})
+        return next(update.manifest for update in server.of(Update) if update.round == 2)
+
+    server = Scripted(tmp_path / "server", begin, ("a", "b"), rounds=2, steps=4, **order)
+
+    def again(update: Update) -> Receipt | None:
+        if update.round == 1 and server.round == 2:
+            reasons.append("asked")
+            return Receipt(accepted=counts, reason="stale", message="the round is closed", committed=1)
+        return None
+
+    server.on_update = again
+    node = Node(InProcess(server), [client_of("a", width=256)], tmp_path / "node", "n")
+
+    def lost() -> bool:
+        if (tmp_path / "node/run/clients/a/finished/000001/taken").exists() and server.round == 1:
+            if restarted:
+                return True
+            with server.lock:
+                go_on(server)
+                server.sessions.clear()
+        return 2 in {update.round for update in server.of(Update)}
+
+    run_until(node, lost)
+    if restarted:
+        go_on(server)
+        run_until(Node(InProcess(server), [client_of("a", width=256)], tmp_path / "node", "n"), lost)
+    assert reasons
+    (second,) = (update.manifest for update in server.of(Update) if update.round == 2)
+    assert second == refused("other")
+
+
+def go_on(server: Scripted) -> None:
+    """Without what has come."""
+    with server.lock:
+        server.round += 1
+        server._offer()
+
+
+def run_until(node: Node, true: Callable[[], bool]) -> None:
+    thread = threading.Thread(target=node.run)
+    thread.start()
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    node.stop()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 class Away:

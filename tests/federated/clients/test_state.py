@@ -86,16 +86,16 @@ def test_a_round_that_was_forgotten_half_way_is_forgotten_at_the_next_start(
         with pytest.raises(Killed):
             finished.drop(1)
     assert finished.rounds() == [2]
-    finished.take(2)
-    finished.committed(1)
+    finished.take(2, "s")
+    finished.committed(1, "s")
     assert finished.rounds() == [2], "the server has it, and may ask for it again"
-    finished.committed(2)
+    finished.committed(2, "s")
     ClientFolder(tmp_path, "a", "run")
     assert not [name for name in rounds(tmp_path) if not name.startswith(".")]
 
 
 @pytest.mark.parametrize("at", range(1, 6))
-@pytest.mark.parametrize("step", ["rename", "sync_folder", "retire", "touch"])
+@pytest.mark.parametrize("step", ["rename", "sync_folder", "retire", "write_text"])
 def test_residuals_are_those_of_the_newest_taken_update_wherever_a_process_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, at: int
 ) -> None:
@@ -104,18 +104,37 @@ def test_residuals_are_those_of_the_newest_taken_update_wherever_a_process_is_ki
     for number, lane in enumerate((0, 1, 0), 1):
         finish(folder.finished, fit_order(number, 4, 0, lane=lane), left=float(number))
     for number in (1, 2):
-        folder.finished.take(number)
+        folder.finished.take(number, "s")
     assert not folder.finished.is_taken(3)
-    owner = Path if step in ("rename", "touch") else replacing
+    owner = Path if step in ("rename", "write_text") else replacing
     with monkeypatch.context() as patched:
         patched.setattr(owner, step, killed_at(at, getattr(owner, step)))
         try:
-            folder.finished.take(3)
+            folder.finished.take(3, "s")
         except Killed:
             pass
     again = ClientFolder(tmp_path, "a", "run").finished
     if not again.is_taken(3):  # it is sent again, and the server says again that it has it
-        again.take(3)
-    assert [again.residuals(lane).load()["model/w"].item() for lane in (0, 1)] == [3.0, 2.0]
-    again.take(3)
-    assert again.residuals(0).load()["model/w"].item() == 3.0
+        again.take(3, "s")
+    assert [again.residuals(lane).load(4)["model/w"].item() for lane in (0, 1)] == [3.0, 2.0]
+    again.take(3, "s")
+    assert again.residuals(0).load(4)["model/w"].item() == 3.0
+
+
+def test_an_update_that_does_not_count_leaves_no_trace_in_the_residuals(tmp_path: Path) -> None:
+    finished = ClientFolder(tmp_path, "a", "run").finished
+    for number in (1, 2):
+        finish(finished, fit_order(number, 4, 0), left=float(number))
+        finished.take(number, "s")
+        assert finished.committed(number - 1, "s") == []
+    assert finished.committed(2, "another") == [2], "the server may have lost it since"
+    assert finished.rounds() == [2]
+    assert finished.residuals(0).load(3)["model/w"].item() == 2.0
+    assert finished.residuals(0).load(2)["model/w"].item() == 1.0, "what it adds itself, were it made again"
+    finished.drop(2)
+    assert finished.residuals(0).load(3)["model/w"].item() == 1.0
+    finish(finished, fit_order(2, 4, 0), left=5.0)
+    finished.take(2, "another")
+    assert finished.committed(2, "another") == []
+    assert finished.residuals(0).load(3)["model/w"].item() == 5.0
+    assert [path.name for path in finished.residuals(0).folder.iterdir()] == ["2"], "what was left before is said"

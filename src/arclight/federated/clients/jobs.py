@@ -151,9 +151,10 @@ class Jobs:
             return True
 
     def left(self, job: Job) -> None:
-        """Take what was finished before the node was started."""
+        """Take what was finished before: by a former process, or what the server may have lost."""
         with self._changed:
-            self._jobs.append(job)
+            if all(other.work != job.work for other in self._jobs):
+                self._jobs.append(job)
             self._changed.notify_all()
 
     def ready(self, job: Job, weights: FolderStore) -> None:

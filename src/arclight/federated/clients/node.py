@@ -60,7 +60,7 @@ class Node:
         link.heed(self._stopping)
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
         self._jobs = Jobs(self._crew.slots, self._stopping)
-        self._teller = Teller(name, self._session, link, self._stopping)
+        self._teller = Teller(name, self._session, link, self._jobs, self._stopping)
         self._folders: dict[str, ClientFolder] = {}
         self._opened = ""
         self._speed: float | None = None
@@ -184,6 +184,8 @@ class Node:
 
     def _take(self, order: Fit | Evaluate, ask: int) -> None:
         job = Job.of(order, self._folder_of(order))
+        if isinstance(order, Fit):
+            self._teller.before(order, job.folder)
         if not self._jobs.add(job, ask):
             return
         with self._minding(job):

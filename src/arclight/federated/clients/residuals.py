@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,20 +18,21 @@ _ENTRY = "residuals"
 
 
 class Residuals:
-    """Those of the newest update that the server has taken. An update that was never taken leaves no trace in them.
+    """Those of one lane, in ``<folder>/<round>``: what the update of that round left, which the server has taken.
 
-    They lie in ``<folder>/<number>``, of which the highest counts: others are about to be removed.
+    The newest counts. The one before it is kept until it is known that the update is part of the server's weights: a server that
+    has lost it, and went on without it, leaves no trace of it here either.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self) -> dict[str, torch.Tensor]:
-        """By key; none before there are any. Raises FederatedError where they are damaged."""
-        numbers = self._numbers()
-        if not numbers:
+    def load(self, round: int) -> dict[str, torch.Tensor]:
+        """What the update of a round adds, by key; none before there are any. Raises FederatedError where they are damaged."""
+        former = [one for one in self._rounds() if one < round]
+        if not former:
             return {}
-        newest = self.folder / str(numbers[-1])
+        newest = self._of(former[-1])
         try:
             found: dict[str, torch.Tensor] = checkpoints.load(newest, only=_ENTRY)[_ENTRY]
         except checkpoints.CheckpointError as error:
@@ -46,17 +48,31 @@ class Residuals:
         if left:
             checkpoints.save(folder, {_ENTRY: dict(left)})
 
-    def take_over(self, folder: Path) -> None:
-        """Those beside an update become the ones to go on from, by one rename; a crash anywhere here changes nothing."""
-        former = self._numbers()
-        target = self.folder / str(former[-1] + 1 if former else 1)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder.rename(target)
+    def take_over(self, folder: Path, round: int) -> None:
+        """Those beside a round's update are what the next one adds, by one rename; a crash anywhere here changes nothing."""
+        self.take_back(round)  # it was made again
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folder.rename(self._of(round))
         replacing.sync_folder(self.folder)
         replacing.sync_folder(folder.parent)
-        for number in former:
-            replacing.retire(self.folder / str(number))
 
-    def _numbers(self) -> list[int]:
+    def has(self, round: int) -> bool:
+        return self._of(round).exists()
+
+    def take_back(self, round: int) -> None:
+        """The round's update counts for nothing: the next one adds what it has added."""
+        with suppress(FileNotFoundError):
+            replacing.retire(self._of(round))
+
+    def settle(self, round: int) -> None:
+        """The round's update counts: what others left before it is said."""
+        for former in self._rounds():
+            if former < round and self.has(round):
+                replacing.retire(self._of(former), durable=False)
+
+    def _of(self, round: int) -> Path:
+        return self.folder / str(round)
+
+    def _rounds(self) -> list[int]:
         entries = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(int(path.name) for path in entries if path.name.isdigit())

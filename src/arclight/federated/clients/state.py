@@ -3,7 +3,7 @@
     client.json             whose folder it is, and the rounds that it has begun: written by the node alone
     states/                 its training: see `States`
     finished/<round>/       update.json and its blobs, the residuals that encoding left, and `taken` once the server has it
-    residuals/<lane>/       those that the next encoding of the lane goes on from: of the newest update that the server has taken
+    residuals/<lane>/       those that the next encoding of the lane goes on from: see `Residuals`
 
 Whoever trains the client puts a finished round there, with all that is of it, by one rename: it is there or it is not, and nothing
 else has to be written down. From then on it is the node's, which sends and removes it, maybe while the next round is trained.
@@ -88,7 +88,7 @@ class Finished:
             replacing.discard(staging)
 
     def residuals(self, lane: int) -> Residuals:
-        """What the newest update of a lane that the server has taken left unsaid."""
+        """What updates of a lane that the server has taken left unsaid."""
         return Residuals(self._residuals / str(lane))
 
     def update(self, round: int) -> Update:
@@ -111,29 +111,54 @@ class Finished:
         """Whether the server has it; it is kept until the round is committed all the same."""
         return (self._place(round) / _TAKEN).exists()
 
-    def take(self, round: int) -> None:
-        """The server has the update: what it left unsaid is what the next one of its lane adds."""
+    def is_in_doubt(self, round: int, session: str) -> bool:
+        """Whether the server may have lost since what it had, and it matters: it said so in another session, and more goes on from it."""
+        try:
+            return (self._place(round) / _TAKEN).read_text() != session and any(
+                lane.has(round) for lane in self._lanes()
+            )
+        except FileNotFoundError:
+            return False
+
+    def take(self, round: int, session: str) -> None:
+        """The server has said, in that session, that it has the update: what that left unsaid is what the next one of its lane adds."""
         place = self._place(round)
         for lane in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
-            self.residuals(int(lane.name)).take_over(lane)
-        (place / _TAKEN).touch()  # lost, the update is sent once more, and the server says that it has it
+            self.residuals(int(lane.name)).take_over(lane, round)
+        with suppress(FileNotFoundError):  # it is over already
+            (place / _TAKEN).write_text(
+                session
+            )  # lost, the update is sent once more, and the server says that it has it
 
     def drop(self, round: int) -> None:
-        """Forget an update, which the server does not want or has for good."""
-        with suppress(FileNotFoundError):
-            replacing.retire(self._place(round), durable=False)
+        """Forget an update, which the server does not want."""
+        for lane in self._lanes():
+            lane.take_back(round)
+        self._remove(round)
 
-    def committed(self, round: int) -> None:
-        """Rounds up to this one are part of the server's weights, or never will be."""
-        for one in self.rounds():
-            if one <= round and self._is_over(one):
-                self.drop(one)
+    def committed(self, round: int, session: str) -> list[int]:
+        """Rounds up to this one are part of the server's weights, or never will be; those of which it is to be asked which."""
+        over = [one for one in self.rounds() if one <= round and self._is_over(one)]
+        asked = [one for one in over if self.is_in_doubt(one, session)]
+        for one in over:
+            if one not in asked:
+                for lane in self._lanes():
+                    lane.settle(one)
+                self._remove(one)
+        return asked
 
     def _is_over(self, committed: int) -> bool:
         try:
             return self.is_taken(committed) or self.update(committed).secure
         except FederatedError:  # it was dropped just now, or is damaged
             return True
+
+    def _lanes(self) -> list[Residuals]:
+        return [Residuals(lane) for lane in self._residuals.iterdir()] if self._residuals.is_dir() else []
+
+    def _remove(self, round: int) -> None:
+        with suppress(FileNotFoundError):
+            replacing.retire(self._place(round), durable=False)
 
     def sweep(self) -> None:
         """Remove what killed processes left half done, and what a power failure has damaged."""
@@ -148,7 +173,7 @@ class Finished:
                 lost = str(error)
             if lost:
                 log.warning("round %d in %s is lost here: %s", round, self._folder, lost)
-                self.drop(round)
+                self._remove(round)  # the server may have it
 
     def _place(self, round: int) -> Path:
         return self._folder / f"{round:06d}"
@@ -180,11 +205,12 @@ class ClientFolder:
         with self._lock:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one != round))
 
-    def committed(self, round: int) -> None:
-        """Rounds up to this one are part of the server's weights, or never will be."""
-        self.finished.committed(round)
+    def committed(self, round: int, session: str) -> list[int]:
+        """As `Finished.committed`."""
+        asked = self.finished.committed(round, session)
         with self._lock:
             self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))
+        return asked
 
     def held(self) -> list[Held]:
         """What a node says of this client when it joins."""

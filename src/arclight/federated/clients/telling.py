@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.transfer import transfer
-from arclight.federated.clients.jobs import Job
+from arclight.federated.clients.jobs import Job, Jobs
 from arclight.federated.clients.securing import Securing
 from arclight.federated.clients.session import ClosedError, Session, told
 from arclight.federated.clients.state import ClientFolder
@@ -32,8 +32,8 @@ _ATTEMPTS = 3
 class Teller:
     """Tells the server what jobs came to. Any number of threads may, of different clients."""
 
-    def __init__(self, node: str, session: Session, link: Link, stopping: threading.Event) -> None:
-        self._node, self._session, self._link, self._stopping = node, session, link, stopping
+    def __init__(self, node: str, session: Session, link: Link, jobs: Jobs, stopping: threading.Event) -> None:
+        self._node, self._session, self._link, self._jobs, self._stopping = node, session, link, jobs, stopping
         self._lock = threading.Lock()
         self._committed = -1
         self._keeping = set[ClientFolder]()
@@ -52,9 +52,31 @@ class Teller:
             self._committed = committed
             folders, self._keeping = self._keeping, set()
         for folder in folders:
-            folder.committed(committed)
-            if folder.finished.rounds():
-                self.keeps(folder)
+            self._over(folder, committed)
+
+    def _over(self, folder: ClientFolder, committed: int) -> None:
+        """Rounds up to this one are committed; whether with this client's updates is asked where a server may have lost them."""
+        for round in folder.committed(committed, self._session.welcome.session):
+            self.ask_about(folder, round)
+        if folder.finished.rounds():
+            self.keeps(folder)
+
+    def ask_about(self, folder: ClientFolder, round: int) -> None:
+        """Have the server say whether an update that it once had is part of its weights."""
+        try:
+            update = folder.finished.update(round)
+        except FederatedError as error:  # it was dropped just now, or is damaged
+            log.warning("node %s cannot ask whether an update counts: %s", self._node, error)
+            return
+        self._jobs.left(Job(update.client, round, folder, stage="done", outcome=update, steps=update.steps))
+
+    def before(self, order: Fit, folder: ClientFolder) -> None:
+        """Ask what an order's round hangs on, before it begins."""
+        for round in folder.finished.rounds():
+            if round < order.round - order.overlap and folder.finished.is_in_doubt(
+                round, self._session.welcome.session
+            ):
+                self.ask_about(folder, round)
 
     def tell(self, job: Job) -> None:
         """Say a job's outcome. What it raises ends the node: it cannot reach its server, or is not to go on."""
@@ -103,9 +125,17 @@ class Teller:
                 raise ClosedError("the node was told to stop")
             job.wanted()
 
+        known = job.order is None and finished.is_taken(update.round)  # what is asked is only whether it counts
+        said_in = list[str]()
+
+        def said(session: str) -> Update:
+            said_in.append(session)
+            return addressed(update, self._node, session)
+
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                self._session.patiently(partial(self._put, update, blobs, wanted))
+                if not known:
+                    self._session.patiently(partial(self._put, update, blobs, wanted))
             except CancelledError as error:
                 log.info("node %s does not send the update of %s: %s", self._node, about, error)
                 finished.drop(update.round)
@@ -115,11 +145,10 @@ class Teller:
                 self.tell(job)
                 receipt = Receipt(accepted=False, reason=error.reason, message=str(error))
                 break
-            receipt = self._receipt(lambda session: addressed(update, self._node, session), f"update of {about}")
+            receipt, known = self._receipt(said, f"update of {about}"), False
             if receipt.accepted:
-                finished.take(update.round)
-                job.folder.committed(receipt.committed)
-                self.keeps(job.folder)
+                finished.take(update.round, said_in[-1])
+                self._over(job.folder, receipt.committed)
                 self.hear(receipt.committed)
                 return True
             if receipt.reason != "damaged":

@@ -77,7 +77,7 @@ class Work:
         codec = from_table(order.codec)
         durable = not isinstance(codec, Raw)
         with self._finished.making(order, durable=durable) as staging:
-            encoded = encode_all(changes, codec, self._finished.residuals(order.lane).load(), left)
+            encoded = encode_all(changes, codec, self._finished.residuals(order.lane).load(order.round), left)
             blobs = FolderStore(staging / "blobs", durable="all" if durable else "none")
             manifest = write_blobs(encoded, blobs, kind="update", base=order.base)
             if not manifest.tensors:
