@@ -330,7 +330,10 @@ def broken(lines: Path, folder: Path) -> Path:
     build = "x = torch.arange(12.0)[:, None] / 12\n        return Line"
     assert build in task.read_text()
     check = 'if self.number == 1 and os.path.exists("broken"):\n            raise ValueError("points.csv is cut short")\n        '
-    task.write_text(task.read_text().replace(build, check + build))
+    step = "def training_step(self, batch, batch_idx):\n"
+    assert step in task.read_text()
+    count = '        with open("steps", "a") as file:\n            file.write("|")\n'
+    task.write_text(task.read_text().replace(build, check + build).replace(step, step + count))
     (folder / "broken").touch()
     return folder / "broken"
 
@@ -351,9 +354,8 @@ def test_a_mistake_in_one_sites_data_ends_the_run_so_that_it_can_go_on(
     status, out, _ = typed("federate lines.toml --resume runs/lines/1")
     assert status == 0
     assert "round 1/3" in out
-    journal = (folder / "runs/lines/1/journal.jsonl").read_text()
-    taken = re.findall(r'"is":"UpdateAccepted","round":1,"client":"(\d)"', journal)
-    assert sorted(taken) == ["0", "1", "2"]  # what had arrived was not asked for again
+    steps = len((folder / "steps").read_text())
+    assert 36 <= steps < 36 + 4  # what had arrived was not trained again
     assert typed("federate lines.toml")[0] == 0
     assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
 
@@ -482,7 +484,7 @@ def texts(folder: Path) -> Path:
     (folder / "texts.toml").write_text(
         'name = "texts"\n[task]\nkind = "language"\nmodel = "llama3-debug"\n'
         '[task.data]\ndata = "texts"\ntokenizer = "bytes"\nheld_out = 0.3\n'
-        '[partition]\nkind = "source"\n[federation]\nclients = 3\n[federation.waiting]\njoin = 3.0\nbeat_every = 0.2\n'
+        '[partition]\nkind = "source"\n[federation]\nclients = 3\n[federation.waiting]\njoin = 100.0\nbeat_every = 0.2\n'
     )
     return folder / "texts.toml"
 
@@ -540,10 +542,9 @@ def test_a_node_that_cannot_divide_its_data_says_so_when_it_joins(texts: Path, f
     assert node.returncode == 2
     assert TOO_FEW in said
     assert "trains" not in said
-    out, _ = server.communicate(timeout=DEADLINE)
-    assert server.returncode == 2
-    assert f"node a is lost: it has left: the data cannot be {TOO_FEW}" in out
-    assert out.count(TOO_FEW) == 2  # and in why the run has ended
+    assert f"it has left: the data cannot be {TOO_FEW}" in until(server, "node a is lost")
+    server.send_signal(signal.SIGINT)
+    assert TOO_FEW not in server.communicate(timeout=DEADLINE)[0]  # once is enough
 
 
 def test_all_hear_of_a_mistake_at_one_site_and_go_on_when_it_is_mended(
