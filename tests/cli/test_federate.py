@@ -26,7 +26,7 @@ from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.coordination import events, records
 from arclight.federated.protocol import Beat, Doing
 from arclight.federated.rounds.history_file import read_history
-from arclight.recipe import RecipeError, read
+from arclight.recipe import RecipeError, explain, read
 from arclight.trainer.loggers.csv_logger import read_metrics
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -163,6 +163,8 @@ def test_a_recipe_runs_in_this_process(lines: Path, typed: Typed, folder: Path) 
     assert losses[-1] < losses[0]
     page = (run / "report.html").read_text()
     assert "agreement with the mean" in page
+    assert "<li>clients <b>3</b></li><li>strategy <b>FedAvg</b></li><li>rounds <b>3</b></li>" in page
+    assert ">received<" not in page  # clients of one node share what it fetches
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert (run / "recipe.toml").read_text().startswith("# arclight federate")
     status, _, err = typed("train lines.toml")
@@ -457,11 +459,27 @@ def test_an_interrupted_run_says_how_to_go_on(lines: Path, typed: Typed, folder:
     assert digest(folder / "runs/lines/1", 3) == digest(folder / "runs/lines/2", 3)
 
 
-def test_the_help_lists_every_field(typed: Typed, folder: Path) -> None:
-    status, out, _ = typed("federate --help")
+def test_the_help_is_short_and_lists_every_field_where_it_is_asked_to(typed: Typed, folder: Path) -> None:
+    status, short, _ = typed("federate --help")
     assert status == 0
     for words in ("[federation]", "local_steps", "[federation.strategy]", "[partition]", "arclight federate serve"):
-        assert words in out
+        assert words in short
+    assert "beat_every" not in short
+    assert len(short.splitlines()) < 140
+    for line in ("federate --help all", "federate serve --help all"):
+        status, everything, _ = typed(line)
+        assert status == 0
+        fields = {setting.path.rpartition(".")[2] for setting in explain(FederatedRecipe)}
+        assert fields - {"kind"} <= set(re.findall(r"\w+", everything))
+    _, table, _ = typed("federate lines.toml --help federation.waiting")
+    assert table.startswith("[federation.waiting]")
+    assert "beat_every" in table
+    assert "local_steps" not in table
+    _, table, _ = typed("train --help trainer")
+    assert table.startswith("[trainer]")
+    status, _, err = typed("federate --help federation.wating")
+    assert status == 2
+    assert "did you mean federation.waiting?" in err
 
 
 def test_the_length_of_a_run_is_that_of_its_rounds(lines: Path) -> None:
@@ -810,3 +828,18 @@ def test_the_page_names_who_was_left_out_and_escapes_what_others_say(tmp_path: P
     assert "its node was lost" in page
     assert page.index(">c2<") < page.index(">c10<") if count > 10 else "c1" in page
     assert ("largest of all clients" in page) == (count > 8)
+    assert ">received<" in page
+    assert "ε" not in page
+
+
+def test_the_page_says_what_a_private_run_has_spent(lines: Path, typed: Typed, folder: Path) -> None:
+    pytest.importorskip("dp_accounting")
+    flags = (
+        "--federation.weigh_by equal --federation.rounds 2 --federation.noise.clip 0.5 --federation.noise.multiplier 2"
+    )
+    status, _, err = typed(f"federate lines.toml {flags}")
+    assert status == 0, err
+    page = (folder / "runs/lines/1/report.html").read_text()
+    spent = read_history(folder / "runs/lines/1")[-1]["epsilon"]
+    assert f"After 2 rounds ε is {spent:.3g} at δ = 1e-05 (no bound was set)" in page
+    assert "a norm of 0.5; the noise on their sum is 2 times that, added by the server" in page

@@ -27,6 +27,9 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """argparse whose complaints are one line, like all others of the command."""
 
+    own_tables: Sequence[str] = ()
+    """Tables of a recipe that the help shows by itself, others being named; none for all."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
@@ -77,10 +80,8 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
     ``options.source`` is the recipe as it was named, or None. Prints the help and ends the program where that is asked
     for. Raises UsageError with every problem.
     """
-    if any(word in ("-h", "--help") for word in arguments):
-        from arclight.cli.help import recipe_help
-
-        print(recipe_help(parser, schema))
+    if asked := [place for place, word in enumerate(arguments) if word in ("-h", "--help")]:
+        print(help_about(schema, parser, "".join(arguments[asked[0] + 1 : asked[0] + 2])))
         raise SystemExit(0)
     words = list(arguments)
     source = words.pop(0) if words and not words[0].startswith("-") else None
@@ -95,6 +96,19 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
         sys.path.append(os.getcwd())
     with problems_listed(f"{source or 'the recipe'} cannot be used"):
         return read(schema, source if source is not None else {}, overrides), options
+
+
+def help_about(schema: type[Recipe], parser: Parser, topic: str) -> str:
+    """The help, or that of the table ``topic`` alone. Raises UsageError where there is no such table."""
+    from arclight.cli.help import recipe_help
+
+    if topic.startswith("-") or ":" in topic or Path(topic).suffix in (".toml", ".yaml", ".yml"):
+        topic = ""  # it belongs to the rest of the line
+    try:
+        return recipe_help(parser, schema, topic, parser.own_tables)
+    except LookupError as error:
+        near = "".join(f"; did you mean {name}?" for name in error.args)
+        raise UsageError(f"--help {topic}: there is no such table in a recipe{near}") from error
 
 
 def check_file(source: str | None) -> None:

@@ -64,6 +64,7 @@ def federate(arguments: list[str]) -> None:
 
 def run_parser(verb: str, about: str) -> Parser:
     parser = recipe_parser(verb, about)
+    parser.own_tables = ("federation", "partition")
     parser.add_argument(
         "--resume",
         metavar="last|PATH",

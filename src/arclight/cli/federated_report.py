@@ -13,6 +13,7 @@ from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.federate import with_curves
 from arclight.cli.federated_charts import Stack, stacked_bars
 from arclight.federated.rounds.history_file import has_history, read_history
+from arclight.federated.rounds.store import Rounds
 from arclight.trainer.curves import Chart, best_point, last_finite, number_text
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.report import Section, chart_figure, size_text, table, write_report
@@ -45,11 +46,11 @@ def federated_report(folder: str | Path, *, beside: str | Path | None = None, fa
     folder = Path(folder)
     rounds: list[Round] = [*read_history(folder)]
     central = read_metrics(Path(beside) / "metrics.csv") if beside is not None else {}
-    curves = metric_curves(rounds)
+    curves, settings = metric_curves(rounds), settings_of(folder)
     sections = [
         Section("Clients", clients(rounds)),
         Section("Traffic and time", costs(rounds)),
-        Section("Privacy", privacy(rounds)),
+        Section("Privacy", privacy(rounds, settings.get("noise") or {})),
         Section("Rounds", round_table(rounds)),
         Section("Left out", left_out(rounds)),
     ]
@@ -60,7 +61,28 @@ def federated_report(folder: str | Path, *, beside: str | Path | None = None, fa
         failure=failure,
         kept=curves,
         charts=learning(curves, central, str(beside or "")),
+        about=who_and_how(settings, rounds),
     )
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The federation's, as the newest round keeps them, with the strategy's name; nothing where there is no round."""
+    rounds = Rounds(folder)
+    newest = rounds.newest()
+    if newest is None:
+        return {}
+    kept = rounds.trees(newest, "federation")["federation"]
+    return {**kept["settings"], "strategy": kept["strategy"]}
+
+
+def who_and_how(settings: Mapping[str, Any], rounds: Sequence[Round]) -> dict[str, str]:
+    """What the head of the page says of a federation."""
+    done = {"rounds": f"{sum(bool(here['contributors']) for here in rounds):,}"}
+    if not settings:
+        return done
+    drawn = settings["sampling"]["per_round"]
+    some = f", {drawn:,} a round" if drawn not in (None, settings["clients"]) else ""
+    return {"clients": f"{settings['clients']:,}{some}", "strategy": settings["strategy"], **done}
 
 
 # -- what was learned ----------------------------------------------------------------------------------------------
@@ -95,8 +117,8 @@ def headline(
             found[f"{name} beside centralised"] = f"{(federated - alone) / abs(alone):+.2%}" if alone else "-"
     if "val/loss" not in found and "train/loss" in curves:
         found["train/loss"] = last_finite(curves["train/loss"])
-    done = [here for here in rounds if here["contributors"]]
-    found["rounds"] = f"{len(done):,}"
+    if spent := [here["epsilon"] for here in rounds if here.get("epsilon") is not None]:
+        found["ε"] = spent[-1]
     up, down = (sum(sum(here[way].values()) for here in rounds) for way in ("bytes_up", "bytes_down"))
     return found | {"sent to the server": size_text(up), "sent to clients": size_text(down)}
 
@@ -212,9 +234,15 @@ def client_table(rounds: Sequence[Round]) -> str:
         "trained for",
         "left out",
     ]
-    used = [column for column in range(len(header)) if column != 4 or any(row[4] != "0" for row in rows)]
+    hidden = {4: all(row[4] == "0" for row in rows), 7: not each_fetched(rounds), 9: all(row[9] == "0" for row in rows)}
+    used = [column for column in range(len(header)) if not hidden.get(column)]
     shown = [[row[column] for column in used] for row in rows]
     return f"<h3>In all</h3>{table([header[column] for column in used], shown, numbers=range(1, len(used)))}"
+
+
+def each_fetched(rounds: Sequence[Round]) -> bool:
+    """Whether every client has fetched weights by itself: clients of one node share them, and count as fetched by the first."""
+    return all(any(here["bytes_down"].get(client) for here in rounds) for client in names_of(rounds))
 
 
 # -- what it cost --------------------------------------------------------------------------------------------------
@@ -239,14 +267,22 @@ def costs(rounds: Sequence[Round]) -> str:
     return f'<div class="charts">{"".join(figure for figure in figures if figure)}</div>'
 
 
-def privacy(rounds: Sequence[Round]) -> str:
-    """What the run has spent of its privacy budget, where it keeps one."""
+def privacy(rounds: Sequence[Round], noise: Mapping[str, Any]) -> str:
+    """What the run has spent of its privacy budget, where it keeps one, and what that means."""
     spent = [here for here in rounds if here.get("epsilon") is not None]
     if not spent:
         return ""
     points = [(here["clock"], float(here["epsilon"])) for here in spent]
     chart = Chart("ε spent", [Series(name="ε", points=points, dots=len(points) <= 40)], points[-1][1])
-    return f'<div class="charts">{chart_figure(chart)}</div>'
+    said = ""
+    if noise:
+        budget = "no bound was set" if noise["epsilon"] is None else f"its bound is {noise['epsilon']:g}"
+        said = (
+            f"After {len(spent):,} rounds ε is {points[-1][1]:.3g} at δ = {noise['delta']:g} ({budget}): what the weights of all "
+            "rounds tell of whether a client took part. The norms, losses and names on this page are not covered. Changes were clipped to "
+            f"a norm of {noise['clip']:g}; the noise on their sum is {noise['multiplier']:g} times that, added by the {noise['by']}."
+        )
+    return (f'<p class="legend">{said}</p>' if said else "") + f'<div class="charts">{chart_figure(chart)}</div>'
 
 
 def round_table(rounds: Sequence[Round]) -> str:

@@ -6,7 +6,9 @@ import dataclasses
 import shutil
 import textwrap
 from argparse import ArgumentParser
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from itertools import accumulate, pairwise
 from typing import Any
 
 from arclight.cli.style import bold, coloured, dim
@@ -18,19 +20,53 @@ typed, as in --trainer.max_epochs 3 or --task.optimizer.kind sgd; it then wins o
 the absence of a value none. A class of your own is kind = "package.module:Class". A Module of your own needs no recipe:
 name it first, as package.module:Model --data package.module:Data; --help after it lists its arguments.
 """
+ALL = "all"
+"""The topic of a help that leaves nothing out."""
 TYPE_WIDTH = 28
 """Space for the type and default of a field, in characters; longer ones push the explanation to the next line."""
 
 
-def recipe_help(parser: ArgumentParser, schema: type) -> str:
-    """``parser``'s own options and the fields of ``schema``, as wide as the terminal."""
+def recipe_help(parser: ArgumentParser, schema: type, topic: str = "", own: Sequence[str] = ()) -> str:
+    """``parser``'s own options and the fields of ``schema``, as wide as the terminal.
+
+    topic: a table whose fields, and those of tables in it, are all that is shown; ``ALL`` for everything. own: the tables that are
+    shown without a topic, the others being named; none for all. Raises LookupError, with the nearest ones, where there is no such table.
+    """
     width = min(shutil.get_terminal_size((120, 24)).columns, 130)
-    lines = [parser.format_help().rstrip(), "", *textwrap.wrap(INTRODUCTION, width)]
-    return "\n".join([*lines, *listing(explain(schema), width)])
+    settings = explain(schema)
+    if topic and topic != ALL:
+        paths = dict.fromkeys(_below(setting.path.rpartition(".")[0]) for setting in settings)
+        paths.update({part: None for path in list(paths) for part in accumulate(path.split("."), "{}.{}".format)})
+        if topic not in paths:
+            raise LookupError(*get_close_matches(topic, paths, 1))
+        return "\n".join(listing(settings, width, lambda table: f"{_below(table)}.".startswith(f"{topic}."))).strip()
+    lines = [parser.format_help().rstrip(), "", *textwrap.wrap(INTRODUCTION.strip(), width)]
+    if topic == ALL or not own:
+        return "\n".join([*lines, *listing(settings, width)])
+    return "\n".join([*lines, *listing(settings, width, lambda table: table in own), *others(settings, own, width)])
 
 
-def listing(settings: list[Setting], width: int) -> list[str]:
-    """The settings table by table, each with its type, default and explanation."""
+def others(settings: list[Setting], own: Sequence[str], width: int) -> list[str]:
+    """What other tables there are, in a line each, and how their fields are shown."""
+    docs = {setting.path: setting.doc for setting in settings}
+    tables = dict.fromkeys(setting.path.rpartition(".")[0] for setting in settings)
+    names = [table for table in tables if table and table not in own and table.rpartition(".")[0] in ("", *own)]
+    longest = max(map(len, names), default=0)
+    lines = [textwrap.shorten(docs[table], max(width - longest - 6, 30), placeholder=" ...") for table in names]
+    told = "--help TABLE lists the fields of one, as --help federation.waiting; --help all those of all:"
+    return [
+        "", bold("Other tables"), *textwrap.wrap(told, width),
+        *(f"  {coloured(f'[{name}]')}{' ' * (longest - len(name))}  {line}" for name, line in zip(names, lines, strict=True)),
+    ]  # fmt: skip
+
+
+def _below(table: str) -> str:
+    """A table's name without what says that there are several."""
+    return table.replace("[]", "")
+
+
+def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = lambda table: True) -> list[str]:
+    """The settings table by table, those that are to be shown, each with its type, default and explanation."""
     holds = {id(row) for row, first in pairwise(settings) if first.path.startswith(f"{row.path}.") and not first.kind}
     tables: dict[tuple[str, str, str], list[Setting]] = {}
     fields: dict[tuple[str, str], Setting] = {}
@@ -41,6 +77,8 @@ def listing(settings: list[Setting], width: int) -> list[str]:
         tables.setdefault((task, setting.path.rpartition(".")[0], setting.kind), []).append(setting)
     lines: list[str] = []
     for (task, table, kind), rows in tables.items():
+        if not shows(table):
+            continue
         lines += ["", *heading(table, kind, fields.get((task, table), fields.get(("", table))), rows[0], width)]
         shown_rows = [row for row in rows if row.path != f"{table}.kind" and id(row) not in holds]
         longest = max((len(row.path.rpartition(".")[2]) for row in shown_rows), default=0)

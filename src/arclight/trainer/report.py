@@ -46,14 +46,15 @@ def write_report(
     failure: str | None = None,
     kept: Curves | None = None,
     charts: str | None = None,
+    about: Mapping[str, str] | None = None,
 ) -> Path:
     """Write ``report.html`` into a run folder from what lies there; gives its path.
 
     It shows ``metrics.csv`` as curves, the images in ``plots/`` with the captions of ``plots/captions.json`` (file name
     to caption), ``checkpoints/``, ``recipe.toml`` and ``environment.json``; whatever is missing is left out.
     ``headline`` replaces the numbers at the top; ``failure`` says how the run ended if not well. ``kept`` are the curves to
-    show where these are not all of metrics.csv, ``charts`` is HTML in place of their charts. The page replaces an older one in a
-    single step.
+    show where these are not all of metrics.csv, ``charts`` is HTML in place of their charts, ``about`` is said in the head before all else.
+    The page replaces an older one in a single step.
     """
     folder = Path(folder)
     curves = read_metrics(folder / "metrics.csv") if kept is None else kept
@@ -75,7 +76,7 @@ def write_report(
         title=escape(title),
         css=asset("report.css"),
         js=asset("report.js"),
-        facts=facts(curves, environment, ended),
+        facts=facts(curves, environment, ended, about or {}),
         alert=alert(failure),
         cards=cards(headline if headline is not None else headline_numbers(curves), curves),
         nav="".join(f'<a href="#{anchor(name)}">{escape(name)}</a>' for name in parts),
@@ -116,9 +117,9 @@ _PAGE = """<!doctype html>
 # -- top of the page -----------------------------------------------------------------------------------------------
 
 
-def facts(curves: Curves, environment: Mapping[str, Any], ended: datetime) -> str:
+def facts(curves: Curves, environment: Mapping[str, Any], ended: datetime, about: Mapping[str, str]) -> str:
     """What ran, how long (until the last row of metrics, ``ended``) and on what."""
-    items: list[tuple[str, str]] = []
+    items: list[tuple[str, str]] = list(about.items())
     steps = [x for points in curves.values() for x, _ in points]
     if steps:
         items.append(("steps", f"{int(max(steps)):,}"))
