@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
+import psutil
 import pytest
 
 from arclight.cli.federated_progress import Progress
@@ -209,6 +210,10 @@ def test_a_centralised_run_is_shown_beside(lines: Path, typed: Typed, folder: Pa
     assert "beside centralised" in page
     central = read_metrics(folder / "runs/lines-centralised/1/metrics.csv")
     assert [step for step, _ in central["val/loss"]] == [4, 8, 12]  # at the steps at which rounds are measured
+    assert "val/loss beside centralised<" in page
+    assert typed("federate lines.toml --federation.rounds 4 --beside runs/lines-centralised/1")[0] == 0
+    page = (folder / "runs/lines/2/report.html").read_text()
+    assert "val/loss beside centralised at step 12<" in page, "after as many samples"
 
 
 def test_rounds_are_looked_after(lines: Path, typed: Typed, folder: Path) -> None:
@@ -379,6 +384,8 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("--stopping.patience 3", "[stopping] has no place"),
         ("--ema.decay 0.9", "[ema] has no place"),
         ("--trainer.max_epochs 3", "leave out trainer.max_epochs"),
+        ("--trainer.devices 2", "federate join ... --trainer.devices 2"),
+        ("--trainer.num_nodes 2", "another machine is a node of its own"),
         ("--trainer.max_steps 5", "cannot be less than the 12 steps"),
         ("--federation.rouns 3", "did you mean --federation.rounds"),
     ):
@@ -408,6 +415,9 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("serve lines.toml --node-keys a.key", "a.key, line 1"),
         ("join https://127.0.0.1:99999 --name a", "write https://host:port"),
         ("join https://127.0.0.1/run --name a", "write https://host:port"),
+        ("serve lines.toml --trainer.devices 2", "federate join ... --trainer.devices 2"),
+        ("join http://127.0.0.1:1 --name a --trainer.devices 0", "say how many train a client together"),
+        ("join http://127.0.0.1:1 --name a --trainer.devices auto", "say how many train a client together"),
         ("join 127.0.0.1:8470 --name a", "write https://host:port"),
         ("join http://127.0.0.1:1 --name a --fingerprint 00", "write https:// or leave --fingerprint out"),
         ("join https://127.0.0.1:1 --name a --fingerprint 00", "64 hexadecimal digits"),
@@ -583,6 +593,35 @@ def test_all_hear_of_a_mistake_at_one_site_and_go_on_when_it_is_mended(
             broken.unlink()
     assert typed("federate lines.toml")[0] == 0
     assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
+
+
+@pytest.mark.slow
+def test_processes_of_a_site_train_a_client_together(lines: Path, typed: Typed, folder: Path) -> None:
+    """Two of them see two batches in a step, of which the update is that of their mean, and both end with the node."""
+    server = command("federate", "serve", "lines.toml", "--address", "127.0.0.1:0")
+    node = command("federate", "join", address_of(server), "--name", "a", "--trainer.devices", "2")
+    until(node, "round 1: client 0 trains")
+    members: list[psutil.Process] = []
+    deadline = time.monotonic() + DEADLINE
+    while len(members) < 2:
+        assert time.monotonic() < deadline
+        assert node.poll() is None
+        members = [
+            one for one in psutil.Process(node.pid).children(recursive=True) if "spawn_main" in " ".join(one.cmdline())
+        ]
+        time.sleep(0.02)
+    ended(node)
+    ended(server)
+    assert not [one for one in members if one.is_running()]
+    history = read_history(folder / "runs/lines/1")
+    assert [here["samples"] for here in history[1:]] == [dict.fromkeys("012", 16)] * 3
+    task = folder / "fed_task.py"
+    task.write_text(task.read_text().replace("batch_size=2", "batch_size=4"))
+    sys.modules.pop("fed_task", None)
+    assert typed("federate lines.toml")[0] == 0
+    alone = read_history(folder / "runs/lines/2")
+    assert [here["samples"] for here in alone[1:]] == [dict.fromkeys("012", 16)] * 3
+    assert history[-1]["metrics"]["val/loss"] == pytest.approx(alone[-1]["metrics"]["val/loss"], rel=1e-4)
 
 
 def test_interrupted_processes_say_what_is_kept(lines: Path, folder: Path) -> None:

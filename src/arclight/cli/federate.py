@@ -92,8 +92,9 @@ def with_curves(path: str) -> Path:
 def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
     """Server and clients in this process."""
     from arclight.cli.federated_progress import Watched
-    from arclight.cli.federated_sites import check_division, in_process_node
+    from arclight.cli.federated_sites import check_devices, check_division, in_process_node
 
+    check_devices(recipe)
     check_division(recipe)  # what cannot be divided is told before anything is written
     folder = folder_of(recipe, options)
     with opened(recipe, folder, options) as (run, progress):

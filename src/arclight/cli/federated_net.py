@@ -59,12 +59,13 @@ def serve(arguments: list[str]) -> None:
     where = listening(options)
 
     from arclight.cli.federated_progress import Watched
-    from arclight.cli.federated_sites import check_division
+    from arclight.cli.federated_sites import check_devices, check_division
     from arclight.federated.server.memory import give_back_freed_memory
     from arclight.federated.transports.http_server import HttpServer
 
     if recipe.partition is not None and recipe.federation.evaluate_on == "server":  # else the data need not be here
         check_division(recipe, "; where every site joins with --data of its own, leave [partition] out")
+    check_devices(recipe)
     give_back_freed_memory()
     with closing(bound(where)) as here:
         folder = folder_of(recipe, options)
@@ -92,7 +93,8 @@ def join(arguments: list[str]) -> None:
 
     folder = options.folder or Path("runs") / "nodes" / options.name
     key = NodeKey.read(options.key) if options.key else None
-    site = Site(options.data, overrides, options.client)
+    ranks = processes(overrides)
+    site = Site(options.data, overrides, options.client, ranks)
     link = Told(
         HttpLink(
             options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
@@ -104,7 +106,7 @@ def join(arguments: list[str]) -> None:
 
     def work() -> Node:
         """Trained beside this process, which stays free to say that the node lives."""
-        crew = Workers(site.client, ranks=processes(overrides), names=options.client)
+        crew = Workers(site.client, ranks=ranks, names=options.client)
         node = Node(link, crew, folder, options.name, patience=options.patience)
         node.run()
         return node
@@ -124,9 +126,13 @@ def join(arguments: list[str]) -> None:
 
 
 def processes(overrides: list[str]) -> int:
-    """How many train a client together at this node: as many as it was told devices."""
+    """How many train a client together at this node: as many as it was told devices. Raises UsageError where that is no number."""
     said = dict(pairwise(overrides)).get("--trainer.devices", "1")
-    return int(said) if said.isdigit() and int(said) > 0 else 1
+    if not said.isdigit() or int(said) == 0:
+        raise UsageError(
+            f"--trainer.devices {said}: say how many train a client together here, 1 where nothing is said"
+        )
+    return int(said)
 
 
 @contextmanager
@@ -285,8 +291,8 @@ def check_address(options: Namespace) -> None:
 class Site:
     """What a node trains clients with: the server's recipe, with what is otherwise here. It goes to worker processes as it is."""
 
-    def __init__(self, data: str | None, overrides: list[str], clients: Sequence[str] = ()) -> None:
-        self._data, self._overrides, self._clients = data, overrides, tuple(clients)
+    def __init__(self, data: str | None, overrides: list[str], clients: Sequence[str] = (), devices: int = 1) -> None:
+        self._data, self._overrides, self._clients, self._devices = data, overrides, tuple(clients), devices
         self._recipe: dict[str, Any] = {}
 
     def take(self, recipe: dict[str, Any]) -> None:
@@ -310,7 +316,7 @@ class Site:
         """For a client of the recipe that the server has sent. Raises UsageError where it cannot be used here."""
         from arclight.cli.federated_sites import learner_at
 
-        return learner_at(self._at(client), folder)
+        return learner_at(self._at(client), folder, self._devices)
 
     def _at(self, client: str) -> FederatedRecipe:
         from arclight.cli.federated_sites import at_site, with_data

@@ -14,7 +14,7 @@ from arclight.cli.federate import with_curves
 from arclight.cli.federated_charts import Stack, stacked_bars
 from arclight.federated.rounds.history_file import has_history, read_history
 from arclight.federated.rounds.store import Rounds
-from arclight.trainer.curves import Chart, best_point, last_finite, number_text
+from arclight.trainer.curves import Chart, last_finite, number_text
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.report import Section, chart_figure, size_text, table, write_report
 from arclight.trainer.svg import Point, Series
@@ -106,15 +106,23 @@ def train_loss(here: Round) -> float | None:
     return sum(loss * here["samples"].get(client, 0) for client, loss in losses.items()) / weight if weight else None
 
 
+def last_of_both(one: Sequence[Point], other: Sequence[Point]) -> tuple[float, float, float] | None:
+    """The last step at which both curves have a finite value, with those: after as many samples; None without one."""
+    there = {step: value for step, value in other if math.isfinite(value)}
+    both = [(step, value, there[step]) for step, value in one if step in there and math.isfinite(value)]
+    return both[-1] if both else None
+
+
 def headline(
     rounds: Sequence[Round], curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]]
 ) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
     for name in sorted((name for name in curves if name.startswith("val/")), key=lambda name: name != _BEST)[:2]:
         found[name] = last_finite(curves[name])
-        if name in central and best_point(name, central[name]) is not None:
-            federated, alone = last_finite(curves[name]), last_finite(central[name])
-            found[f"{name} beside centralised"] = f"{(federated - alone) / abs(alone):+.2%}" if alone else "-"
+        if (pair := last_of_both(curves[name], central.get(name, ()))) is not None:
+            step, federated, alone = pair
+            at = "" if step == curves[name][-1][0] else f" at step {step:,.0f}"
+            found[f"{name} beside centralised{at}"] = f"{(federated - alone) / abs(alone):+.2%}" if alone else "-"
     if "val/loss" not in found and "train/loss" in curves:
         found["train/loss"] = last_finite(curves["train/loss"])
     if spent := [here["epsilon"] for here in rounds if here.get("epsilon") is not None]:

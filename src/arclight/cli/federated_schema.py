@@ -40,6 +40,11 @@ class FederatedRecipe(Recipe):
             raise ValueError(
                 "a federated run is as long as federation.rounds x federation.local_steps: leave out trainer.max_epochs and max_time"
             )
+        if self.trainer.num_nodes != 1:
+            raise ValueError(
+                f"trainer.num_nodes = {self.trainer.num_nodes}: what trains a client is one machine with trainer.devices; "
+                "another machine is a node of its own"
+            )
         least = self.federation.rounds * self.federation.local_steps
         if 0 <= self.trainer.max_steps < least:
             raise ValueError(
@@ -61,7 +66,7 @@ class FederatedRecipe(Recipe):
         """The same run without a federation, on as many samples: every step takes what all clients of a round would."""
         federation, batches = self.federation, self.trainer.accumulate_grad_batches
         batches *= federation.sampling.per_round or federation.clients
-        trainer = dataclasses.replace(self.trainer, max_steps=self.steps, accumulate_grad_batches=batches)
+        trainer = dataclasses.replace(self.trainer, devices=1, max_steps=self.steps, accumulate_grad_batches=batches)
         if federation.evaluate_every:
             every = federation.evaluate_every * federation.local_steps * batches
             trainer = dataclasses.replace(trainer, val_check_interval=every, check_val_every_n_epoch=None)

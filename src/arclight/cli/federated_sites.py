@@ -106,25 +106,37 @@ def with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
         raise UsageError(f"--data: {error}") from error
 
 
+def check_devices(recipe: FederatedRecipe) -> None:
+    """Raise UsageError where the run's own recipe says how many devices a client has: that is each site's to say."""
+    if recipe.trainer.devices not in ("auto", 1):
+        raise UsageError(
+            f"trainer.devices = {recipe.trainer.devices}: the server, and a run in one process, use one device; a site with more "
+            f"says so itself: arclight federate join ... --trainer.devices {recipe.trainer.devices}"
+        )
+
+
 # -- training ------------------------------------------------------------------------------------------------------
 
 
-def learner_at(recipe: FederatedRecipe, folder: Path) -> Learner:
-    """What trains the client whose data the recipe's task has (see `at_site`); it keeps its state in ``folder``."""
+def learner_at(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Learner:
+    """What trains the client whose data the recipe's task has (see `at_site`); it keeps its state in ``folder``.
+
+    devices: processes that train it together, of which this is one.
+    """
     from arclight.federated.clients.trainer_learner import TrainerLearner
 
     module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
-    return TrainerLearner(module, data, trainer_maker(recipe, folder), folder)
+    return TrainerLearner(module, data, trainer_maker(recipe, folder, devices), folder)
 
 
-def trainer_maker(recipe: FederatedRecipe, folder: Path) -> Callable[[list[Callback], Path], Trainer]:
+def trainer_maker(recipe: FederatedRecipe, folder: Path, devices: int = 1) -> Callable[[list[Callback], Path], Trainer]:
     """Makes trainers that write into ``folder`` alone, go by the schedule of the whole run, and measure when they are asked to."""
     from arclight.trainer import RunFolder
 
     settings = replace(
-        recipe.trainer, max_steps=recipe.steps, max_epochs=-1, enable_progress_bar=False, val_check_interval=NEVER,
+        recipe.trainer, devices=devices, max_steps=recipe.steps, max_epochs=-1, enable_progress_bar=False, val_check_interval=NEVER,
         check_val_every_n_epoch=None, num_sanity_val_steps=0,
     )  # fmt: skip
 
@@ -210,7 +222,7 @@ class Measuring:
         from arclight.trainer import RunFolder
         from arclight.trainer.callbacks import ModelCheckpoint
 
-        settings = replace(self._recipe.trainer, max_steps=0, max_epochs=-1, enable_progress_bar=False)
+        settings = replace(self._recipe.trainer, devices=1, max_steps=0, max_epochs=-1, enable_progress_bar=False)
         trainer = make_trainer(
             replace(self._recipe.plain(), trainer=settings), callbacks=[ModelCheckpoint(save_top_k=0)], logger=False,
             run_folder=RunFolder.open(self._folder), enable_model_summary=False,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +17,8 @@ import pytest
 import torch
 from tests.federated.transports.serving import REPOSITORY, Line
 
-from arclight.federated.coordination.settings import Waiting
+from arclight.federated.coordination.records import RoundCommitted
+from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.server.history import Round
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
@@ -25,11 +28,24 @@ from arclight.federated.transports.http_server import HttpServer
 
 RATE = 1_000_000
 """Bytes a second of each node's line."""
-STEPS, PAUSE = 40, 0.06
-SHAPES = {"a.weight": (700, 600), "b.weight": (300, 500), "c.bias": (513,)}
-FEDERATION = Federation(
+STEPS = 40
+PLAIN = Federation(
     clients=4, rounds=4, local_steps=STEPS, evaluate_every=0, waiting=Waiting(nodes=4, beat_every=1.0, join=60.0)
 )  # fmt: skip
+STREAMED = replace(PLAIN, rounds=8, streaming=Streaming(fragments=4, overlap=1))
+
+
+@dataclass(frozen=True)
+class Real:
+    """What a run of four processes came to."""
+
+    rounds: list[Round]
+    committed: list[float]
+    """When rounds were, that of the first weights included; of any clock."""
+    moved: int
+    """Bytes over all lines."""
+    rate: float
+    """Bytes a second of one."""
 
 
 def measured_rate() -> float:
@@ -50,10 +66,17 @@ def measured_rate() -> float:
     return size / (time.monotonic() - began)
 
 
-def real_run(folder: Path) -> tuple[list[Round], int, float]:
-    """Rounds of a run of four processes but for the first, in which they start; bytes moved; and their lines' rate."""
+def real_run(folder: Path, federation: Federation, shapes: Mapping[str, tuple[int, ...]], pause: float) -> Real:
+    """A run whose clients sleep ``pause`` seconds for each step."""
     torch.manual_seed(0)
-    server = Server(FEDERATION, {name: torch.randn(shape) for name, shape in SHAPES.items()}, folder=folder / "run")
+    committed: list[float] = []
+
+    def told(what: object) -> None:
+        if isinstance(what, RoundCommitted):
+            committed.append(time.monotonic())
+
+    start = {name: torch.randn(shape) for name, shape in shapes.items()}
+    server = Server(federation, start, folder=folder / "run", told=told)
     lines: list[Line] = []
     sites: list[subprocess.Popen[bytes]] = []
 
@@ -69,7 +92,7 @@ def real_run(folder: Path) -> tuple[list[Round], int, float]:
                 "tests.federated.simulation.site",
                 line.address,
                 name,
-                str(PAUSE),
+                str(pause),
                 str(folder / name),
             ]
             sites.append(
@@ -90,20 +113,35 @@ def real_run(folder: Path) -> tuple[list[Round], int, float]:
             site.wait(30)
         for line in lines:
             line.close()
-    return history[2:], sum(line.up + line.down for line in lines), rate
+    return Real(history[1:], committed, sum(line.up + line.down for line in lines), rate)
 
 
 @pytest.mark.slow
-def test_a_simulated_run_lasts_as_long_as_a_real_one_of_four_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("federation", "shapes", "pause"),
+    [
+        pytest.param(PLAIN, {"a.weight": (700, 600), "b.weight": (300, 500), "c.bias": (513,)}, 0.06, id="plain"),
+        pytest.param(STREAMED, {f"blocks.{n}.weight": (300, 500) for n in range(4)}, 0.1, id="streamed"),
+    ],
+)
+def test_a_simulated_run_lasts_as_long_as_a_real_one_of_four_processes(
+    federation: Federation, shapes: dict[str, tuple[int, ...]], pause: float, tmp_path: Path
+) -> None:
     """From measured step times, folds and lines; what is left out is what nodes and server compute besides."""
-    rounds, moved, rate = real_run(tmp_path)
-    folded = median(r.seconds["fold"] for r in rounds)
-    trained = median(seconds for r in rounds for seconds in r.seconds_by_client.values())
+    real = real_run(tmp_path, federation, shapes, pause)
+    begun = 1 + federation.overlap  # rounds in which processes start, and the line fills
+    folded = median(r.seconds["fold"] for r in real.rounds[begun:])
+    trained = median(seconds for r in real.rounds[begun:] for seconds in r.seconds_by_client.values())
+    steps = STEPS // (federation.streaming.fragments if federation.streaming is not None else 1)
     fleet = Fleet(
-        links=Links(up=8 * rate, down=8 * rate, latency=0.004), speeds=Speeds(step=trained / STEPS),
+        links=Links(up=8 * real.rate, down=8 * real.rate, latency=0.004), speeds=Speeds(step=trained / steps),
         costs=Costs(round=folded, fold=0.0, step=0.0),
     )  # fmt: skip
-    simulated = simulate(FEDERATION, SHAPES, fleet)
-    real = median(r.seconds["round"] for r in rounds)
-    assert simulated.round_seconds == pytest.approx(real, rel=0.15), (simulated.rounds, [r.seconds for r in rounds])
-    assert simulated.bytes_up + simulated.bytes_down == pytest.approx(moved, rel=0.05)
+    simulated = simulate(federation, shapes, fleet)
+    lasted = real.committed[-1] - real.committed[begun]
+    expected = simulated.rounds[-1].committed - simulated.rounds[begun - 1].committed
+    assert expected == pytest.approx(lasted, rel=0.15), (simulated.rounds, [r.seconds for r in real.rounds])
+    assert simulated.bytes_up + simulated.bytes_down == pytest.approx(real.moved, rel=0.05)
+    if federation.overlap:  # in turn they would take longer
+        once = trained + 2 * max(simulated.bytes_up, simulated.bytes_down) / (4 * federation.rounds * real.rate)
+        assert lasted < 0.85 * once * (federation.rounds - begun)
