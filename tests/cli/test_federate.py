@@ -167,6 +167,7 @@ def test_a_recipe_runs_in_this_process(lines: Path, typed: Typed, folder: Path) 
     assert "<li>clients <b>3</b></li><li>strategy <b>FedAvg</b></li><li>rounds <b>3</b></li>" in page
     assert ">received<" not in page  # clients of one node share what it fetches
     assert "http://" not in page.replace("http://www.w3.org", "")
+    assert re.search(r"runs/lines/1/node takes \d\S* .B: clients' optimizers", out)
     assert (run / "recipe.toml").read_text().startswith("# arclight federate")
     status, _, err = typed("train lines.toml")
     assert status == 2
@@ -557,6 +558,7 @@ def test_processes_come_to_the_same_weights(lines: Path, typed: Typed, folder: P
     assert digest(folder / "runs/lines/2", 3) == digest(folder / "runs/lines/1", 3)
     assert "round 3: client 2" in said[0]
     assert "is done" in said[1]
+    assert "nodes/b takes" in said[1]
     assert (folder / "runs/lines/2/report.html").exists()
 
 

@@ -216,6 +216,20 @@ def finish(
         print(f"Its weights are in {measuring.keep(server.weights(), server.history[-1].clock)}")
     beside = centralised(recipe) if options.centralised else options.beside
     print(f"The report is {federated_report(folder.path, beside=beside)}")
+    if (folder.path / "node").is_dir():
+        print(kept_by(folder.path / "node"))
+
+
+def kept_by(node: Path) -> str:
+    """What a node's folder is for once the run is over. A file with several names counts once."""
+    from arclight.trainer.report import size_text
+
+    found = (path.stat() for path in node.rglob("*") if path.is_file())
+    size = sum({facts.st_ino: facts.st_size for facts in found}.values())
+    return (
+        f"{node} takes {size_text(size)}: clients' optimizers, places in their data and layers of their own, with which a longer run (--resume, "
+        "more federation.rounds) goes on as if it had not stopped; else it may be removed"
+    )
 
 
 def failed(folder: RunFolder, options: Namespace, why: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from arclight.cli.arguments import Parser, UsageError, problems_listed, read_as
-from arclight.cli.federate import folder_of, opened, run_parser
+from arclight.cli.federate import folder_of, kept_by, opened, run_parser
 from arclight.cli.federated_listening import DEFAULT_PORT, bound, join_line, listening, reached_at
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.errors import FederatedError, LinkError
@@ -123,6 +123,7 @@ def join(arguments: list[str]) -> None:
         back = f". What its clients have done is kept in {folder}: the same command joins again when the server is back"
         raise FederatedError(f"node {options.name} ends: {node.closed}{back if link.run else ''}")
     print(f"node {options.name} is done: {node.closed}")
+    print(kept_by(folder))
 
 
 def processes(overrides: list[str]) -> int:

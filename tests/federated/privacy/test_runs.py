@@ -15,7 +15,7 @@ from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.node import Node
 from arclight.federated.privacy.noise import BudgetError
-from arclight.federated.privacy.settings import Krum, Median, Noise, NormBound, Robust, Trimmed
+from arclight.federated.privacy.settings import Krum, Median, Noise, NormBound, Robust, SecureSum, Trimmed
 from arclight.federated.rounds.history_file import read_history
 from arclight.federated.server.server import Server
 from arclight.federated.server.settings import Checks
@@ -83,3 +83,20 @@ def test_a_run_beyond_its_budget_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="3 rounds would spend epsilon"), server.opened():
         pass
     assert not (tmp_path / "run" / "rounds").exists()
+
+
+@pytest.mark.parametrize(("by", "secure"), [("server", None), ("clients", None), ("clients", SecureSum())])
+def test_no_noise_takes_a_variance_below_zero(tmp_path: Path, by: str, secure: SecureSum | None) -> None:
+    before = 0.01
+    start = {"w": torch.zeros(100), "bn.running_mean": torch.zeros(2000), "bn.running_var": torch.full((2000,), before)}
+    noise = Noise(clip=0.5, multiplier=2.0, by=by)
+    federation = Federation(
+        clients=4, rounds=1, local_steps=2, noise=noise, secure=secure, weigh_by="equal", checks=ANY
+    )
+    server = trained(Server(federation, start, folder=tmp_path / "run"), [1.0, 2.0, 1.0, 2.0])
+    weights = server.weights()
+    assert weights["bn.running_mean"].min() < -0.1
+    variance = weights["bn.running_var"]
+    assert variance.min() >= 0
+    assert 0.3 < (variance == before).float().mean() < 0.6  # those that noise would have pushed there
+    assert variance.max() > 0.3

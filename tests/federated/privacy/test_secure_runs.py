@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -186,12 +187,10 @@ def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_p
     some = settings(secure=SecureSum(patience=3.0), rounds=2)
     server = Server(some, START, folder=tmp_path / "run")
     trained(server, [sites], silent=lambda told: told.round == 2)
-    with (
-        pytest.raises(FederatedError, match=r"to open round 2's sum.*it was tried 2 times \(waiting.retries\)"),
-        server.opened() as run,
-    ):
-        ended = next(record for record in read(tmp_path / "run" / "journal.jsonl") if isinstance(record, RunEnded))
-        raise FederatedError(ended.why)
+    ended = next(record for record in read(tmp_path / "run" / "journal.jsonl") if isinstance(record, RunEnded))
+    assert re.search(r"to open round 2's sum.*it was tried 2 times \(waiting.retries\)", ended.why)
+    with server.opened() as run:
+        pass
     assert run.coordinator.state.ended is None, "it was taken up"
     trained(server, [sites])
     assert [here.contributors for here in server.history] == [[], ["0", "1", "2"], ["0", "1", "2"]]

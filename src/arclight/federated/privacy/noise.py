@@ -37,15 +37,34 @@ class BudgetError(FederatedError):
     """A round that would spend more privacy than the settings allow."""
 
 
-def folding(settings: Noise, secret: bytes | None = None) -> Callable[..., Fold]:
-    """What makes the fold of a round, called as `Fold` is. ``secret``: 32 bytes for tests; the system's randomness otherwise."""
-    return partial(NoisyFold, settings, secret)
+Former = Callable[[str], torch.Tensor]
+"""A key to the weights before the round."""
+
+
+def folding(settings: Noise, secret: bytes | None = None, former: Former | None = None) -> Callable[..., Fold]:
+    """What makes the fold of a round, called as `Fold` is. ``secret``: 32 bytes for tests; the system's randomness otherwise.
+
+    former: with it variances stay variances, see `held`.
+    """
+    return partial(NoisyFold, settings, secret, former)
+
+
+def held(key: str, mean: torch.Tensor, former: Former) -> torch.Tensor:
+    """A mean change (former weights less new ones) with which no variance of a normalisation (``running_var``) goes below zero.
+
+    Values that noise would push there stay as they were. That looks at what has its noise already and at weights that all may see,
+    and so costs no privacy.
+    """
+    if key.rpartition(".")[2] != "running_var":
+        return mean
+    return torch.where(mean > former(key).to(mean.dtype), 0.0, mean)
 
 
 class NoisyFold(Fold):
     """The mean of clipped changes with noise, of standard deviation ``multiplier * clip`` on their sum.
 
-    With ``by="clients"`` the noise is in the changes already, which are summed as they are. Tensors of integers get none.
+    With ``by="clients"`` the noise is in the changes already, which are summed as they are. Tensors of integers get none, and
+    variances do not go below zero (see `held`).
     Statistics are those of the changes without the server's noise: what is shown of them is not protected.
     Raises FederatedError where clients weigh differently, send weights, or send anything but ``model/`` tensors.
     """
@@ -54,6 +73,7 @@ class NoisyFold(Fold):
         self,
         settings: Noise,
         secret: bytes | None,
+        former: Former | None,
         contributions: Iterable[Contribution],
         form: Form = "delta",
         *,
@@ -68,7 +88,7 @@ class NoisyFold(Fold):
         if strange := sorted(key for one in given for key in one.keys if not key.startswith(PREFIX)):
             raise FederatedError(f"noise protects weights only, and {strange[0]} was sent: leave moments empty")
         self._deviation = settings.multiplier * settings.clip if settings.by == "server" else 0.0
-        self._secret = os.urandom(KEY) if secret is None else secret
+        self._secret, self._former = os.urandom(KEY) if secret is None else secret, former
         if settings.by == "server":
             given = bounded(given, NormBound(largest=settings.clip), threads=more.get("threads"))
         super().__init__(given, form, **more)
@@ -80,7 +100,7 @@ class NoisyFold(Fold):
                 mean = mean.clone()
             holders = sum(key in given.keys for given in self._given)
             add_noise(self._secret, key, mean, self._deviation / holders)
-        return mean
+        return mean if self._former is None else held(key, mean, self._former)
 
 
 def order(federation: Federation) -> dict[str, Any]:

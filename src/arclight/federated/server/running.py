@@ -20,6 +20,7 @@ import torch
 from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
+from arclight.federated.aggregation.step import plain
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.mirrored import MirroredStore
 from arclight.federated.coordination import events
@@ -108,8 +109,14 @@ class Run:
     def _folding(self) -> Callable[..., Fold]:
         asked = self.federation
         if asked.secure is not None:
-            return partial(SecureFold, asked.secure, most(asked), self._unmasking)
-        return robust.folding(asked.robust) if asked.noise is None else noise.folding(asked.noise)
+            held = partial(noise.held, former=self._former) if asked.noise is not None else lambda key, mean: mean
+            return partial(SecureFold, asked.secure, most(asked), self._unmasking, held)
+        return robust.folding(asked.robust) if asked.noise is None else noise.folding(asked.noise, former=self._former)
+
+    def _former(self, key: str) -> torch.Tensor:
+        """A weight of the newest round."""
+        kind, _, name = key.partition("/")
+        return plain(self.rounds.stored(self.coordinator.state.committed, kind)[name])
 
     def _expected(self, number: int) -> set[str]:
         return self.driver.expected(number)

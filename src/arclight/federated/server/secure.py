@@ -193,13 +193,17 @@ def _keys(client: str, told: dict[str, str]) -> Keys:
 
 
 class SecureFold(Fold):
-    """The mean of masked values, which `Exchange.open` takes the masks from. Nothing is known of single changes."""
+    """The mean of masked values, which `Exchange.open` takes the masks from. Nothing is known of single changes.
+
+    held: what is to hold of a key's mean, which is made of it.
+    """
 
     def __init__(
         self,
         settings: SecureSum,
         clients: int,
         opening: Callable[[list[str]], Unmasking],
+        held: Callable[[str, torch.Tensor], torch.Tensor],
         contributions: Iterable[Contribution],
         form: str = "delta",
         *,
@@ -213,7 +217,7 @@ class SecureFold(Fold):
         if uneven := [one.client for one in given if set(one.tensors) != keys]:
             raise FederatedError(f"{uneven[0]} sent other tensors than the others: their secure sum cannot be opened")
         super().__init__(given, "delta", **{**more, "scales": dict.fromkeys(keys, scale), "cosines": False})
-        self._opened = opening([one.client for one in given])
+        self._opened, self._held = opening([one.client for one in given]), held
 
     def _one(self, key: str, among: Lanes) -> torch.Tensor:
         sums: torch.Tensor | None = None
@@ -225,6 +229,6 @@ class SecureFold(Fold):
             sums = flat.clone() if sums is None else sums.add_(flat)
         assert sums is not None
         self._opened.take_away(key, sums)
-        mean = mean_of(self.scales[key], sums, torch.float32, shape, among)
+        mean = self._held(key, mean_of(self.scales[key], sums, torch.float32, shape, among))
         self._gathered.mean(key, float(torch.linalg.vector_norm(mean, dtype=torch.float64)))
         return mean
