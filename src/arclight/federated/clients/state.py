@@ -7,8 +7,8 @@
 
 Whoever trains the client puts a finished round there, with all that is of it, by one rename: it is there or it is not, and nothing
 else has to be written down. From then on it is the node's, which sends and removes it, maybe while the next round is trained.
-``states/`` wait for the disk. An update does not where nothing was left unsaid: one that a power failure has damaged is not there
-either, and is made again from the client's state when the server asks for it.
+``states/`` wait for the disk. An update does not where nothing was left unsaid and the next round has not begun: one that a power
+failure has damaged is not there either, and is made again from the client's state when the server asks for it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Finished:
     def making(self, order: Fit, *, durable: bool) -> Iterator[Path]:
         """A folder to write ``update.json``, ``blobs`` and ``residuals/<lane>`` into; it is the round's when the block ends.
 
-        durable: whether a power failure may not lose it: residuals cannot be made again once the server has the update.
+        durable: whether a power failure may not lose it: residuals cannot be made again once the server has the update, nor anything
+        once the client is at its next round.
         """
         place = self._place(order.round)
         staging = replacing.make_staging(place)

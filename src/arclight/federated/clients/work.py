@@ -75,7 +75,7 @@ class Work:
             changes = protect(lambda: _changes(order, outcome.tensors, weights), order.privacy["noise"])
         left: dict[str, torch.Tensor] = {}
         codec = from_table(order.codec)
-        durable = not isinstance(codec, Raw)
+        durable = order.overlap > 0 or not isinstance(codec, Raw)  # else it can be made again
         with self._finished.making(order, durable=durable) as staging:
             encoded = encode_all(changes, codec, self._finished.residuals(order.lane).load(order.round), left)
             blobs = FolderStore(staging / "blobs", durable="all" if durable else "none")
