@@ -18,6 +18,7 @@ from tests.federated.coordination.worlds import World
 from arclight.federated.clients.jobs import Job, Jobs
 from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.events import FitPlan
+from arclight.federated.coordination.nodes import Work
 from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Failed, Fit, Held, Receipt, Update
 from arclight.federated.settings import Federation
@@ -40,6 +41,8 @@ class Site:
     completed: dict[str, list[int]] = field(default_factory=dict)
     told: set[tuple[str, int]] = field(default_factory=set)
     failures: int = 0
+    failed: set[str] = field(default_factory=set)
+    """Clients that have failed."""
     lives: int = 0
 
     def __post_init__(self) -> None:
@@ -52,6 +55,7 @@ class Site:
         self.jobs, self.ask, self.session = Jobs(self.slots, threading.Event()), cast("Any", None), ""
         self.training: list[Job] = []
         self.telling: list[Job] = []
+        self.receipts: dict[Job, Receipt] = {}
         self.lives += 1
         for client, round in [one for one, taken in self.disk.items() if not taken]:
             self.jobs.left(Job(client, round, cast("Any", None), stage="done", outcome=update(client, round)))
@@ -71,8 +75,8 @@ class Site:
         found += [lambda job=job: self.end(job) for job in self.training]  # type: ignore[misc]
         found += [lambda job=job: self.fail(job) for job in self.training if self.failures]  # type: ignore[misc]
         found.append(self.tell)
-        found += [lambda job=job: self.hear(job) for job in self.telling]  # type: ignore[misc]
-        found += [lambda job=job: self.hear(job, lost=True) for job in self.telling]  # type: ignore[misc]
+        found += [lambda job=job: self.send(job) for job in self.telling]  # type: ignore[misc]
+        found += [lambda job=job: self.hear(job) for job in self.receipts]  # type: ignore[misc]
         return found
 
     def all(self) -> list[Job]:
@@ -102,7 +106,7 @@ class Site:
             self.join()
         number = self.jobs.to_ask(self.overlap, self.clients, 8) if self.session else None
         if number is not None:
-            doing = self.jobs.doing()
+            doing = self.jobs.asking()
             self.ask = (number, self.world.ask(ev.Asked, session=self.session, wait=20.0, doing=doing))
 
     def answered(self) -> None:
@@ -119,8 +123,18 @@ class Site:
                         self.jobs.done(job, update(plan.client, plan.round))
                     else:
                         self.begun[plan.client, plan.round] = None
+                else:
+                    self.refused(plan)
             case Receipt(reason="session"):
                 self.join()
+
+    def refused(self, plan: FitPlan) -> None:
+        """The server does not wait in vain for what was not taken: it is here, or follows a failure that may come again."""
+        work = Work("fit", plan.round, plan.client)
+        node = self.world.coordinator.present.where.get(work)
+        waits = node is not None and node.session == self.session and work in node.tasks
+        mine = [job for job in self.all() if job.client == plan.client]
+        assert not waits or plan.client in self.failed or any(job.round == plan.round for job in mine), work
 
     def answer_lost(self) -> None:
         self.ask = None
@@ -154,6 +168,7 @@ class Site:
         self.jobs.done(job, update(job.client, job.round))
 
     def fail(self, job: Job) -> None:
+        self.failed.add(job.client)
         self.failures -= 1
         self.training.remove(job)
         self.begun.pop((job.client, job.round), None)
@@ -166,7 +181,8 @@ class Site:
         if (job := self.jobs.to_tell()) is not None:
             self.telling.append(job)
 
-    def hear(self, job: Job, lost: bool = False) -> None:
+    def send(self, job: Job) -> None:
+        """Maybe once more, where the receipt has not come yet."""
         common = {"client": job.client, "round": job.round}
         if isinstance(job.outcome, Failed):
             receipt = self.say(ev.WorkFailed, **common, error="no room", again=True)
@@ -175,8 +191,11 @@ class Site:
                 ev.UpdateChecked, **common, digest=f"{job.client} {job.round}", samples=1, tokens=1, steps=1, seconds=1.0, bytes=1,
                 norm=1.0,
             )  # fmt: skip
-        if receipt is None or lost:
-            return
+        if receipt is not None:
+            self.receipts[job] = receipt
+
+    def hear(self, job: Job) -> None:
+        receipt = self.receipts.pop(job)
         if isinstance(job.outcome, Update):
             assert receipt.accepted, receipt
             self.told.add((job.client, job.round))
@@ -212,7 +231,7 @@ def test_every_round_of_every_client_is_trained_once_and_in_its_order(which: str
     sites = [Site(world, "two", ("0", "1"), 2, failures=2), Site(world, "one", ("2",), 1, failures=1)]
 
     def restart() -> None:
-        world.restart()
+        world.restart([name for name in "012" if chance.random() < 0.3])
         for site in sites:  # their connections end
             site.ask = None
 
@@ -229,3 +248,22 @@ def test_every_round_of_every_client_is_trained_once_and_in_its_order(which: str
     for site in sites:
         assert site.completed == {client: list(range(1, ROUNDS + 1)) for client in site.clients}
     assert world.closed() == dict.fromkeys(range(1, ROUNDS + 1), ("0", "1", "2"))
+
+
+def test_an_ask_that_is_sent_again_is_answered_anew() -> None:
+    """The server was started again, and has lost an update that it had: its order is no old one."""
+    jobs = Jobs(1, threading.Event())
+
+    def order() -> Job:
+        given = Fit(run="run", client="0", round=1, steps=1, clock=0, base="b", weights=MANIFEST)
+        return Job.of(given, cast("Any", None))
+
+    first = jobs.to_ask(0, ("0",), 8)
+    assert first is not None
+    jobs.asking()
+    job = order()
+    assert jobs.add(job, first)
+    jobs.over(job)
+    assert not jobs.add(order(), first), "it may have been on its way"
+    jobs.asking()
+    assert jobs.add(order(), first)

@@ -37,7 +37,7 @@ RECORDS: list[Record] = [
 STATE = StateSaved(
     state=Lasting(
         run="a", committed=3, bases={2: "x", 3: "y"}, open={4: Open(4, accepted={"x": RECORDS[2]}, closed=("x",))},  # type: ignore[dict-item]
-        outstanding={4: {"ü": None}}, folded={"x": (3, "ab")}, recent=[(1 / 3, 1e300, 0.0)],
+        outstanding={4: {"ü": None}}, folded={"x": {3: "ab"}}, recent=[(1 / 3, 1e300, 0.0)],
         measuring={3: Measuring("y", {"x": None}, 2, {"loss": 0.1})},
     ),
     told=({"round": 4, "norm": None},),

@@ -101,9 +101,15 @@ class Jobs:
         self._jobs: list[Job] = []
         self._put_back: dict[str, _Put] = {}
         self._over = set[tuple[tuple[str, str, int], int]]()
-        """What came to its end while the newest ask was under way, which may still be answered with it."""
+        """What came to its end since an ask was sent that may still be answered with it."""
         self._asks = 0
         self._changed = threading.Condition()
+
+    def asking(self) -> tuple[Doing, ...]:
+        """As `doing`; whatever answers what was asked before does not come any more."""
+        with self._changed:
+            self._over.clear()
+            return self.doing()
 
     def doing(self) -> tuple[Doing, ...]:
         """As asks and beats say it: one that has failed may come again, and is not said to be here."""
@@ -130,7 +136,6 @@ class Jobs:
         with self._changed:
             if self._free() <= 0 and (ahead is None or not self._room(ahead, clients, most)):
                 return None
-            self._over.clear()
             self._asks += 1
             return self._asks
 

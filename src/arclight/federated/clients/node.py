@@ -180,7 +180,7 @@ class Node:
                         raise ProtocolError(f"the server answered {answer.kind!r} to an ask")
 
     def _ask(self, session: str) -> Ask:
-        return Ask(node=self.name, session=session, wait=self._ask_for, doing=self._jobs.doing())
+        return Ask(node=self.name, session=session, wait=self._ask_for, doing=self._jobs.asking())
 
     def _take(self, order: Fit | Evaluate, ask: int) -> None:
         job = Job.of(order, self._folder_of(order))

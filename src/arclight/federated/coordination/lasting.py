@@ -89,8 +89,7 @@ class Replay:
             update = open.accepted.get(client)
             if update is not None and update.round - update.staleness == begun:
                 return update.digest
-        folded = self.state.folded.get(client)
-        return folded[1] if folded is not None and folded[0] == begun else None
+        return self.state.folded.get(client, {}).get(begun)
 
     def _become(self, state: Lasting) -> None:
         """Others hold on to the state: it stays the one that it is."""
@@ -171,7 +170,10 @@ class Replay:
             state.clock = done.clock + done.steps
             for client in done.closed or ():
                 update = done.accepted[client]
-                state.folded[client] = (update.round - update.staleness, update.digest)
+                folded = state.folded.setdefault(client, {})
+                folded[update.round - update.staleness] = update.digest
+                for old in sorted(folded)[: -1 - self.settings.overlap]:
+                    del folded[old]
             if record.round in state.begun:  # for stragglers, which only need to know what they began from
                 state.begun[record.round] = replace(done, drawn=(), accepted={}, failed={}, closed=None)
         state.clock = state.clock if record.clock is None else record.clock
@@ -182,7 +184,7 @@ class Replay:
             del state.bases[old]
         stale = self.settings.buffered.most_stale if self.settings.buffered else 1 + self.settings.overlap
         horizon = record.round - max(stale, _REMEMBERED)
-        for client in [c for c, (round, _) in state.folded.items() if round < horizon]:
+        for client in [client for client, rounds in state.folded.items() if max(rounds) < horizon]:
             del state.folded[client]
         if self.settings.buffered:
             for old in [r for r in state.outstanding if record.round + 1 - r > self.settings.buffered.most_stale]:

@@ -67,8 +67,8 @@ class Lasting:
     """Round to clients that were asked to fit it and have neither delivered nor failed."""
     begun: dict[int, Open] = field(default_factory=dict)
     """Rounds that outstanding clients have begun, committed ones among them where updates may be stale."""
-    folded: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Client to the round it began and the digest of its newest committed update, as long as it may come again."""
+    folded: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Client to the rounds that it began and the digests of its newest committed updates, as long as they may come again."""
     measuring: dict[int, Measuring] = field(default_factory=dict)
     recent: list[tuple[float, float, float]] = field(default_factory=list)
     """Norm, samples per step and tokens per step of the newest accepted updates, which others are compared with."""
