@@ -13,7 +13,7 @@ from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.driving import drive
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
 from arclight.federated.coordination.journal import _decode, _encode
-from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened, UpdatesLost
+from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
 from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
 from arclight.federated.settings import Federation
 
@@ -84,8 +84,9 @@ class World:
         self.coordinator.replay((*self.saved, *self.journal[self.shortened :]))
         for open in list(self.coordinator.state.open.values()):
             if gone := tuple(client for client in open.accepted if client in lost):
-                self.journal.append(UpdatesLost(round=open.round, clients=gone))
-                self.coordinator.replay(self.journal[-1:])
+                lost_now = self.coordinator.lost(open.round, gone)
+                self.journal.extend(lost_now)
+                self.coordinator.replay(lost_now)
         self.folds = []
         self.tell(ev.Resumed())
 

@@ -20,13 +20,14 @@ from arclight.federated.clients.node import Node
 from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RunEnded
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.errors import FederatedError, LinkError, ProtocolError
 from arclight.federated.privacy.agreement import Keys
 from arclight.federated.privacy.masks import Participant
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Join, Message, Receipt, Secure, Secured, Update, Welcome
 from arclight.federated.server.secure import Exchange, circle_of
 from arclight.federated.server.server import Server
+from arclight.federated.server.shelf import manifest_of
 from arclight.federated.settings import Federation
 from arclight.federated.transports import flower
 from arclight.federated.transports.in_process import InProcess
@@ -285,6 +286,46 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
     path.unlink()
     with pytest.raises(FederatedError, match=r"what opens them is gone: .*secure\.json"):
         restarted().open(1, ["a", "b"])
+
+
+class Cut(InProcess):
+    """A line that is away when client 2 tells its second update."""
+
+    def send(self, message: Message) -> Message:
+        if isinstance(message, Update) and (message.client, message.round) == ("2", 2):
+            raise LinkError("its line is cut")
+        return super().send(message)
+
+
+def test_masked_values_that_are_gone_from_the_servers_disk_discard_their_sum(tmp_path: Path) -> None:
+    """Somebody removed a file: the others' masks fit no other values, so that all are asked for again."""
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
+    undisturbed = Server(settings(rounds=2), START, folder=tmp_path / "undisturbed")
+    trained(undisturbed, [sites])
+    server = Server(settings(rounds=2), START, folder=tmp_path / "run")
+    with server.opened() as run:
+        links = [Cut(run.service) for _ in range(2)]
+        crews: list[list[Any]] = [list(sites[:2]), list(sites[2:])]
+        nodes = [
+            Node(link, crew, tmp_path / "run" / f"node{number}", f"n{number}", ask=1.0)
+            for number, (link, crew) in enumerate(zip(links, crews, strict=True))
+        ]
+        threads = [threading.Thread(target=node.run, daemon=True) for node in nodes]
+        for thread in threads:
+            thread.start()
+        assert run.driver.until(lambda: len(run.driver.spooled()) == 2 and run.coordinator.state.committed == 1, 60)
+        for node in nodes:
+            node.stop()
+        for thread in threads:
+            thread.join(60)
+        gone = sorted(run.driver.spooled())[0]
+        blob = next(iter(manifest_of(run.service.blobs, gone).blobs))
+        run.service.blobs.file(blob).unlink()
+    again = Server(settings(rounds=2), folder=tmp_path / "run")
+    trained(again, [sites[:2], sites[2:]])
+    assert "not on the server's disk any more" in "".join(again.history[2].discarded)
+    assert again.history[2].contributors == ["0", "1", "2"]
+    assert again.history[2].base == undisturbed.history[2].base
 
 
 def of_all(folder: Path, config: object) -> Server:

@@ -252,6 +252,10 @@ class Coordinator:
         """What follows from an event; nothing has changed yet. Raises ProtocolError for an event that cannot be now."""
         return deciding.decide(self, event, now)
 
+    def lost(self, round: int, clients: Sequence[str]) -> tuple[Record, ...]:
+        """What is to be written down, before `Resumed`, where accepted updates of these clients are not here any more."""
+        return deciding.lost(self, round, clients)
+
     def refusal(self, session: str, client: str, round: int, digest: str | None = None) -> tuple[Reason, str] | None:
         """Why an update of a client for a round would not be taken; None where it would, or was already.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from arclight.federated.coordination import events as ev
@@ -18,7 +19,9 @@ from arclight.federated.coordination.records import (
     RunOpened,
     UpdateAccepted,
     UpdateRefused,
+    UpdatesLost,
 )
+from arclight.federated.coordination.state import Open
 from arclight.federated.errors import FederatedError, ProtocolError, Reason
 from arclight.federated.protocol import Close, Receipt, Wait
 
@@ -278,10 +281,20 @@ def _unopened(c: Coordinator, event: ev.Unopened, now: float) -> Decision:
     if open.attempt >= c.settings.waiting.retries:
         why = f"round {event.round}: {event.why}; it was tried {open.attempt + 1} times (waiting.retries)"
         return ticking.end(c, event, now, why, failed=True)
+    text = f"round {event.round} is discarded and asked for again: {event.why}"
+    return Decision(event=event, now=now, records=_discard(open, event.why), commands=(ev.Say(text=text),))
+
+
+def _discard(open: Open, why: str) -> tuple[Record, ...]:
     again = RoundOpened(
         round=open.round, base=open.base, clients=open.drawn, wanted=open.wanted, clock=open.clock, steps=open.steps,
         fragment=open.fragment,
     )  # fmt: skip
-    text = f"round {event.round} is discarded and asked for again: {event.why}"
-    discarded = RoundDiscarded(round=event.round, why=event.why)
-    return Decision(event=event, now=now, records=(discarded, again), commands=(ev.Say(text=text),))
+    return RoundDiscarded(round=open.round, why=why), again
+
+
+def lost(c: Coordinator, round: int, clients: Sequence[str]) -> tuple[Record, ...]:
+    """What follows where accepted updates of a round are not here any more. Masks of a secure sum fit no other values."""
+    if c.settings.secure is None:
+        return (UpdatesLost(round=round, clients=tuple(clients)),)
+    return _discard(c.state.open[round], f"masked values of {', '.join(clients)} are not on the server's disk any more")

@@ -53,7 +53,7 @@ def _lost(coordinator: Coordinator, is_here: Callable[[r.UpdateAccepted], bool])
         gone = tuple(client for client, update in open.accepted.items() if not is_here(update))
         if gone:
             log.warning("updates of round %d are gone, and asked for again: %s", open.round, ", ".join(gone))
-            found.append(r.UpdatesLost(round=open.round, clients=gone))
+            found += coordinator.lost(open.round, gone)
     return found
 
 
