@@ -21,6 +21,7 @@ import fsspec
 import psutil
 import pytest
 
+from arclight.cli.arguments import UsageError
 from arclight.cli.federated_progress import Progress
 from arclight.cli.federated_report import federated_report
 from arclight.cli.federated_schema import FederatedRecipe
@@ -417,6 +418,7 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("join https://127.0.0.1:99999 --name a", "write https://host:port"),
         ("join https://127.0.0.1/run --name a", "write https://host:port"),
         ("serve lines.toml --trainer.devices 2", "federate join ... --trainer.devices 2"),
+        ("flower lines.toml --out app --trainer.devices 2", "federate join ... --trainer.devices 2"),
         ("join http://127.0.0.1:1 --name a --trainer.devices 0", "say how many train a client together"),
         ("join http://127.0.0.1:1 --name a --trainer.devices auto", "say how many train a client together"),
         ("join 127.0.0.1:8470 --name a", "write https://host:port"),
@@ -752,6 +754,9 @@ def test_an_app_for_flower_does_what_the_recipe_says(
     server = building.server(folder / "under-flower", {})
     server.run([building.client(str(number), {}) for number in range(3)])
     assert digest(folder / "under-flower", 2) == digest(folder / "runs/lines/1", 2)
+    with monkeypatch.context() as flags, pytest.raises(UsageError, match="clients under Flower use one device"):
+        flags.setenv("ARCLIGHT_FLAGS", "--trainer.devices 2")
+        building.client("0", {})
     assert typed("federate report under-flower")[0] == 0
     assert typed("federate report app")[0] == 2
     assert typed("federate flower lines.toml --out app")[0] == 2  # nothing is overwritten

@@ -51,9 +51,10 @@ def flower(arguments: list[str]) -> None:
 
 
 def write(recipe: FederatedRecipe, options: Namespace) -> None:
-    from arclight.cli.federated_sites import at_site
+    from arclight.cli.federated_sites import at_site, check_devices
     from arclight.federated.transports.flower_folder import write_app
 
+    check_devices(recipe)
     at_site(recipe, 0)
     building = _BUILDING.format(tables=pprint.pformat(as_tables(recipe), width=110, sort_dicts=False))
     folder = write_app(options.out, recipe.name.replace("_", "-"), building)
@@ -83,10 +84,11 @@ def server_of(tables: Mapping[str, Any], folder: Path) -> Server:
 
 def client_of(tables: Mapping[str, Any], name: str) -> Client:
     """The client ``name`` of a recipe, with what is otherwise at this site."""
-    from arclight.cli.federated_sites import at_site, learner_at
+    from arclight.cli.federated_sites import at_site, check_devices, learner_at
     from arclight.federated.clients.client import Client
 
     recipe = _recipe(tables, shlex.split(os.environ.get(FLAGS, "")))
+    check_devices(recipe)
     return Client(name, learner=partial(learner_at, at_site(recipe, int(name))))
 
 

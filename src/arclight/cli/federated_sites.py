@@ -107,11 +107,11 @@ def with_data(recipe: FederatedRecipe, data: str) -> FederatedRecipe:
 
 
 def check_devices(recipe: FederatedRecipe) -> None:
-    """Raise UsageError where the run's own recipe says how many devices a client has: that is each site's to say."""
+    """Raise UsageError where more devices are asked for than a process has that is not a node's own: one."""
     if recipe.trainer.devices not in ("auto", 1):
         raise UsageError(
-            f"trainer.devices = {recipe.trainer.devices}: the server, and a run in one process, use one device; a site with more "
-            f"says so itself: arclight federate join ... --trainer.devices {recipe.trainer.devices}"
+            f"trainer.devices = {recipe.trainer.devices}: a server, a run in one process and clients under Flower use one device; a site "
+            f"with more joins by itself: arclight federate join ... --trainer.devices {recipe.trainer.devices}"
         )
 
 
