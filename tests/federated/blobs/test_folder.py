@@ -84,13 +84,13 @@ def test_a_new_blob_is_named_when_it_is_whole(store: FolderStore) -> None:
 
 def test_what_came_in_part_goes_on_in_another_process(store: FolderStore) -> None:
     with store.receive(DIGEST) as incoming:
-        incoming.write(BYTES[:1_500_000])
+        incoming.write([BYTES[:1_500_000]])
     assert store.size(DIGEST) is None
     again = FolderStore(store.folder)
     assert again.received(DIGEST) == 1_500_000
     with again.receive(DIGEST) as incoming:
         assert incoming.offset == 1_500_000
-        incoming.write(BYTES[1_500_000:])
+        incoming.write([BYTES[1_500_000:]])
         assert store.size(DIGEST) is None, "seen before it was verified"
         incoming.finish()
     assert store.file(DIGEST).read_bytes() == BYTES
@@ -99,7 +99,7 @@ def test_what_came_in_part_goes_on_in_another_process(store: FolderStore) -> Non
 
 def test_what_came_wrong_is_forgotten(store: FolderStore) -> None:
     with store.receive(DIGEST) as incoming:
-        incoming.write(b"!" + BYTES[1:])
+        incoming.write([b"!", BYTES[1:]])
         with pytest.raises(BlobError, match="damaged or changed"):
             incoming.finish()
         assert incoming.offset == 0
@@ -109,7 +109,7 @@ def test_what_came_wrong_is_forgotten(store: FolderStore) -> None:
 
 def test_one_blob_is_received_once_at_a_time(store: FolderStore) -> None:
     with store.receive(DIGEST) as first:
-        first.write(BYTES)
+        first.write([BYTES])
         with pytest.raises(BusyError, match="someone else"):
             store.receive(DIGEST)
         first.finish()
@@ -138,7 +138,7 @@ def _no_more_than(folder: Path, limit: int, answer: "multiprocessing.Queue[tuple
 def _receive(store: FolderStore) -> None:
     with store.receive(DIGEST) as incoming:
         for start in range(0, len(BYTES), 1 << 20):
-            incoming.write(BYTES[start : start + (1 << 20)])
+            incoming.write([BYTES[start : start + (1 << 20)]])
 
 
 def test_a_full_disk_is_told_and_leaves_nothing(store: FolderStore) -> None:
@@ -166,7 +166,7 @@ def test_a_killed_writer_leaves_nothing_that_stays(store: FolderStore) -> None:
         store = FolderStore(sys.argv[1])
         with store.create() as file, store.receive("0" * 64) as incoming:
             file.write(b"half"); file._file.flush()
-            incoming.write(b"half")
+            incoming.write([b"half"])
             print("ready", flush=True)
             time.sleep(100)
     """
@@ -207,7 +207,7 @@ def test_what_need_not_last_waits_for_no_disk_and_is_verified_after_a_restart_of
     cache = FolderStore(tmp_path, durable="none")
     cache.put(other, b"other")
     with cache.receive(DIGEST) as coming:
-        coming.write(BYTES)
+        coming.write([BYTES])
         coming.finish()
     FolderStore(tmp_path / "links", durable="none").adopt(DIGEST, cache.file(DIGEST))
     FolderStore(tmp_path / "came", durable="made").put(DIGEST, BYTES)

@@ -80,7 +80,7 @@ def test_a_broken_fetch_goes_on(bucket: str, tmp_path: Path, monkeypatch: pytest
     store.put(DIGEST, BYTES)
     other = ObjectStore(bucket, tmp_path / "there")
     with other._cache.receive(DIGEST) as incoming:
-        incoming.write(BYTES[:19_000_000])
+        incoming.write([BYTES[:19_000_000]])
     read: list[int] = []
     from arclight.checkpoint.remote import RemotePath
 

@@ -103,7 +103,7 @@ def test_parts_are_hashed_as_they_come(link: HttpLink, store: FolderStore, monke
     link.request(
         "PUT",
         f"/v1/blobs/{other}",
-        content=BYTES[:1000],
+        body=BYTES[:1000],
         headers={"content-range": f"bytes 0-999/{len(BYTES) - 1}"},
         then=lambda response: None,
     )

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-HEAVY = ("httpx", "starlette", "uvicorn", "cryptography", "fsspec", "flwr")
+HEAVY = ("urllib3", "httptools", "starlette", "uvicorn", "cryptography", "fsspec", "flwr")
 
 
 def run(code: str) -> str:
@@ -27,7 +27,7 @@ def test_what_is_missing_is_named_with_its_extra() -> None:
     code = (
         "import sys, tempfile\n"
         "from pathlib import Path\n"
-        "sys.modules['httpx'] = None\n"
+        "sys.modules['urllib3'] = None\n"
         "from arclight.fabric.extras import MissingExtraError\n"
         "from arclight.federated.transports.http_link import HttpLink\n"
         "try:\n"

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,16 +51,17 @@ class Incoming:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, piece: bytes | bytearray | memoryview) -> None:
-        """Add a piece. Raises OSError (ENOSPC and kin) where there is no room for it, and gives up what was there."""
+    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Add pieces. Raises OSError (ENOSPC and kin) where there is no room for them, and gives up what was there."""
         try:
             with telling_of_room(self._target.parent, f"blob {self._digest[:12]}"):
-                rest = memoryview(piece)
-                while rest:
-                    count = os.pwrite(self._file, rest, self.offset)
-                    self._hash.update(rest[:count])
-                    self.offset += count
-                    rest = rest[count:]
+                for piece in pieces:
+                    rest = memoryview(piece)
+                    while rest:
+                        count = os.pwrite(self._file, rest, self.offset)
+                        self._hash.update(rest[:count])
+                        self.offset += count
+                        rest = rest[count:]
         except OSError as error:
             if error.errno in _NO_ROOM:
                 self.restart()

@@ -109,7 +109,7 @@ class ObjectStore:
                 incoming.give_up()
                 return
             for piece in self._pieces(digest, min(incoming.offset, size), size):
-                incoming.write(piece)
+                incoming.write((piece,))
             incoming.finish()
 
     def _pieces(self, digest: str, start: int, stop: int) -> Iterator[bytes]:

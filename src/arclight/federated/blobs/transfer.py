@@ -22,9 +22,10 @@ def transfer(
 
     def one(digest: str) -> None:
         wanted()
-        if target.size(digest) is None:
-            file = source.file(digest)  # verified
-            target.adopt(digest, file) if isinstance(target, FolderStore) else target.put(digest, file)
+        if not isinstance(target, FolderStore):
+            target.put(digest, source.file(digest))  # which asks first whether it is there
+        elif target.size(digest) is None:
+            target.adopt(digest, source.file(digest))  # verified
         source.forget(digest)
         target.forget(digest)
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.federated.blobs.digests import PIECE, checked, missing, pieces_of
+from arclight.federated.blobs.digests import PIECE, checked, missing
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.incoming import BusyError, Incoming
 from arclight.federated.errors import BlobError, RefusedError
@@ -17,11 +17,13 @@ from arclight.federated.transports.responses import error_of, words_of
 from arclight.federated.transports.retrying import Patience, UnavailableError
 
 if TYPE_CHECKING:
-    import httpx
+    from urllib3 import BaseHTTPResponse
 
 _ATTEMPTS = 3
 """Transfers of a blob that may arrive damaged before it is given up."""
 _SOON = 0.2
+_BLOCK = 1 << 17
+"""Bytes that are handed to the network at once: over a slow line that has to be done within a timeout."""
 
 
 class HttpBlobs:
@@ -100,13 +102,12 @@ class HttpBlobs:
     def _head(self, digest: str) -> tuple[int | None, int, bool]:
         """The blob's bytes, if it is there; else those that have come of it, and whether more are coming."""
 
-        def then(response: httpx.Response) -> tuple[int | None, int, bool]:
-            if response.status_code == 404:
+        def then(response: BaseHTTPResponse) -> tuple[int | None, int, bool]:
+            if response.status == 404:
                 headers = response.headers
                 return None, int(headers.get("x-arclight-received", "0")), "x-arclight-busy" in headers
-            if response.status_code != 200:
-                response.read()
-                raise error_of(response)
+            if response.status != 200:
+                raise error_of(response, self._address)
             return int(response.headers["content-length"]), 0, False
 
         found: tuple[int | None, int, bool] = self._request("HEAD", f"/v1/blobs/{digest}", then=then)
@@ -119,25 +120,22 @@ class HttpBlobs:
         if stop - start < size:
             headers["content-range"] = f"bytes {start}-{stop - 1}/{size}" if start < size else f"bytes */{size}"
 
-        def then(response: httpx.Response) -> bool | None:
-            status = response.status_code
+        def then(response: BaseHTTPResponse) -> bool | None:
+            status = response.status
             if status == 409:
                 raise UnavailableError("it has received another part of the blob meanwhile")
             if status in (200, 201, 202):
                 return None if status == 202 else True
             if status == 422:
                 return False
-            response.read()
             if status == 507:
                 raise OSError(errno.ENOSPC, f"{self._address}: {words_of(response)}")
             if status == 413:
                 raise RefusedError("too_large", f"{self._address}: {words_of(response)}")
-            raise error_of(response)
+            raise error_of(response, self._address)
 
-        content = (source[start:stop],) if isinstance(source, bytes) else pieces_of(source, start, stop - start)
-        sent: bool | None = self._request(
-            "PUT", f"/v1/blobs/{digest}", then=then, content=iter(content), headers=headers
-        )
+        part = (source[start:stop],) if isinstance(source, bytes) else _blocks_of(source, start, stop - start)
+        sent: bool | None = self._request("PUT", f"/v1/blobs/{digest}", then=then, body=part, headers=headers)
         return sent
 
     def _fetch(self, digest: str) -> None:
@@ -158,33 +156,45 @@ class HttpBlobs:
                 raise UnavailableError(str(error), progress=incoming.offset > start, after=error.after) from error
             incoming.finish()
 
-    def _take(self, incoming: Incoming, digest: str, response: httpx.Response) -> None:
-        if response.status_code == 416:
+    def _take(self, incoming: Incoming, digest: str, response: BaseHTTPResponse) -> None:
+        if response.status == 416:
             return  # all of it is here already
-        if response.status_code not in (200, 206):
-            response.read()
-            raise missing(digest, self._address) if response.status_code == 404 else error_of(response)
-        if response.status_code == 200:
+        if response.status not in (200, 206):
+            raise missing(digest, self._address) if response.status == 404 else error_of(response, self._address)
+        if response.status == 200:
             incoming.restart()
-        for piece in response.iter_raw():
-            incoming.write(piece)
+        while piece := response.read1(PIECE):
+            incoming.write((piece,))
 
     def _some(self, digest: str, offset: int, length: int | None, held: list[bytes]) -> bool:
         """Read up to `PIECE` bytes into ``held``; whether that was the end of the blob."""
         last = offset + min(PIECE, PIECE if length is None else length) - 1
         held.clear()
 
-        def then(response: httpx.Response) -> bool:
-            response.read()
-            if response.status_code == 206:
-                held.append(response.content)
-                return int(response.headers["content-range"].rpartition("/")[2]) == offset + len(response.content)
-            if response.status_code == 416 and length is None:
+        def then(response: BaseHTTPResponse) -> bool:
+            if response.status == 206:
+                held.append(response.data)
+                return int(response.headers["content-range"].rpartition("/")[2]) == offset + len(response.data)
+            if response.status == 416 and length is None:
                 return True
-            if response.status_code == 416:
+            if response.status == 416:
                 raise BlobError(f"blob {digest[:12]} ends {length} bytes before the part that was asked for does")
-            raise missing(digest, self._address) if response.status_code == 404 else error_of(response)
+            raise missing(digest, self._address) if response.status == 404 else error_of(response, self._address)
 
         headers = {"range": f"bytes={offset}-{last}"}
         ended: bool = self._request("GET", f"/v1/blobs/{digest}", then=then, headers=headers)
         return ended
+
+
+def _blocks_of(path: Path, offset: int, length: int) -> Iterator[memoryview]:
+    """A part of a file, each block valid until the next is asked for. Raises BlobError where the file ends before."""
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        left = length
+        while left > 0:
+            count = file.readinto(buffer[: min(left, _BLOCK)])
+            if not count:
+                raise BlobError(f"{path} ends {left} bytes before the part that was asked for does")
+            left -= count
+            yield buffer[:count]

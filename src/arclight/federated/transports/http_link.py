@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,16 @@ from arclight.federated.protocol import Ask, Join, Message, Welcome, read
 from arclight.federated.transports.guard import signed_text
 from arclight.federated.transports.http_blobs import HttpBlobs
 from arclight.federated.transports.keys import NodeKey
-from arclight.federated.transports.responses import error_of, raise_passing
+from arclight.federated.transports.responses import error_of, is_json, raise_passing
 from arclight.federated.transports.retrying import Patience, T, UnavailableError
 from arclight.federated.transports.settings import is_loopback
 
 if TYPE_CHECKING:
-    import httpx
+    from urllib3 import BaseHTTPResponse, HTTPConnectionPool
 
 _CONNECT = 10.0
+_READ = 60.0
+"""Seconds without a byte."""
 _ANSWER = 120.0
 """Seconds for an answer: the server reads an update's blobs before it gives one."""
 _SILENT = 20_000
@@ -57,7 +60,7 @@ class HttpLink:
         patience: float = 120.0,
         blobs: BlobStore | None = None,
     ) -> None:
-        require("httpx", extra="federated")
+        require("urllib3", extra="federated")
         self.address, self._key = address.rstrip("/"), key
         self._patience = Patience(self.address, patience)
         parts = urlsplit(self.address)
@@ -69,7 +72,7 @@ class HttpLink:
         self._tls: Callable[[], ssl.SSLContext] | None = None
         if parts.scheme == "https":
             self._tls = lambda: self._pinned(fingerprint) if fingerprint else ssl.create_default_context(cafile=cafile)
-        self._client_: httpx.Client | None = None
+        self._connections: HTTPConnectionPool | None = None
         self._making, self._closed = threading.Lock(), False
         self._token = ""
         self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache, durable="none")
@@ -96,26 +99,50 @@ class HttpLink:
 
     def close(self) -> None:
         with self._making:
-            self._closed, client = True, self._client_
-        if client is not None:
-            client.close()
+            self._closed, connections = True, self._connections
+        if connections is not None:
+            connections.close()
 
-    def request(self, method: str, path: str, *, then: Callable[[httpx.Response], T], **options: Any) -> T:
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        then: Callable[[BaseHTTPResponse], T],
+        body: bytes | Iterable[bytes | memoryview] | None = None,
+        headers: Mapping[str, str] | None = None,
+        limit: float = _READ,
+    ) -> T:
         """What ``then`` makes of the response, whose body it may stream. Raises UnavailableError for what may pass.
 
-        Raises LinkError where the other side is not the server it should be, SessionError and ProtocolError as `send`.
+        limit: seconds without a byte of the answer. Raises LinkError where the other side is not the server it should be,
+        SessionError and ProtocolError as `send`.
         """
-        import httpx
+        import urllib3
 
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        headers |= options.pop("headers", {})
+        own = {"authorization": f"Bearer {self._token}"} if self._token else {}
         try:
-            with self._client().stream(method, f"{self.address}{path}", headers=headers, **options) as response:
-                if response.status_code >= 400:
-                    response.read()
+            response = self._pool().urlopen(
+                method,
+                path,
+                body,  # type: ignore[arg-type]  # any bytes-like pieces are sent
+                {**own, **(headers or {})},
+                retries=False,
+                redirect=False,
+                timeout=urllib3.Timeout(connect=_CONNECT, read=limit),
+                preload_content=False,
+                decode_content=False,
+            )
+            try:
+                if response.status >= 400:
                     raise_passing(response)
-                return then(response)
-        except httpx.TransportError as error:
+                made = then(response)
+                response.drain_conn()
+            except BaseException:
+                response.close()
+                raise
+            return made
+        except urllib3.exceptions.HTTPError as error:
             if _is_wrong_certificate(error):
                 raise UntrustedError(
                     f"{self.address} did not prove to be the server: {error}; nothing was sent to it. Give the cafile that vouches "
@@ -124,44 +151,42 @@ class HttpLink:
             raise UnavailableError(f"{type(error).__name__} {error}".strip()) from error
 
     def _attempt(self, message: Message, limit: float) -> Message:
-        import httpx
-
         headers = {"content-type": "application/json"}
         if session := getattr(message, "session", ""):  # which another thread may just have replaced by a newer one
             headers["authorization"] = f"Bearer {session}"
         if isinstance(message, Join):
             headers["authorization"] = ""
             if self._key is not None:
-                challenge = self.request("GET", "/v1/challenge", then=_body)["challenge"]
+                challenge = json.loads(self.request("GET", "/v1/challenge", then=self._body))["challenge"]
                 message = replace(message, key=self._key.public)
                 message = replace(message, signature=self._key.sign(signed_text(message, challenge)))
                 headers["x-arclight-challenge"] = challenge
 
-        def answer(response: httpx.Response) -> Message:
-            response.read()
-            if response.status_code != 200:
-                raise error_of(response)
-            return read(response.content)
+        body = message.to_json().encode()
+        return read(self.request("POST", "/v1/message", then=self._body, body=body, headers=headers, limit=limit))
 
-        timeout = httpx.Timeout(limit, connect=_CONNECT)
-        return self.request(
-            "POST", "/v1/message", then=answer, content=message.to_json().encode(), headers=headers, timeout=timeout
-        )
+    def _body(self, response: BaseHTTPResponse) -> bytes:
+        if response.status != 200 or not is_json(response):
+            raise error_of(response, self.address)
+        return response.data
 
-    def _client(self) -> httpx.Client:
+    def _pool(self) -> HTTPConnectionPool:
         with self._making:
             if self._closed:
                 raise LinkError(f"the link to {self.address} was closed; what was to be sent is kept")
-            self._client_ = self._client_ or self._new_client()
-            return self._client_
+            self._connections = self._connections or self._new_pool()
+            return self._connections
 
-    def _new_client(self) -> httpx.Client:
-        import httpx
+    def _new_pool(self) -> HTTPConnectionPool:
+        import urllib3
 
-        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=60)
-        context: ssl.SSLContext | bool = self._tls() if self._tls else False
-        transport = httpx.HTTPTransport(verify=context, limits=limits, socket_options=_socket_options())
-        return httpx.Client(transport=transport, timeout=httpx.Timeout(60.0, connect=_CONNECT))
+        shared: dict[str, Any] = {"maxsize": _CONNECTIONS, "socket_options": _socket_options()}
+        if self._tls is None:
+            return urllib3.HTTPConnectionPool(self._host, self._port, **shared)
+        context = self._tls()
+        if not context.check_hostname:  # a pinned certificate may be of any name
+            shared["assert_hostname"] = False
+        return urllib3.HTTPSConnectionPool(self._host, self._port, ssl_context=context, **shared)
 
     def _pinned(self, fingerprint: str) -> ssl.SSLContext:
         """A context that believes the server's own certificate, if that has the fingerprint, and no other."""
@@ -181,13 +206,6 @@ class HttpLink:
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.load_verify_locations(cadata=pem)
         return context
-
-
-def _body(response: httpx.Response) -> Any:
-    response.read()
-    if response.status_code != 200:
-        raise error_of(response)
-    return response.json()
 
 
 def _is_wrong_certificate(error: BaseException | None) -> bool:

@@ -62,7 +62,8 @@ async def timely(request: Request, limits: Limits) -> AsyncIterator[bytes]:
     stream, came, began = aiter(request.stream()), 0, time.monotonic()
     while True:
         try:
-            piece = await asyncio.wait_for(anext(stream), limits.silence)
+            async with asyncio.timeout(limits.silence):
+                piece = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError:
@@ -178,14 +179,16 @@ class Uploads:
         """Write what comes; the next piece comes in while one is written."""
         loop = asyncio.get_running_loop()
         writing: asyncio.Future[None] | None = None
-        held = bytearray()
+        held: list[bytes] = []
+        size = 0
         try:
             async for piece in timely(request, self._limits):
-                held += piece
-                if len(held) >= PIECE:
+                held.append(piece)
+                size += len(piece)
+                if size >= PIECE:
                     if writing is not None:
                         await writing
-                    writing, held = loop.run_in_executor(self._threads, incoming.write, held), bytearray()
+                    writing, held, size = loop.run_in_executor(self._threads, incoming.write, held), [], 0
         finally:  # also of what breaks off, all that came is kept
             if writing is not None:
                 await writing

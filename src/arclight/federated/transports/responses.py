@@ -9,20 +9,20 @@ from arclight.federated.errors import ProtocolError, SessionError
 from arclight.federated.transports.retrying import UnavailableError
 
 if TYPE_CHECKING:
-    import httpx
+    from urllib3 import BaseHTTPResponse
 
 
-def words_of(response: httpx.Response) -> str:
-    """What the server says about a refusal; the response has been read."""
+def words_of(response: BaseHTTPResponse) -> str:
+    """What the server says about a refusal."""
     try:
-        return str(json.loads(response.content)["error"])
+        return str(json.loads(response.data)["error"])
     except (ValueError, KeyError, TypeError):
-        return response.text[:300] or f"status {response.status_code}"
+        return response.data[:300].decode(errors="replace") or f"status {response.status}"
 
 
-def raise_passing(response: httpx.Response) -> None:
+def raise_passing(response: BaseHTTPResponse) -> None:
     """Raise for what may pass, and for a session that is gone."""
-    status = response.status_code
+    status = response.status
     if status == 401:
         raise SessionError(words_of(response))
     if status in (408, 423, 429, 500, 502, 503, 504):
@@ -32,11 +32,16 @@ def raise_passing(response: httpx.Response) -> None:
         )
 
 
-def error_of(response: httpx.Response) -> ProtocolError:
+def is_json(response: BaseHTTPResponse) -> bool:
+    """Whether it is an answer as our servers give them."""
+    return response.headers.get("content-type", "").partition(";")[0] == "application/json"
+
+
+def error_of(response: BaseHTTPResponse, address: str) -> ProtocolError:
     """The error for a refusal that will not pass."""
-    if response.headers.get("content-type", "").partition(";")[0] != "application/json":
+    if not is_json(response):
         return ProtocolError(
-            f"{response.url} is nothing that an arclight server has ({response.status_code} {response.reason_phrase}): see that "
+            f"{address} is nothing that an arclight server has ({response.status} {response.reason}): see that "
             "the address and its port are the server's"
         )
-    return ProtocolError(f"the server refuses with {response.status_code}: {words_of(response)}")
+    return ProtocolError(f"the server refuses with {response.status}: {words_of(response)}")
