@@ -227,8 +227,8 @@ def kept_by(node: Path) -> str:
     found = (path.stat() for path in node.rglob("*") if path.is_file())
     size = sum({facts.st_ino: facts.st_size for facts in found}.values())
     return (
-        f"{node} takes {size_text(size)}: clients' optimizers, places in their data and layers of their own, with which a longer run (--resume, "
-        "more federation.rounds) goes on as if it had not stopped; else it may be removed"
+        f"{node} keeps {size_text(size)} for a longer run (--resume with more federation.rounds): clients' optimizers, places in "
+        "their data, personal layers; without one it may be removed"
     )
 
 

@@ -170,7 +170,7 @@ class Progress:
         if not self._open:
             return self._waiting
         first, *later = (self._open[number] for number in sorted(self._open))
-        return "  |  ".join([self._of(first), *map(self._ahead, later)])
+        return "  |  ".join([self._of(first), *filter(None, map(self._ahead, later))])
 
     def _of(self, here: _Open) -> str:
         shares = [self._whereabouts(here, client) for client in here.clients if client not in here.arrived]
@@ -178,11 +178,11 @@ class Progress:
         return f"round {here.number}/{self._rounds}  {waited}"
 
     def _ahead(self, here: _Open) -> str:
-        """A round that is begun while an older one is under way."""
+        """A round while an older one is under way; nothing of one that nobody has begun."""
         arrived = [f"{len(here.arrived)} of {len(here.clients)} here"] if here.arrived else []
         begun = [x for x in here.clients if here.done.get(x) and x not in here.arrived]
         parts = [*arrived, *([_named([self._whereabouts(here, client) for client in begun])] if begun else [])]
-        return f"round {here.number}  {', '.join(parts) or 'not begun'}"
+        return f"round {here.number}  {', '.join(parts)}" if parts else ""
 
     @staticmethod
     def _whereabouts(here: _Open, client: str) -> str:
