@@ -16,6 +16,7 @@ from arclight.checkpoint import remote
 from arclight.fabric import replacing
 
 MANIFEST = "manifest.json"
+_PIECE = 1 << 18
 
 
 class HashedFile:
@@ -27,8 +28,10 @@ class HashedFile:
         self.bytes = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+        for start in range(0, len(data), _PIECE):
+            piece = data[start : start + _PIECE]
+            self._file.write(piece)
+            self._hash.update(piece)  # while it is in the cache
         self.bytes += len(data)
 
     def read(self, count: int) -> bytes:

@@ -8,12 +8,14 @@ import math
 import random
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arclight.federated.aggregation import fold
 from arclight.federated.aggregation.fold import Fold, mean_of, merge, partial
 from arclight.federated.aggregation.scale import Contribution, Scale, measure, plan
 from arclight.federated.errors import FederatedError, RefusedError
@@ -274,3 +276,56 @@ def test_what_cannot_be_folded_is_said() -> None:
     lying = [Contribution(client=c, weight=1, tensors=one.tensors, largest={"model/x": 1e-9}) for c in "ab"]
     with pytest.raises(FederatedError, match="measure it again"):
         dict(Fold(lying))
+
+
+def even(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values between -1 and 1 from integer arithmetic alone: the same bits everywhere."""
+    place = torch.arange(math.prod(shape), dtype=torch.int64)
+    drawn = (place * 2654435761 + seed * 40503) % 2**32
+    return ((drawn.double() - 2**31) / 2**31).reshape(shape).to(dtype)
+
+
+TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+
+
+def several(count: int, form: str) -> list[Contribution]:
+    tensors = [
+        {key: even(shape, 7 * k + len(key), TYPES[len(key) % 4]) for key, shape in SIZES.items()} for k in range(count)
+    ]
+    for k, own in enumerate(tensors):
+        own["model/faint"] = torch.full((40,), -1e-30) if k else torch.linspace(-1.0, 1.0, 40)
+        own["model/nothing"] = torch.full((9,), -0.0)
+        own["exp_avg/vector"] = own["model/vector"].float() * 1e-3
+        own["model/steps"] = torch.tensor(3 + k % 2)
+        if k % 3 == 1:
+            del own["model/vector"]
+    shrink = 0.5 if form == "delta" else 1.0
+    return [
+        Contribution(client=f"c{k:02d}", weight=1.5 + k, tensors=own, shrink=shrink if k == 1 else 1.0)
+        for k, own in enumerate(tensors)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "form", "digest"),
+    [
+        (1, "delta", "8765ec9c20395169 959ba26c832c8c10"),
+        (2, "delta", "2f810340a0d9baeb 92810944efdd4189"),
+        (2, "weights", "bf22f8528d9f3255 ce5d6d6865e66d42"),
+        (3, "weights", "40ce2a1acf73d576 1ca9c91403702d95"),
+        (18, "delta", "367578f82410056b 3050bc03da2ee853"),
+    ],
+)
+def test_contributors_that_are_gone_through_together_or_in_turn_come_to_the_digest_of_earlier_versions(
+    monkeypatch: pytest.MonkeyPatch, count: int, form: Any, digest: str
+) -> None:
+    given = several(count, form)
+    anchor = {key: even(shape, 99, torch.float32) for key, shape in SIZES.items()} if form == "weights" else None
+    for together in (1, 99):
+        monkeypatch.setattr(fold, "_AT_ONCE", together)
+        monkeypatch.setattr(fold, "_HELD", together)
+        for threads in (1, 3):
+            folding = Fold(given, form, anchor=anchor, threads=threads)
+            found = bits(dict(folding))
+            said = hashlib.sha256(repr(folding.statistics).encode()).hexdigest()
+            assert f"{found[:16]} {said[:16]}" == digest

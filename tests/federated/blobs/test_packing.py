@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from arclight import checkpoint
-from arclight.checkpoint.tensorfile import NAMES
+from arclight.checkpoint.tensorfile import NAMES, as_bytes
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.opening import open_manifest
@@ -118,6 +118,22 @@ def test_mapped_tensors_share_nothing_with_the_file(store: FolderStore) -> None:
     (digest,) = manifest.blobs
     store.check(digest)
     assert open_manifest(manifest, store)["w"].parts[""].tolist() == [1, 1, 1, 1]
+
+
+def test_raw_tensors_can_stay_in_their_file_until_they_are_read(store: FolderStore) -> None:
+    tensors = some()
+    manifest = write_blobs(tensors, store, kind="weights")
+    opened = open_manifest(manifest, store)
+    for key, tensor in tensors.items():
+        assert opened.stored(key).shape == tensor.shape
+        assert torch.equal(as_bytes(opened.stored(key).read()), as_bytes(tensor))
+    lying = opened.stored("model/weight")
+    (blob,) = manifest.blobs
+    store.file(blob).chmod(0o644)
+    with store.file(blob).open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(BlobError, match="cannot be read any more: the file ends"):
+        lying.read()
 
 
 def test_tensors_outlive_their_blob(store: FolderStore) -> None:

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from arclight import checkpoint
+from arclight.checkpoint.files import HashedFile
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Manifest
+from arclight.federated.rounds.behind import Behind, Reused
 from arclight.federated.rounds.store import Rounds, layout_of
 from arclight.federated.rounds.writing import in_order, weights_manifest
 
@@ -147,3 +149,42 @@ def test_rounds_lie_at_addresses_too(tmp_path: Path) -> None:
         assert rounds.numbers() == []
     finally:
         fsspec.filesystem("memory").store.clear()
+
+
+def test_a_full_disk_is_told_by_the_next_tensor_and_at_the_end() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        for calls in (1, 5):
+            behind, file = Behind(), HashedFile(full)
+            try:
+                with pytest.raises(OSError, match="No space left"):
+                    for _ in range(calls):
+                        behind.write(file, torch.ones(3), None)
+                    assert calls == 1, "no more tensors wait than fit into memory"
+                    behind.finish()
+            finally:
+                behind.close()
+
+
+def test_memory_is_used_again_only_once_what_lay_in_it_is_written(tmp_path: Path) -> None:
+    memory, layout = Reused(), {"model": {f"w{k:02d}": (torch.float32, (300, 1 + k % 3)) for k in range(30)}}
+    rounds, lent = Rounds(tmp_path), set()
+    with rounds.write(1, layout) as round_:
+        for k, (name, (dtype, shape)) in enumerate(layout["model"].items()):
+            value = memory.empty(300 * shape[1], dtype)
+            lent.add(value.data_ptr())
+            round_.add("model", name, value.fill_(k).view(shape), memory.give_back)
+        round_.publish(TREES)
+    assert len(lent) < 8, "the memory of tensors that are written is used again"
+    for k, tensor in enumerate(load_file(rounds.path(1) / "model.safetensors").values()):
+        assert torch.equal(tensor, torch.full_like(tensor, k))
+
+
+def test_tensors_of_somebody_else_are_not_lent() -> None:
+    memory, own = Reused(), torch.zeros(4)
+    memory.give_back(own)
+    lent = memory.empty(4, torch.float32)
+    assert lent.data_ptr() != own.data_ptr()
+    memory.give_back(lent.view(2, 2))
+    assert memory.empty(2, torch.float64).data_ptr() == lent.data_ptr(), "of any type that fits"
+    assert memory.empty(2, torch.float64).data_ptr() != lent.data_ptr(), "once"
+    assert memory.empty(0, torch.float64).shape == (0,)

@@ -4,22 +4,62 @@ Tensors of floating point are averaged in fixed point (see `scale`). Tensors of 
 ``num_batches_tracked`` - have no mean: of values the largest is taken, of changes (before minus after) the smallest, both of
 which mean the client that counted furthest. A key that only some contributors have is averaged over these. What a single
 contributor gave comes out as it is, bit for bit.
+
+A chunk of a key goes through all steps while it is in a core's cache: each contributor's part is read and added, the mean is
+taken, compared with every part, and given away. Where contributors are many, or have to be decoded whole, each is gone through
+in its turn instead, and the key's sums are kept between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from arclight.federated.aggregation.chunks import Array, Chunked, Lanes, Scratch, lanes, product, squares, total
-from arclight.federated.aggregation.scale import LARGEST, Contribution, Form, Scale, is_mean, not_finite, plan
+from arclight.federated.aggregation.scale import Contribution, Form, Scale, plan
 from arclight.federated.aggregation.statistics import Gathered, Statistics, Told
-from arclight.federated.errors import FederatedError, RefusedError
+from arclight.federated.aggregation.terms import Terms, add, sum_of
+from arclight.federated.errors import FederatedError
 
 Tensors = Mapping[str, torch.Tensor]
+
+Take = Callable[[int, int, torch.Tensor, Scratch], None]
+"""``take(start, stop, part, scratch)``: is given each part of a mean once, at most a chunk, by any lane and in any order. The part
+is good until it returns; of the scratch it may use ``raw``."""
+
+Into = Callable[[torch.dtype, tuple[int, ...]], Take]
+"""Makes what takes a mean, once its type and shape are known."""
+
+_AT_ONCE = 16
+"""Contributors whose chunks are gone through together, at least one: a lane keeps a chunk of terms of each, and its file is open."""
+
+_HELD = 2
+"""Of these, how many tensors may be in memory as a whole."""
+
+
+class Whole:
+    """Takes a mean as one tensor."""
+
+    def __call__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Take:
+        self.tensor = torch.empty(shape, dtype=dtype)
+        flat = self.tensor.view(-1)
+
+        def take(start: int, stop: int, part: torch.Tensor, scratch: Scratch) -> None:
+            flat[start:stop] = part
+
+        return take
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What one key tells of its contributors, in order: squared norms of changes, scaled; the mean's; products with the mean."""
+
+    sizes: Sequence[float]
+    mean: float
+    products: Sequence[float]
 
 
 class Fold:
@@ -30,7 +70,7 @@ class Fold:
     values: keys that hold values themselves although ``form`` is "delta" (moments that the server has not had yet).
     keys: which come, in this order; all by name by default. scales: as `plan` gave them, else they are found here.
     Contributors that are shrunk are averaged shrunk; their norms are told as they were.
-    cosines: whether each contributor is compared with the mean, which reads its tensors once more.
+    cosines: whether each contributor is compared with the mean.
     Raises FederatedError without contributions, RefusedError naming client and key where they cannot be folded.
     """
 
@@ -57,126 +97,213 @@ class Fold:
         self._anchor = {} if anchor is None else anchor
         self._of_values = set(self.scales) if form == "weights" else values
         self._threads, self._cosines = threads, cosines
-        self._buffer = torch.empty(0, dtype=torch.int64)
         self._gathered = Gathered([Told(given.client, given.weight, given.samples) for given in self._given])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with lanes(self._threads) as among:
             for key in self._keys:
-                yield key, self._one(key, among)
+                yield key, self.whole(key, among)
 
     @property
     def statistics(self) -> Statistics:
         """Of the keys that have come so far."""
         return self._gathered.statistics()
 
-    def _one(self, key: str, among: Lanes) -> torch.Tensor:
-        scale = self.scales[key]
-        holders = [given for given in self._given if key in given.keys]
+    def whole(self, key: str, among: Lanes) -> torch.Tensor:
+        """One key's mean."""
+        mean = Whole()
+        self.each(key, among, mean)
+        return mean.tensor
+
+    def each(self, key: str, among: Lanes, into: Into) -> None:
+        """Fold one key; its mean is given away part by part as it is made."""
+        scale, holders = self.scales[key], self._holders(key)
         anchor = None
         if key in self._of_values and key in self._anchor and scale.rule in ("mean", "alone"):
             anchor = Chunked(self._anchor[key])
-        sums, norms = _Sums(key, scale, among, self._buffer), dict[str, float]()
-        for given in holders:
-            norm = sums.add(given, anchor)
-            if norm is not None:
-                norms[given.client] = norm
-                self._gathered.client(key, given.client, norm)
-        self._buffer = sums.buffer
-        mean, norm_of_mean = _mean(scale, sums.total, sums.dtype, sums.shape, anchor, among)
-        if sums.dtype.is_floating_point:
-            self._gathered.mean(key, norm_of_mean)
-            if self._cosines and self._gathered.counts(key):
-                whole = Chunked(mean)
-                for given in holders:
-                    own = scale.factor_for(given, key)
-                    lengths = (norms[given.client] * own, norm_of_mean * scale.factor(scale.total))
-                    cosine = _cosine(scale, own, Chunked(given.tensors[key]), whole, anchor, lengths, among)
-                    self._gathered.product(key, given.client, cosine)
-        return mean
+        terms = Terms(key, scale, anchor)
+        if not terms.averaged:
+            hand_over(_furthest(terms, holders), among, into)
+            return
+        compared = self._cosines and self._gathered.counts(key)
+        tensors: list[Chunked] = []
+        most = _AT_ONCE  # fewer, once one of them is in memory
+        while len(tensors) < len(holders) <= most:
+            tensors.append(Chunked(holders[len(tensors)].tensors[key]))
+            most = _HELD if tensors[-1].held else most
+        fold = _together if len(holders) <= most else _in_turn
+        self._tell(terms, holders, fold(terms, holders, tensors, compared, among, into))
+
+    def _holders(self, key: str) -> list[Contribution]:
+        return [given for given in self._given if key in given.keys]
+
+    def _tell(self, terms: Terms, holders: Sequence[Contribution], told: _Told) -> None:
+        key, of_mean = terms.key, _root(told.mean)
+        self._gathered.mean(key, of_mean / terms.divisor)
+        for given, size in zip(holders, told.sizes, strict=True):
+            self._gathered.client(key, given.client, _root(size) / terms.factor(given))
+        for given, size, crossed in zip(holders, told.sizes, told.products, strict=False):
+            lengths = (_root(size) / terms.factor(given) * terms.factor(given), of_mean / terms.divisor * terms.divisor)
+            self._gathered.product(key, given.client, crossed / lengths[0] / lengths[1] if all(lengths) else 0.0)
 
 
-class _Sums:
-    """One key's terms as they are added up."""
+def _root(size: float) -> float:
+    return float(np.sqrt(size))
 
-    def __init__(self, key: str, scale: Scale, among: Lanes, buffer: torch.Tensor | None = None) -> None:
-        self.key, self.scale, self._among = key, scale, among
-        self.buffer = torch.empty(0, dtype=torch.int64) if buffer is None else buffer
-        self.dtype, self.shape = torch.float32, tuple[int, ...]()
-        self._first = ""
 
-    def add(self, given: Contribution, anchor: Chunked | None = None) -> float | None:
-        """Take a contributor in; returns the L2 norm of its change, in units of its own factor; None for integers."""
-        tensor = Chunked(given.tensors[self.key])
-        averaged = is_mean(given.client, self.key, tensor.dtype)
-        if averaged != (self.scale.rule in ("mean", "alone")):
-            raise RefusedError(
-                "wrong_shape", f"{given.client} sent {self.key} as {tensor.dtype}, others differ in kind"
-            )
-        if not self._first:
-            self._first, self.shape, self.dtype = given.client, tensor.shape, tensor.dtype
-            if tensor.elements > self.buffer.numel():
-                self.buffer = torch.empty(tensor.elements, dtype=torch.int64)
-            self.total = self.buffer[: tensor.elements]
-            first = True
+def _together(
+    terms: Terms,
+    holders: Sequence[Contribution],
+    tensors: list[Chunked],
+    compared: bool,
+    among: Lanes,
+    into: Into,
+) -> _Told:
+    """Fold a key of few contributors: every chunk through all steps at once."""
+    for given, tensor in zip(holders, tensors, strict=True):
+        terms.admit(given, tensor)
+    alone, factors = terms.scale.rule == "alone", [terms.factor(given) for given in holders]
+    take = into(terms.mean_dtype, terms.shape)
+
+    def work(start: int, stop: int, scratch: Scratch) -> list[float]:
+        own = [tensor.wide(start, stop, scratch.kept(number), scratch) for number, tensor in enumerate(tensors)]
+        mean = terms.narrowed(own[0], scratch) if alone else None
+        sizes = []
+        for given, factor, one in zip(holders, factors, own, strict=True):
+            one *= factor
+            sizes.append(squares(one, scratch))
+            terms.check(given, sizes[-1], one, scratch)
+        if mean is None:
+            summed = sum_of(own, scratch)
+            mean = terms.mean(summed, scratch)
         else:
-            first = False
-            if self.scale.rule == "alone":
-                raise FederatedError(f"{self.key}: {given.client} is one more contributor than was planned for")
-        for what, other in ((given.client, tensor), ("the server", anchor)):
-            if other is not None and other.shape != self.shape:
-                raise RefusedError(
-                    "wrong_shape", f"{what} has {self.key} of {other.shape}, {self._first} of {self.shape}"
-                )
-        if tensor.dtype is torch.float64:
-            self.dtype = torch.float64
-        if averaged:
-            return self._add_terms(given, tensor, anchor, first)
-        self._take_furthest(tensor, first)
-        return None
+            summed = scratch.wide[: stop - start]
+            np.copyto(summed, own[0])
+        if terms.anchor is not None:
+            for number, (factor, one) in enumerate(zip(factors, own, strict=True)):
+                terms.to_change(one, factor, start, scratch)
+                sizes[number] = squares(one, scratch)
+            terms.to_change(summed, terms.divisor, start, scratch)
+        of_mean = squares(summed, scratch)
+        products: list[float] = []
+        if compared:
+            middle = terms.widened(mean, start, scratch)
+            products = [product(one, middle, scratch) for one in own]
+        take(start, stop, torch.from_numpy(mean), scratch)
+        return [of_mean, *sizes, *products]
 
-    def _add_terms(self, given: Contribution, tensor: Chunked, anchor: Chunked | None, first: bool) -> float:
-        sums, factor = self.total.numpy(), self.scale.factor_for(given, self.key)
-        alone = self.scale.rule == "alone"
+    columns = _columns(among.over(terms.elements, work), 1 + len(holders) * (2 if compared else 1))
+    return _Told(mean=columns[0], sizes=columns[1 : 1 + len(holders)], products=columns[1 + len(holders) :])
+
+
+def _in_turn(
+    terms: Terms,
+    holders: Sequence[Contribution],
+    tensors: list[Chunked],
+    compared: bool,
+    among: Lanes,
+    into: Into,
+) -> _Told:
+    """Fold a key one contributor after the other, so that only one is held; twice, if they are compared with the mean.
+
+    tensors: those of the first contributors, where they are at hand; they are taken from the list.
+    """
+    summed = _Summed(terms, among)
+    sizes = [summed.add(given, tensors.pop(0) if tensors else Chunked(given.tensors[terms.key])) for given in holders]
+    sums, take = summed.sums.numpy(), into(terms.mean_dtype, terms.shape)
+    mean = torch.empty(terms.elements if compared else 0, dtype=terms.mean_dtype).numpy()
+
+    def finish(start: int, stop: int, scratch: Scratch) -> float:
+        wide = scratch.wide[: stop - start]
+        np.copyto(wide, sums[start:stop], casting="same_kind")
+        part = terms.mean(wide, scratch)
+        if terms.anchor is not None:
+            terms.to_change(wide, terms.divisor, start, scratch)
+        size = squares(wide, scratch)
+        if compared:
+            mean[start:stop] = part
+        take(start, stop, torch.from_numpy(part), scratch)
+        return size
+
+    of_mean = total(among.over(terms.elements, finish))
+    products = [
+        _product(terms, terms.factor(given), Chunked(given.tensors[terms.key]), mean, among)
+        for given in (holders if compared else ())
+    ]
+    return _Told(mean=of_mean, sizes=sizes, products=products)
+
+
+def _product(terms: Terms, factor: float, tensor: Chunked, mean: Array, among: Lanes) -> float:
+    """Of a contributor's change and the mean's, scaled."""
+
+    def work(start: int, stop: int, scratch: Scratch) -> float:
+        one = tensor.wide(start, stop, scratch.kept(0), scratch)
+        one *= factor
+        if terms.anchor is not None:
+            terms.to_change(one, factor, start, scratch)
+        return product(one, terms.widened(mean[start:stop], start, scratch), scratch)
+
+    return total(among.over(terms.elements, work))
+
+
+class _Summed:
+    """One key's int64 sums as contributors come one after the other."""
+
+    def __init__(self, terms: Terms, among: Lanes) -> None:
+        self._terms, self._among = terms, among
+        self.sums = torch.empty(0, dtype=torch.int64)
+        self._begun = False
+
+    def add(self, given: Contribution, tensor: Chunked) -> float:
+        """Take a contributor in; returns its change's squared norm, scaled. A single one's values are kept as they are."""
+        terms, first = self._terms, not self._begun
+        terms.admit(given, tensor)
+        if first:
+            self.sums, self._begun = torch.empty(terms.elements, dtype=torch.int64), True
+        sums, factor = self.sums.numpy(), terms.factor(given)
 
         def work(start: int, stop: int, scratch: Scratch) -> float:
-            terms = tensor.wide(start, stop, scratch.wide, scratch)
-            if alone:
-                sums[start:stop] = terms.view(np.int64)
-            terms *= factor
-            size = squares(terms, scratch)
-            self._check(given.client, size, terms, scratch)
-            if anchor is not None:
-                size = squares(_change(anchor, factor, terms, start, stop, scratch), scratch)
-            if alone:
-                return size
-            whole = sums[start:stop] if first else scratch.whole[: stop - start]
-            np.copyto(whole, np.rint(terms, out=terms), casting="unsafe")
-            if not first:
-                sums[start:stop] += whole
+            one = tensor.wide(start, stop, scratch.wide, scratch)
+            if terms.scale.rule == "alone":
+                sums[start:stop] = one.view(np.int64)
+            one *= factor
+            size = squares(one, scratch)
+            terms.check(given, size, one, scratch)
+            if terms.scale.rule == "mean":
+                add(one, sums[start:stop], scratch, first=first)
+            if terms.anchor is not None:
+                terms.to_change(one, factor, start, scratch)
+                size = squares(one, scratch)
             return size
 
-        return float(np.sqrt(total(self._among.over(tensor.elements, work)))) / factor
+        return total(self._among.over(tensor.elements, work))
 
-    def _check(self, client: str, size: float, terms: Array, scratch: Scratch) -> None:
-        """No term may be larger than planned for; the sum of squares tells at once that most are not."""
-        if size <= LARGEST**2:
-            return
-        peak = float(np.abs(terms, out=scratch.spare[: len(terms)]).max())
-        if not np.isfinite(peak):
-            raise not_finite(client, self.key)
-        if peak > LARGEST:
-            raise FederatedError(f"{client} has larger values in {self.key} than were measured: measure it again")
 
-    def _take_furthest(self, tensor: Chunked, first: bool) -> None:
-        sums = self.total.numpy()
-        furthest = np.maximum if self.scale.rule == "most" else np.minimum
+def _furthest(terms: Terms, holders: Sequence[Contribution]) -> torch.Tensor:
+    """Of integers: the contributor's that counted furthest, in each element."""
+    found: torch.Tensor | None = None
+    for given in holders:
+        tensor = Chunked(given.tensors[terms.key])
+        terms.admit(given, tensor)
+        whole = tensor.part(0, tensor.elements)
+        found = whole.to(torch.int64) if found is None else _further(terms.scale, found, whole.to(torch.int64))
+    assert found is not None
+    return found.to(terms.dtype).view(terms.shape)
 
-        def work(start: int, stop: int, scratch: Scratch) -> None:
-            whole = tensor.part(start, stop, scratch).to(torch.int64).numpy()
-            sums[start:stop] = whole if first else furthest(sums[start:stop], whole)
 
-        self._among.over(tensor.elements, work)
+def _further(scale: Scale, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(one, other) if scale.rule == "most" else torch.minimum(one, other)
+
+
+def hand_over(mean: torch.Tensor, among: Lanes, into: Into) -> None:
+    """Give away a mean that is there as a whole."""
+    take, flat = into(mean.dtype, tuple(mean.shape)), mean.reshape(-1)
+    among.over(flat.numel(), lambda start, stop, scratch: take(start, stop, flat[start:stop], scratch))
+
+
+def _columns(rows: Sequence[Sequence[float]], count: int) -> list[float]:
+    """The sum of each column, rounded once."""
+    return [total(column) for column in zip(*rows, strict=True)] if rows else [0.0] * count
 
 
 def partial(
@@ -192,12 +319,14 @@ def partial(
     given = sorted(contributions, key=lambda one: one.client)
     with lanes(threads) as among:
         for key in sorted(scales) if keys is None else keys:
-            sums = _Sums(key, scales[key], among)
-            holders = [one for one in given if key in one.keys]
-            for one in holders:
-                sums.add(one)
-            if holders:
-                yield key, sums.total
+            holders, terms = [one for one in given if key in one.keys], Terms(key, scales[key])
+            if holders and not terms.averaged:
+                yield key, _furthest(terms, holders).to(torch.int64).view(-1)
+            elif holders:
+                summed = _Summed(terms, among)
+                for one in holders:
+                    summed.add(one, Chunked(one.tensors[key]))
+                yield key, summed.sums
 
 
 def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -214,7 +343,7 @@ def merge(scale: Scale, parts: Iterable[torch.Tensor]) -> torch.Tensor:
         elif scale.rule == "mean":
             merged += part
         else:
-            merged = torch.maximum(merged, part) if scale.rule == "most" else torch.minimum(merged, part)
+            merged = _further(scale, merged, part)
     if merged is None:
         raise FederatedError("there is nothing to merge: no part was given")
     return merged
@@ -227,70 +356,17 @@ def mean_of(
     if among is None:
         with lanes(1) as one:
             return mean_of(scale, sums, dtype, shape, one)
-    return _mean(scale, sums, dtype, shape, None, among)[0]
+    terms = Terms("", scale)
+    terms.dtype = dtype
+    if scale.rule != "mean":
+        values = sums.view(torch.float64) if scale.rule == "alone" else sums
+        return values.to(terms.mean_dtype, copy=True).reshape(tuple(shape))
+    mean = torch.empty(sums.numel(), dtype=terms.mean_dtype)
 
+    def work(start: int, stop: int, scratch: Scratch) -> None:
+        wide = scratch.wide[: stop - start]
+        np.copyto(wide, sums[start:stop].numpy(), casting="same_kind")
+        mean[start:stop] = torch.from_numpy(terms.mean(wide, scratch))
 
-def _mean(
-    scale: Scale, sums: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], anchor: Chunked | None, among: Lanes
-) -> tuple[torch.Tensor, float]:
-    """The mean, and the L2 norm of it, or of the change from the anchor to it; 0 for integers."""
-    mean = torch.empty(
-        sums.numel(), dtype=dtype if dtype in (torch.float64,) or not dtype.is_floating_point else torch.float32
-    )
-    divisor = scale.factor(scale.total)
-
-    def work(start: int, stop: int, scratch: Scratch) -> float:
-        part = sums[start:stop]
-        wide: Any = scratch.wide[: stop - start]
-        if scale.rule == "alone":
-            values = part.view(torch.float64)
-            mean[start:stop].copy_(values)
-            np.multiply(values.numpy(), divisor, out=wide)
-        elif scale.rule == "mean":
-            np.copyto(wide, part.numpy(), casting="same_kind")
-            mean[start:stop].copy_(torch.from_numpy(np.divide(wide, divisor, out=scratch.other[: stop - start])))
-        else:
-            mean[start:stop].copy_(part)
-            return 0.0
-        return squares(wide if anchor is None else _change(anchor, divisor, wide, start, stop, scratch), scratch)
-
-    size = float(np.sqrt(total(among.over(sums.numel(), work)))) / divisor
-    return mean.reshape(tuple(shape)), size
-
-
-def _change(anchor: Chunked, factor: float, scaled: Array, start: int, stop: int, scratch: Scratch) -> Array:
-    """``anchor * factor - scaled``, in ``scratch.other``."""
-    before = anchor.wide(start, stop, scratch.other, scratch)
-    before *= factor
-    before -= scaled
-    return before
-
-
-def _cosine(
-    scale: Scale,
-    own: float,
-    tensor: Chunked,
-    mean: Chunked,
-    anchor: Chunked | None,
-    lengths: tuple[float, float],
-    among: Lanes,
-) -> float:
-    """Of a contributor's change and the mean change of one key, whose scaled norms are ``lengths``; 0 where one does not change."""
-    if not all(lengths):
-        return 0.0
-    common = scale.factor(scale.total)
-
-    def work(start: int, stop: int, scratch: Scratch) -> float:
-        first = tensor.wide(start, stop, scratch.wide, scratch)
-        first *= own
-        if anchor is not None:
-            first[:] = _change(anchor, own, first, start, stop, scratch)
-        second = mean.wide(start, stop, scratch.other, scratch)
-        second *= common
-        if anchor is not None:
-            before = anchor.wide(start, stop, scratch.spare, scratch)
-            before *= common
-            np.subtract(before, second, out=second)
-        return product(first, second, scratch)
-
-    return total(among.over(tensor.elements, work)) / lengths[0] / lengths[1]
+    among.over(sums.numel(), work)
+    return mean.reshape(tuple(shape))

@@ -10,7 +10,7 @@ import torch
 
 from arclight.checkpoint.stored import StoredTensor
 from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes
-from arclight.federated.aggregation.fold import Fold, Tensors
+from arclight.federated.aggregation.fold import Fold, Into, Take, Tensors
 from arclight.federated.aggregation.scale import Contribution, Form, Scale
 from arclight.federated.aggregation.statistics import PREFIX, Statistics
 from arclight.federated.errors import FederatedError
@@ -45,6 +45,7 @@ class Step:
     states: by key what `Stepped.state` was after the last step; counts: what `Stepped.count` was. Both may lack keys.
     order: keys in the order in which they are to come; all, by name, by default. scales, threads, cosines: as for `Fold`.
     folding: what makes the fold, with its arguments: `Fold` itself, or one of `privacy`.
+    empty: makes the memory of new values and states, so that whoever takes them can have it used again.
     Raises FederatedError for a key of a model that the anchor lacks and for a step to where floats end, and what `Fold` raises.
     """
 
@@ -63,6 +64,7 @@ class Step:
         threads: int | None = None,
         cosines: bool = True,
         folding: Callable[..., Fold] = Fold,
+        empty: Callable[[int, torch.dtype], torch.Tensor] = lambda elements, dtype: torch.empty(elements, dtype=dtype),
     ) -> None:
         given = list(contributions)
         sent = set().union(*(one.keys for one in given))
@@ -74,7 +76,7 @@ class Step:
         self.order = sorted(set(anchor) | new) if order is None else list(order)
         if lost := sorted((set(anchor) | new) - set(self.order)):
             raise FederatedError(f"{lost[0]} has no place in the order ({len(lost)} such keys)")
-        self._threads = threads
+        self._threads, self._empty = threads, empty
         self._fold = folding(
             given,
             form,
@@ -101,13 +103,10 @@ class Step:
 
     def __iter__(self) -> Iterator[Stepped]:
         with lanes(self._threads) as among:
-            means = iter(self._fold)
             for key in self.order:
                 count = self._counts.get(key, 0)
                 if key in self._fold.scales:
-                    _, mean = next(means)
-                    stepped = self._one(key, mean, count, among)
-                    del mean
+                    stepped = self._one(key, count, among)
                 else:
                     state = {name: plain(tensor) for name, tensor in self._states.get(key, {}).items()}
                     stepped = Stepped(key, plain(self._anchor[key]), state, count)
@@ -122,27 +121,38 @@ class Step:
     def _is_stepped(self, key: str) -> bool:
         return key.startswith(PREFIX) and key not in self._buffers and self._anchor[key].is_floating_point()
 
-    def _one(self, key: str, mean: torch.Tensor, count: int, among: Lanes) -> Stepped:
-        anchor = self._anchor.get(key)
-        if anchor is None or not key.startswith(PREFIX):
-            return Stepped(key, mean if anchor is None else mean.to(anchor.dtype), {}, count + 1)
+    def _one(self, key: str, count: int, among: Lanes) -> Stepped:
+        if key not in self._anchor:
+            return Stepped(key, self._fold.whole(key, among), {}, count + 1)
         if self._is_stepped(key) and not (self._form == "weights" and self._strategy.goes_to_mean):
-            return self._stepped(key, mean, count, among)
-        value = mean if self._form == "weights" else plain(anchor).to(mean.dtype) - mean
-        return Stepped(key, value.to(anchor.dtype), {}, count + 1)
+            return self._stepped(key, count, among)
+        anchor, is_mean = self._anchor[key], self._form == "weights" or not key.startswith(PREFIX)
+        before, value = Chunked(anchor), self._empty(anchor.numel(), anchor.dtype)
 
-    def _stepped(self, key: str, mean: torch.Tensor, count: int, among: Lanes) -> Stepped:
-        """By the strategy; in chunks, whose intermediate values stay in the cache, unless it needs whole tensors."""
+        def take(start: int, stop: int, mean: torch.Tensor, scratch: Scratch) -> None:
+            value[start:stop] = mean if is_mean else before.part(start, stop, scratch).to(mean.dtype) - mean
+
+        self._fold.each(key, among, self._fitting(key, take))
+        return Stepped(key, value.view(anchor.shape), {}, count + 1)
+
+    def _fitting(self, key: str, take: Take) -> Into:
+        def into(dtype: torch.dtype, shape: tuple[int, ...]) -> Take:
+            if shape != (expected := tuple(self._anchor[key].shape)):
+                raise FederatedError(f"{key} was sent as a tensor of {shape}, here it is of {expected}")
+            return take
+
+        return into
+
+    def _stepped(self, key: str, count: int, among: Lanes) -> Stepped:
+        """By the strategy, each part as soon as its mean is known, unless it needs whole tensors."""
         anchor, strategy = Chunked(self._anchor[key]), self._strategy
-        shape, kept = anchor.shape, state_dtype(anchor.dtype)
         before = {name: Chunked(tensor) for name, tensor in self._states.get(key, {}).items()}
-        value = torch.empty(anchor.elements, dtype=anchor.dtype)
-        state = {name: torch.empty(anchor.elements, dtype=kept) for name in strategy.state_keys}
-        change = mean.reshape(-1)
+        value = self._empty(anchor.elements, anchor.dtype)
+        state = {name: self._empty(anchor.elements, state_dtype(anchor.dtype)) for name in strategy.state_keys}
 
-        def work(start: int, stop: int, scratch: Scratch | None = None) -> None:
-            cut = (stop - start,) if scratch else shape
-            weight, gradient = anchor.part(start, stop).view(cut), change[start:stop].view(cut)
+        def step(start: int, stop: int, change: torch.Tensor, scratch: Scratch | None = None) -> None:
+            cut = anchor.shape if scratch is None else (stop - start,)
+            weight, gradient = anchor.part(start, stop, scratch).view(cut), change.view(cut)
             if self._form == "weights":
                 gradient = weight.to(torch.float64) - gradient.to(torch.float64)
             given = {name: tensor.part(start, stop).view(cut) for name, tensor in before.items()}
@@ -160,11 +170,11 @@ class Step:
                 state[name][start:stop] = tensor.reshape(-1)
 
         if strategy.elementwise:
-            among.over(anchor.elements, work)
+            self._fold.each(key, among, self._fitting(key, step))
         else:
-            work(0, anchor.elements)
-        shaped = {name: tensor.view(shape) for name, tensor in state.items()}
-        return Stepped(key, value.view(shape), shaped, count + 1)
+            step(0, anchor.elements, self._fold.whole(key, among))
+        shaped = {name: tensor.view(anchor.shape) for name, tensor in state.items()}
+        return Stepped(key, value.view(anchor.shape), shaped, count + 1)
 
 
 def state_dtype(weight: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from arclight.checkpoint.files import HashedFile, PlacedFile
+from arclight.checkpoint.stored import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import DTYPES, from_bytes, memory_of, read_header
 from arclight.federated.blobs.packing import Encoded, part_name
 from arclight.federated.blobs.store import BlobStore
@@ -37,6 +38,11 @@ class Opened(Mapping[str, Encoded]):
     def read(self, key: str) -> Encoded:
         """A tensor in memory of its own. Raises KeyError for a key that is not there, BlobError where the file fails."""
         return self._take(key, _File.copied)
+
+    def stored(self, key: str) -> StoredTensor:
+        """A raw tensor, left in its file and read in parts. Raises as `read`, some of it once it is read."""
+        entry = self.manifest.tensors[key]
+        return self._files[entry.blob].stored(key if entry.name is None else entry.name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.manifest.tensors)
@@ -131,8 +137,30 @@ class _File:
             raise BlobError(f"blob {self._digest[:12]} cannot be read any more: {error}") from error
         return from_bytes(raw, slot.dtype, slot.shape)
 
+    def stored(self, name: str) -> StoredTensor:
+        slot = self._slots[name]
+        shape = tuple(slot.shape)
+        try:
+            source = _Source(self._digest, PlacedFile(self._path))
+        except OSError as error:
+            raise BlobError(f"blob {self._digest[:12]} cannot be read any more: {error}") from error
+        return StoredTensor(shape, slot.dtype, [Piece(source, slot.begin, (0,) * len(shape), shape)])
+
     @cached_property
     def _map(self) -> mmap.mmap:
         """Private to whoever writes into it; the file stays as it is."""
         with self._path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+class _Source:
+    """A blob that tensors are read from in parts; what fails of it is a BlobError."""
+
+    def __init__(self, digest: str, file: PlacedFile) -> None:
+        self.name, self._file = f"blob {digest[:12]}", file
+
+    def read_at(self, position: int, target: memoryview) -> None:
+        try:
+            self._file.read_at(position, target)
+        except (OSError, EOFError) as error:
+            raise BlobError(f"{self.name} cannot be read any more: {error}") from error

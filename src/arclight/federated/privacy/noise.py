@@ -21,7 +21,7 @@ import torch
 
 from arclight.fabric.extras import require
 from arclight.federated.aggregation.chunks import Lanes
-from arclight.federated.aggregation.fold import Fold
+from arclight.federated.aggregation.fold import Fold, Into, Whole, hand_over
 from arclight.federated.aggregation.scale import Contribution, Form, measure
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError
@@ -93,14 +93,15 @@ class NoisyFold(Fold):
             given = bounded(given, NormBound(largest=settings.clip), threads=more.get("threads"))
         super().__init__(given, form, **more)
 
-    def _one(self, key: str, among: Lanes) -> torch.Tensor:
-        mean = super()._one(key, among)
-        if mean.is_floating_point() and self._deviation:
-            if self.scales[key].rule == "alone":
-                mean = mean.clone()
-            holders = sum(key in given.keys for given in self._given)
-            add_noise(self._secret, key, mean, self._deviation / holders)
-        return mean if self._former is None else held(key, mean, self._former)
+    def each(self, key: str, among: Lanes, into: Into) -> None:
+        if not self._deviation and self._former is None:
+            super().each(key, among, into)
+            return
+        mean = Whole()
+        super().each(key, among, mean)
+        if mean.tensor.is_floating_point() and self._deviation:
+            add_noise(self._secret, key, mean.tensor, self._deviation / len(self._holders(key)))
+        hand_over(mean.tensor if self._former is None else held(key, mean.tensor, self._former), among, into)
 
 
 def order(federation: Federation) -> dict[str, Any]:

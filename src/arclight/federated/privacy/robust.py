@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from arclight.federated.aggregation.chunks import CHUNK, Array, Chunked, Lanes, Scratch, lanes, product, squares, total
-from arclight.federated.aggregation.fold import Fold
+from arclight.federated.aggregation.fold import Fold, Into
 from arclight.federated.aggregation.scale import Contribution, Form, is_mean, measure, not_finite
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError, RefusedError
@@ -78,15 +78,17 @@ class OrderedFold(Fold):
         super().__init__(contributions, *rest, **more)
         self._settings = settings
 
-    def _one(self, key: str, among: Lanes) -> torch.Tensor:
+    def each(self, key: str, among: Lanes, into: Into) -> None:
         if self.scales[key].rule != "mean":
-            return super()._one(key, among)
-        holders = [given for given in self._given if key in given.keys]
+            super().each(key, among, into)
+            return
+        holders = self._holders(key)
         tensors = [Chunked(given.tensors[key]) for given in holders]
         _check_alike(key, holders, tensors)
         anchor = Chunked(self._anchor[key]) if key in self._of_values and key in self._anchor else None
         wide = any(tensor.dtype is torch.float64 for tensor in tensors)
-        mean = torch.empty(tensors[0].elements, dtype=torch.float64 if wide else torch.float32)
+        dtype = torch.float64 if wide else torch.float32
+        take = into(dtype, tensors[0].shape)
         clients = [given.client for given in holders]
 
         def work(start: int, stop: int, scratch: Scratch) -> list[list[float]]:
@@ -94,7 +96,7 @@ class OrderedFold(Fold):
             for first, last in _parts(start, stop, len(tensors)):
                 rows = _rows(key, clients, tensors, first, last, scratch)
                 middle = self._middle(np.sort(rows, axis=0))
-                mean[first:last] = torch.from_numpy(middle)
+                take(first, last, torch.from_numpy(middle).to(dtype), scratch)
                 if anchor is not None:
                     before = anchor.wide(first, last, scratch.wide, scratch)
                     rows, middle = before - rows, before - middle
@@ -110,7 +112,6 @@ class OrderedFold(Fold):
             self._gathered.client(key, client, norm)
             if self._gathered.counts(key):
                 self._gathered.product(key, client, crossed / (norm * norms[0]) if norm and norms[0] else 0.0)
-        return mean.reshape(tensors[0].shape)
 
     def _middle(self, ordered: Array) -> Array:
         """Of rows that are sorted column by column."""

@@ -9,7 +9,7 @@ files of weights and moments are the blobs that nodes fetch: their SHA-256 comes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,10 @@ import torch
 from arclight.checkpoint import files, tree
 from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe
 from arclight.checkpoint.remote import place
-from arclight.checkpoint.tensorfile import NAMES, write_header, write_values
+from arclight.checkpoint.tensorfile import NAMES, write_header
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Entry, Manifest
+from arclight.federated.rounds.behind import Behind
 
 Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Names of tensors with their types and shapes, in the order in which they are written."""
@@ -66,11 +67,13 @@ class RoundWriter:
         self._stack.callback(files.discard, self._staging)
         try:
             self._inner = self._stack.enter_context(ExitStack())
+            self._behind = Behind()
             for entry, tensors in self._layout.items():
                 if tensors:
                     file = self._inner.enter_context(files.create(self._staging / f"{entry}.safetensors"))
                     write_header(file, tensors)
                     self._open[entry] = file
+            self._inner.callback(self._behind.close)  # before the files are
         except BaseException:
             self._stack.close()
             raise
@@ -79,20 +82,27 @@ class RoundWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stack.__exit__(kind, error, at)
 
-    def add(self, entry: str, name: str, tensor: torch.Tensor) -> None:
-        """The next tensor of an entry. Raises FederatedError for one that is not next, or of another type or shape."""
+    def add(
+        self, entry: str, name: str, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        """The next tensor of an entry. Raises FederatedError for one that is not next, or of another type or shape.
+
+        It is written while the next ones are made: it must not change before ``done(tensor)`` is called, or `finished` returns.
+        Raises OSError where there was no room for this one or an earlier one.
+        """
         due = self._left[entry][0] if self._left[entry] else None
         given = (tensor.dtype, tuple(tensor.shape))
         if name != due or given != self._layout[entry][name]:
             said = f"{due} of {self._layout[entry][due]}" if due else "nothing more"
             raise FederatedError(f"{entry} of round {self.path.name}: {said} is to be written, got {name} of {given}")
-        write_values(self._open[entry], tensor)
+        self._behind.write(self._open[entry], tensor, done)
         del self._left[entry][0]
 
     def finished(self) -> dict[str, FileRecord]:
         """All tensors are written and on the disk: what came of their files. Raises FederatedError where some are missing."""
         if lost := [f"{entry}.{names[0]}" for entry, names in self._left.items() if names]:
             raise FederatedError(f"round {self.path.name} cannot be written: {lost[0]} was not given")
+        self._behind.finish()
         self._inner.close()
         return {
             f"{entry}.safetensors": FileRecord(sha256=file.sha256, bytes=file.bytes)

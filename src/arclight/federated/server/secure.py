@@ -19,7 +19,7 @@ import torch
 
 from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.chunks import Lanes
-from arclight.federated.aggregation.fold import Fold, mean_of
+from arclight.federated.aggregation.fold import Fold, Into, hand_over, mean_of
 from arclight.federated.aggregation.scale import Contribution, Scale
 from arclight.federated.errors import FederatedError, ProtocolError, UnopenedError
 from arclight.federated.privacy.agreement import Circle, Keys
@@ -219,7 +219,7 @@ class SecureFold(Fold):
         super().__init__(given, "delta", **{**more, "scales": dict.fromkeys(keys, scale), "cosines": False})
         self._opened, self._held = opening([one.client for one in given]), held
 
-    def _one(self, key: str, among: Lanes) -> torch.Tensor:
+    def each(self, key: str, among: Lanes, into: Into) -> None:
         sums: torch.Tensor | None = None
         shape: tuple[int, ...] = ()
         for given in self._given:
@@ -231,4 +231,4 @@ class SecureFold(Fold):
         self._opened.take_away(key, sums)
         mean = self._held(key, mean_of(self.scales[key], sums, torch.float32, shape, among))
         self._gathered.mean(key, float(torch.linalg.vector_norm(mean, dtype=torch.float64)))
-        return mean
+        hand_over(mean, among, into)

@@ -16,6 +16,7 @@ from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.aggregation.step import Step
 from arclight.federated.blobs import BlobStore
 from arclight.federated.protocol import Manifest
+from arclight.federated.rounds.behind import Reused
 from arclight.federated.rounds.store import Rounds, layout_of
 from arclight.federated.rounds.writing import Described, Written, in_order, weights_manifest
 from arclight.federated.server.decoded import Decoded
@@ -93,6 +94,7 @@ class Stepper:
         moments = anchor.moments_after(given, stacks)
         parts, sent = stacks.apart(anchor.by_key()), {key for one in given for key in one.manifest.tensors}
         order = (part for key in [*anchor.keys(), *moments] for part in stacks.parts(key))
+        memory = Reused()
         step = Step(
             self.strategy,
             parts,
@@ -103,6 +105,7 @@ class Stepper:
             order=[part for part in order if part in parts or part in sent],
             buffers=[part for name in anchor.buffers for part in stacks.parts(MODEL + name)],
             folding=self.folding,
+            empty=memory.empty,
         )
         states = {
             f"{kind}/{key.removeprefix(MODEL)}": described
@@ -115,11 +118,11 @@ class Stepper:
             for key, value, state in stacks.together(_counted(step, counts)):
                 name = key.removeprefix(MODEL)
                 if key.startswith(MODEL):
-                    writer.add(ENTRY, name, value)
+                    writer.add(ENTRY, name, value, memory.give_back)
                     for kind, tensor in state.items():
-                        writer.add("server", f"{kind}/{name}", tensor)
+                        writer.add("server", f"{kind}/{name}", tensor, memory.give_back)
                 else:
-                    writer.add("moments", key, value.to(moments[key][0]))
+                    writer.add("moments", key, value.to(moments[key][0]), memory.give_back)
             statistics = step.statistics
             written = writer.publish(trees(statistics, counts))
         return Stepped(

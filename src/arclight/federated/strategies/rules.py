@@ -32,10 +32,10 @@ class FedAvg(Strategy):
     def step(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], count: int
     ) -> tuple[torch.Tensor, Tensors]:
-        from arclight.optim.outer import Outer
+        import torch
 
-        moved, _ = Outer(lr=self.lr, momentum=0).step({"": weight}, {"": gradient}, {})
-        return moved[""], {}
+        moved = self.lr * gradient
+        return torch.sub(weight.to(moved.dtype), moved, out=moved).to(weight.dtype), {}
 
 
 @dataclass(frozen=True, kw_only=True)
