@@ -112,6 +112,18 @@ def test_a_full_disk_tells_no_round_twice(tmp_path: Path, monkeypatch: pytest.Mo
         assert [row["round"] for row in csv.DictReader(rows)] == ["0", "1"]
 
 
+def test_what_is_sent_for_a_round_that_is_over_does_not_tell_it_twice(tmp_path: Path) -> None:
+    """The order was given before the round was committed, and is counted after that."""
+    history = History(tmp_path)
+    history.at(0), history.at(1)
+    history.write(1)
+    history.sent(0, "a", 10)
+    history.took(0, "evaluate", 1.0)
+    history.sent(1, "a", 20)
+    history.write(2)
+    assert [(told["round"], told["bytes_down"]) for told in read_history(tmp_path)] == [(0, {}), (1, {"a": 20})]
+
+
 class Disk:
     """What of a run's history is on the disk: a power failure takes the rest."""
 

@@ -20,7 +20,7 @@ from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.errors import RefusedError
 from arclight.federated.protocol import Beat, Close, Fit, Join
-from arclight.federated.server import shelf
+from arclight.federated.server import service, shelf
 from arclight.federated.server.running import Run
 from arclight.federated.server.server import Server
 from arclight.federated.server.settings import Checks
@@ -246,3 +246,18 @@ def _fit(node: Script) -> Fit:
     order = node.ask()
     assert isinstance(order, Fit), order
     return order
+
+
+def test_what_a_node_may_send_is_found_once_for_the_same_weights(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for name in ("largest_message", "most_bytes"):
+        real = getattr(service, name)
+        monkeypatch.setattr(service, name, lambda *given, real=real: calls.append(real) or real(*given))
+    node = served.node()
+    for _ in range(3):
+        node.send(Beat(node="n", session=node.session))
+    node.link.blobs.put(hashlib.sha256(b"x").hexdigest(), b"x")
+    assert served.run.service.largest_message > 1 << 20
+    assert len(calls) <= 2

@@ -99,6 +99,8 @@ class History:
         self._rounds: dict[int, Round] = {}
         self._settled: frozenset[int] | set[int] = frozenset()
         """Rounds that an earlier process has told to the end, while the journal is gone through."""
+        self._over = 0
+        """Rounds below this have been told to their end."""
         self._file = HistoryFile(folder)
         self._table = Table(folder / "metrics.csv", lambda: (_row(_round(told)) for told in self._file.settled()))
 
@@ -109,8 +111,9 @@ class History:
             return [*map(_round, self._file.settled()), *self._in_memory()]
 
     def at(self, number: int) -> Round:
+        """What is known of a round, to be added to. What comes after it has been told to its end is told nowhere."""
         with self._lock:
-            return self._rounds.setdefault(number, Round(round=number))
+            return Round(round=number) if number < self._over else self._rounds.setdefault(number, Round(round=number))
 
     def told(self, number: int) -> dict[str, Any]:
         """A round as JSON values."""
@@ -234,6 +237,7 @@ class History:
                 raise
             for here in done:
                 del self._rounds[here.round]
+            self._over = max(self._over, settled)
 
     def _in_memory(self) -> list[Round]:
         return [self._rounds[number] for number in sorted(self._rounds)]

@@ -24,6 +24,7 @@ from arclight.federated.protocol import (
     Fit,
     Join,
     Leave,
+    Manifest,
     Message,
     Receipt,
     Secure,
@@ -76,6 +77,7 @@ class Service:
         self._lock = threading.Lock()
         self._has: dict[str, str] = {}
         """Session to the digest of the weights that it has been sent, the one that was heard longest ago first."""
+        self._known: tuple[Manifest, int, int] | None = None
         self.intake = Intake(blobs)
         self.checked: dict[str, Checked] = {}
         """What the check of an update found, by the digest of its manifest, until its round is folded."""
@@ -91,8 +93,16 @@ class Service:
 
     @property
     def largest_message(self) -> int:
-        weights = self.shelf.all()[-1].manifest
-        return largest_message(weights, self.federation, self.travels.whole(weights), secure.most(self.federation))
+        return self._largest()[1]
+
+    def _largest(self) -> tuple[Manifest, int, int]:
+        """The newest weights, and bytes of the largest message and update for them: found once, and asked for by each message."""
+        weights, known = self.shelf.all()[-1].manifest, self._known
+        if known is None or known[0] is not weights:
+            clients, whole = secure.most(self.federation), self.travels.whole(weights)
+            message = largest_message(weights, self.federation, whole, clients)
+            known = self._known = (weights, message, most_bytes(weights, self.federation))
+        return known
 
     def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
         """While a node puts a blob, or a part of it. Raises RefusedError where its clients' updates cannot need as much."""
@@ -100,7 +110,7 @@ class Service:
         if clients is None:
             raise SessionError("this session is not known here (any more): join again")
         updates = _SPARE * (1 + self.federation.overlap) * (len(clients) or secure.most(self.federation))
-        room = updates * most_bytes(self.shelf.all()[-1].manifest, self.federation)
+        room = updates * self._largest()[2]
         return self.intake.taking(node, digest, size, room)
 
     # -- what nodes say ----------------------------------------------------------------------------------------------
