@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -590,3 +591,19 @@ def test_a_node_that_was_away_for_rounds_hears_that_its_update_counted(rounds: i
     receipt = away.deliver("a", round=1)
     assert (receipt.accepted, receipt.message) == (True, "it was here already")
     assert away.deliver("a", round=1, digest="another").reason == "duplicate"
+
+
+def test_a_run_that_is_taken_up_with_another_period_does_not_measure_what_is_over() -> None:
+    run = world(clients=["a"], rounds=2, evaluate_every=0)
+    run.node("n").run()
+    assert run.ended is not None
+    run.settings = replace(run.settings, rounds=3, evaluate_every=1)
+    run.commands.clear()
+    run.restart()
+    assert not run.coordinator.state.measuring
+    again = run.node("n")
+    run.pass_(0.9)
+    again.beat()
+    run.pass_(0.9)
+    again.run()
+    assert [one.round for one in run.commands if isinstance(one, ev.Measure)] == [3]

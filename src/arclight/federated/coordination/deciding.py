@@ -110,8 +110,9 @@ def _begin(c: Coordinator, event: ev.Begun, now: float) -> Decision:
     if c.state.committed >= 0:
         raise FederatedError(f"run {c.run!r} has begun already: it is at round {c.state.committed}; resume it")
     committed = RoundCommitted(
-        round=event.round, base=event.base, checkpoint=event.checkpoint, norm=0.0, clock=event.clock
-    )
+        round=event.round, base=event.base, checkpoint=event.checkpoint, norm=0.0, clock=event.clock,
+        measured=_is_measured(c, event.round),
+    )  # fmt: skip
     return Decision(
         event=event, now=now, records=(RunOpened(run=c.run, settings=c.rules.digest), committed)
     )  # fmt: skip
@@ -268,9 +269,15 @@ def _committed(c: Coordinator, event: ev.Committed, now: float) -> Decision:
             f"{[r.round for r in c.state.open.values() if r.closed is not None]}"
         )
     record = RoundCommitted(
-        round=event.round, base=event.base, checkpoint=event.checkpoint, norm=event.norm, drift=event.drift
-    )
+        round=event.round, base=event.base, checkpoint=event.checkpoint, norm=event.norm, drift=event.drift,
+        measured=_is_measured(c, event.round),
+    )  # fmt: skip
     return Decision(event=event, now=now, records=(record,))
+
+
+def _is_measured(c: Coordinator, round: int) -> bool:
+    every = c.settings.evaluate_every
+    return bool(every) and (round % every == 0 or round == c.settings.rounds)
 
 
 def _unopened(c: Coordinator, event: ev.Unopened, now: float) -> Decision:

@@ -190,8 +190,7 @@ class Replay:
             for old in [r for r in state.outstanding if record.round + 1 - r > self.settings.buffered.most_stale]:
                 del state.outstanding[old]
         self._forget()
-        every = self.settings.evaluate_every
-        if every and (record.round % every == 0 or record.round == self.settings.rounds):
+        if record.measured:
             drawn = done.drawn if done is not None else self.sampler.draw(record.round)
             waiting = dict.fromkeys(drawn if self.settings.evaluate_on == "clients" else ())
             state.measuring[record.round] = Measuring(record.base, waiting)

@@ -118,6 +118,8 @@ class RoundCommitted(Record):
     """Client to cosine between its change and the mean."""
     clock: int | None = None
     """Optimizer steps of the run up to these weights; None: those before the round and the round's own."""
+    measured: bool = False
+    """Whether these weights are measured: a run that is taken up again with other periods does not measure what is long over."""
 
 
 @dataclass(frozen=True, kw_only=True)
