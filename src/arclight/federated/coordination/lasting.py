@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import fields, replace
 
 from arclight.federated.coordination.records import (
@@ -95,7 +96,7 @@ class Replay:
         """Others hold on to the state: it stays the one that it is."""
         self._check(state.run, state.settings)
         for item in fields(Lasting):
-            setattr(self.state, item.name, getattr(state, item.name))
+            setattr(self.state, item.name, deepcopy(getattr(state, item.name)))  # the record stays what it was
         self.state.begun.update({round: open for round, open in state.open.items() if round in state.begun})
 
     def _check(self, run: str, settings: str) -> None:
