@@ -97,7 +97,8 @@ class Replay:
         self._check(state.run, state.settings)
         for item in fields(Lasting):
             setattr(self.state, item.name, deepcopy(getattr(state, item.name)))  # the record stays what it was
-        self.state.begun.update({round: open for round, open in state.open.items() if round in state.begun})
+        own = self.state
+        own.begun.update({round: open for round, open in own.open.items() if round in own.begun})
 
     def _check(self, run: str, settings: str) -> None:
         if run != self.run:
