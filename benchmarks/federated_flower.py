@@ -74,6 +74,7 @@ def train(message, context):
 '''
 _BUILDING = "from benchmarks.federated_sites import client, server\n"
 KINDS = ("ours", "flower")
+_ENVIRONMENT = {"OMP_NUM_THREADS": str(os.cpu_count()), "OMP_WAIT_POLICY": "passive"}
 
 
 @dataclass
@@ -90,14 +91,15 @@ class Peers:
 def compare(folder: Path, megabytes: float, *, repeats: int, theirs: int, ours: int) -> Peers:
     """Run both in turns, each first in every second deployment. theirs, ours: rounds of a run.
 
-    Flower and torch are as they are by default: executors look for work every second, sums use all processors.
+    Flower is as it is by default: executors look for work every second. Torch's threads wait without spinning, as three processes
+    share the processors.
     """
     found = Peers()
     for number in range(repeats):
         order = KINDS if number % 2 == 0 else KINDS[::-1]
         here = folder / str(number)
         began = time.time()
-        with Deployment(here, 2, names=("0", "1"), environment={"OMP_NUM_THREADS": str(os.cpu_count())}) as flower:
+        with Deployment(here, 2, names=("0", "1"), environment=_ENVIRONMENT) as flower:
             for place, kind in enumerate(order):
                 first = here / f"first-{kind}"
                 first.mkdir()

@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -33,6 +34,13 @@ class HashedFile:
             self._file.write(piece)
             self._hash.update(piece)  # while it is in the cache
         self.bytes += len(data)
+
+    def settle(self) -> None:
+        """Have what was written so far on the disk, that the end need not wait for it; nothing at an address."""
+        with suppress(UnsupportedOperation):
+            descriptor = self._file.fileno()
+            self._file.flush()
+            os.fsync(descriptor)
 
     def read(self, count: int) -> bytes:
         """Exactly `count` bytes; raises EOFError where the file ends before."""

@@ -57,7 +57,9 @@ def run(codec: Codec, rounds: int, longest: int = 8) -> tuple[MemoryStore, list[
 
 
 def seen_by(held: Held, chain: Chain) -> dict[str, torch.Tensor]:
-    return {key: encoded.parts[""].clone() for key, encoded in held.take(chain.weights, chain.changes).items()}
+    found = {key: encoded.parts[""].clone() for key, encoded in held.take(chain.weights, chain.changes).items()}
+    held.tidy()
+    return found
 
 
 class Counting(MemoryStore):

@@ -20,6 +20,9 @@ CHUNK = 1 << 15
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16}
 """Types that are widened by numpy, which takes a third of the time to begin with a chunk."""
 
+LANES = 1
+"""Threads that fold: numpy's calls on a chunk are so short that two spend more on waiting for each other than they gain."""
+
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from arclight.federated.blobs.digests import checked
@@ -22,17 +22,22 @@ class Bases:
         self._here = FolderStore(folder / "weights", durable="none")
         self._held = Held(self._here, remote)
 
-    def fetch(self, order: Fit | Evaluate, needed: Collection[str], wanted: Callable[[], None]) -> FolderStore:
+    def fetch(self, order: Fit | Evaluate, needed: Set[str], wanted: Callable[[], None]) -> FolderStore:
         """Files of the order's weights. What is neither theirs nor ``needed`` (digests of weights) is removed before.
 
         wanted: raises where the order has been withdrawn meanwhile. Raises BlobError, LinkError as `Held.take`.
         """
-        for former in self._folder.iterdir() if self._folder.is_dir() else ():
-            if former.name != order.base and former.name not in needed:
-                shutil.rmtree(former, ignore_errors=True)
+        self.tidy(needed)
         store = FolderStore(self._folder / checked(order.base), durable="none")
         if any(store.size(digest) is None for digest in order.weights.blobs):
             self._held.take(order.weights, order.changes, wanted)
             for digest in order.weights.blobs:
                 store.adopt(digest, self._here.file(digest))
         return store
+
+    def tidy(self, needed: Set[str]) -> None:
+        """Remove what is neither ``needed`` nor the newest; large files take a while to go, so not while someone waits for others."""
+        for former in self._folder.iterdir() if self._folder.is_dir() else ():
+            if former.name not in needed:
+                shutil.rmtree(former, ignore_errors=True)
+        self._held.tidy()

@@ -197,6 +197,7 @@ class Node:
             fetched = list[FolderStore]()
             self._session.patiently(lambda: fetched.append(self._fetch(order, job)))
             self._jobs.ready(job, fetched[-1])
+            self._bases.tidy(self._jobs.bases())
 
     def _fetch(self, order: Fit | Evaluate, job: Job) -> FolderStore:
         return self._bases.fetch(order, self._jobs.bases(), job.wanted)

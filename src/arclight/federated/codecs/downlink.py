@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -105,11 +105,12 @@ def apply(key: str, seen: torch.Tensor, told: Encoded) -> torch.Tensor:
 class Held:
     """The newest weights that a node has, as blobs in a store of their own, which outlives the process.
 
-    store: for nothing else: what is no longer needed is removed. remote: where the server's blobs are.
+    store: for nothing else: `tidy` removes what is no longer needed. remote: where the server's blobs are.
     """
 
     def __init__(self, store: FolderStore | MemoryStore, remote: BlobStore) -> None:
         self._store, self._remote = store, remote
+        self._needed: Set[str] | None = None
 
     def take(
         self, weights: Manifest, changes: Sequence[Manifest] = (), wanted: Callable[[], None] = lambda: None
@@ -125,10 +126,14 @@ class Held:
             if not route or not self._follow(route, digest):
                 transfer(weights.blobs, self._remote, self._store, wanted)
             self._store.put(digest, weights.to_json().encode())
-        for other in list(self._store):
-            if other != digest and other not in weights.blobs:
-                self._store.remove(other)
+        self._needed = {digest, *weights.blobs}
         return open_manifest(weights, self._store)
+
+    def tidy(self) -> None:
+        """Remove what is not of the weights that were taken last; apart from `take`, as removing a large file takes its time."""
+        if self._needed is not None:
+            for other in set(self._store) - self._needed:
+                self._store.remove(other)
 
     def _known(self, digest: str) -> Manifest | None:
         """The manifest with that digest, if it and all of its blobs are here."""

@@ -12,6 +12,8 @@ import torch
 from arclight.checkpoint.files import HashedFile
 from arclight.checkpoint.tensorfile import write_values
 
+_SETTLED = 1 << 26
+"""Bytes after which a file is on the disk so far, while the next tensors are made."""
 _AHEAD = 2
 """Tensors that wait to be written, or are being written."""
 
@@ -22,12 +24,13 @@ class Behind:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="arclight-round")
         self._waiting = deque[Future[None]]()
+        self._settled: dict[HashedFile, int] = {}
 
     def write(self, file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
         """``done(tensor)`` is called once it is written; it must not change before. Waits while enough others do."""
         while len(self._waiting) >= _AHEAD:
             self._waiting.popleft().result()
-        self._waiting.append(self._pool.submit(_write, file, tensor, done))
+        self._waiting.append(self._pool.submit(self._write, file, tensor, done))
 
     def finish(self) -> None:
         """All that was given is written."""
@@ -38,11 +41,13 @@ class Behind:
         """End the thread; what waits is dropped."""
         self._pool.shutdown(cancel_futures=True)
 
-
-def _write(file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
-    write_values(file, tensor)
-    if done is not None:
-        done(tensor)
+    def _write(self, file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
+        write_values(file, tensor)
+        if done is not None:
+            done(tensor)
+        if file.bytes - self._settled.get(file, 0) >= _SETTLED:
+            file.settle()
+            self._settled[file] = file.bytes
 
 
 class Reused:

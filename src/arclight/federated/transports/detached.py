@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STOPPING = 60.0
+_PATIENT = {"OMP_WAIT_POLICY": "passive"}
+"""Torch's threads do not spin while they have nothing to do: others on this machine may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Detached:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "arclight.federated.transports.detached", str(bound.fileno())],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=logged, pass_fds=[bound.fileno()], start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=_PATIENT | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )  # fmt: skip
         threading.Thread(target=self._listen, name="arclight-detached", daemon=True).start()
         self._say(json.dumps(asdict(orders)))
