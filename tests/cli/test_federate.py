@@ -277,7 +277,7 @@ def test_rounds_are_kept_at_addresses_and_runs_are_not(
         fsspec.get_filesystem_class("memory").store.clear()
 
 
-@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "httpx", "cryptography"])
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette", "httptools", "urllib3", "cryptography"])
 def test_what_is_not_installed_is_told_before_a_run_is_begun(
     missing: str, lines: Path, typed: Typed, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +288,7 @@ def test_what_is_not_installed_is_told_before_a_run_is_begun(
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [Without(missing), *sys.meta_path])
     line = "serve lines.toml --address 127.0.0.1:0 --tls-cert keys/server.pem --tls-key keys/server.key"
-    if missing in ("httpx", "cryptography"):
+    if missing in ("urllib3", "cryptography"):
         line = "join http://127.0.0.1:1 --name a --key a.key"
     status, _, err = typed(f"federate {line}")
     assert status == 2

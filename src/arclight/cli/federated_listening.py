@@ -62,7 +62,7 @@ def listening(options: Namespace) -> Listening:
 
 def check_means(where: Listening) -> None:
     """Raise FederatedError for files that a server cannot listen with, MissingExtraError where it cannot listen at all."""
-    for module in ("uvicorn", "starlette"):
+    for module in ("uvicorn", "httptools", "starlette"):
         require(module, extra="federated")
     if where.certificate is not None and where.private_key is not None:
         from arclight.federated.transports.trust import check_certificate

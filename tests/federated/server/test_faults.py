@@ -44,23 +44,27 @@ def undisturbed(folder: Path) -> list[str]:
 
 
 class FullDisk:
-    """Writes at one point of the journal fail ``times`` times, as on a full disk."""
+    """From some write to the journal on, ``times`` of them fail, as on a full disk."""
 
-    def __init__(self, line: int, times: int) -> None:
-        self.line, self.left = line, times
+    def __init__(self, write: int, times: int) -> None:
+        self.good, self.left = write, times
 
     def __call__(self, point: str, line: int) -> None:
-        if point == "torn" and line == self.line and self.left:
+        if point != "torn":
+            return
+        self.good -= 1
+        if self.good < 0 and self.left:
             self.left -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("line", [3, 4, 6, 7])
+@pytest.mark.parametrize("write", [3, 4, 6, 7])
 def test_a_journal_without_room_pauses_the_run_until_there_is_some(
-    tmp_path: Path, line: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, write: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk = FullDisk(line, 2)
-    server = Server(settings(), START, folder=tmp_path / "run", inject=disk)
+    disk = FullDisk(write, 2)
+    patient = settings(waiting=Waiting(beat_every=20.0))  # a script says nothing while it waits for an answer
+    server = Server(patient, START, folder=tmp_path / "run", inject=disk)
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
         Script(InProcess(run.service), learners).work()

@@ -135,6 +135,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def _protocol(patience: float) -> Any:
     """Uvicorn's protocol, but a connection on which no request comes to the end of its headers in time is closed."""
+    require("httptools", extra="federated")
     base: Any = require("uvicorn.protocols.http.httptools_impl", extra="federated").HttpToolsProtocol
 
     class Timely(base):
