@@ -26,7 +26,7 @@ class HashedFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._hash = hashlib.sha256()
-        self.bytes = 0
+        self.bytes = self._settled = 0
 
     def write(self, data: bytes | memoryview) -> None:
         for start in range(0, len(data), _PIECE):
@@ -35,8 +35,11 @@ class HashedFile:
             self._hash.update(piece)  # while it is in the cache
         self.bytes += len(data)
 
-    def settle(self) -> None:
-        """Have what was written so far on the disk, that the end need not wait for it; nothing at an address."""
+    def settle(self, every: int) -> None:
+        """Have each ``every`` bytes that were written on the disk, that the end need not wait for them; nothing at an address."""
+        if self.bytes - self._settled < every:
+            return
+        self._settled = self.bytes
         with suppress(UnsupportedOperation):
             descriptor = self._file.fileno()
             self._file.flush()

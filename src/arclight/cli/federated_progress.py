@@ -18,7 +18,7 @@ from arclight.trainer.curves import number_text
 from arclight.trainer.report import size_text
 
 if TYPE_CHECKING:
-    from arclight.federated.coordination.lasting import Open
+    from arclight.federated.coordination.state import Open
     from arclight.federated.protocol import Message
     from arclight.federated.transports.in_process import Answers
 

@@ -20,9 +20,6 @@ CHUNK = 1 << 15
 _NUMPY = {torch.float64: np.float64, torch.float32: np.float32, torch.float16: np.float16}
 """Types that are widened by numpy, which takes a third of the time to begin with a chunk."""
 
-LANES = 1
-"""Threads that fold: numpy's calls on a chunk are so short that two spend more on waiting for each other than they gain."""
-
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
@@ -82,8 +79,8 @@ class Lanes:
 
 @contextmanager
 def lanes(threads: int | None = None) -> Iterator[Lanes]:
-    """``threads`` lanes, as many as torch uses by default."""
-    count = torch.get_num_threads() if threads is None else threads
+    """``threads`` lanes, one by default: numpy's calls on a chunk are so short that two mostly wait for each other."""
+    count = 1 if threads is None else threads
     if count < 1:
         raise ValueError(f"at least one thread is needed, got {count}")
     if count == 1:

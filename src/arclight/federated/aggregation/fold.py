@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from arclight.federated.aggregation.chunks import LANES, Array, Chunked, Lanes, Scratch, lanes, product, squares, total
+from arclight.federated.aggregation.chunks import Array, Chunked, Lanes, Scratch, lanes, product, squares, total
 from arclight.federated.aggregation.scale import Contribution, Form, Scale, plan
 from arclight.federated.aggregation.statistics import Gathered, Statistics, Told
 from arclight.federated.aggregation.terms import Terms, add, sum_of
@@ -100,7 +100,7 @@ class Fold:
         self._gathered = Gathered([Told(given.client, given.weight, given.samples) for given in self._given])
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with lanes(self._threads or LANES) as among:
+        with lanes(self._threads) as among:
             for key in self._keys:
                 yield key, self.whole(key, among)
 
@@ -317,7 +317,7 @@ def partial(
     scales: the plan for all contributors, the same wherever a part is summed. Keys that none of these has are left out.
     """
     given = sorted(contributions, key=lambda one: one.client)
-    with lanes(threads or LANES) as among:
+    with lanes(threads) as among:
         for key in sorted(scales) if keys is None else keys:
             holders, terms = [one for one in given if key in one.keys], Terms(key, scales[key])
             if holders and not terms.averaged:

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from arclight.federated.aggregation.chunks import LANES, Chunked, Lanes, Scratch, lanes, squares, total
+from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes, squares, total
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError, RefusedError
 
@@ -156,7 +156,7 @@ def plan(
 def measure(client: str, tensors: Mapping[str, torch.Tensor], threads: int | None = None) -> Measured:
     """Sizes of a client's tensors, each read once. Raises RefusedError naming client and key of a value that is not finite."""
     largest, norms = dict[str, float | None](), dict[str, float]()
-    with lanes(threads or LANES) as among:
+    with lanes(threads) as among:
         for key in tensors:
             tensor = Chunked(tensors[key])
             if is_mean(client, key, tensor.dtype):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from arclight.checkpoint.stored import StoredTensor
-from arclight.federated.aggregation.chunks import LANES, Chunked, Lanes, Scratch, lanes
+from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes
 from arclight.federated.aggregation.fold import Fold, Into, Take, Tensors
 from arclight.federated.aggregation.scale import Contribution, Form, Scale
 from arclight.federated.aggregation.statistics import PREFIX, Statistics
@@ -102,7 +102,7 @@ class Step:
         return {key: described for key, described in found.items() if described}
 
     def __iter__(self) -> Iterator[Stepped]:
-        with lanes(self._threads or LANES) as among:
+        with lanes(self._threads) as among:
             for key in self.order:
                 count = self._counts.get(key, 0)
                 if key in self._fold.scales:

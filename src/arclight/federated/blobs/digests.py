@@ -31,13 +31,13 @@ def not_it(digest: str, found: str, size: int) -> BlobError:
     )
 
 
-def pieces_of(path: Path, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
-    """The bytes of a file from ``offset`` on, ``length`` of them or all. Raises BlobError where it ends before."""
+def pieces_of(path: Path, offset: int = 0, length: int | None = None, size: int = PIECE) -> Iterator[bytes]:
+    """The bytes of a file from ``offset`` on, ``length`` of them or all, up to ``size`` at once. Raises BlobError where it ends before."""
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
         left = length
         while left is None or left > 0:
-            piece = file.read(PIECE if left is None else min(PIECE, left))
+            piece = file.read(size if left is None else min(size, left))
             if not piece:
                 if left is None:
                     return

@@ -195,8 +195,7 @@ def told(error: BaseException) -> ClientError:
     if isinstance(error, ClientError):
         return error
     notes: list[Any] = list(getattr(error, "__notes__", []))
-    kind = (
-        "" if type(error).__module__.startswith("arclight.") else f"{type(error).__name__}: "
-    )  # ours say all in their words
+    ours = type(error).__module__.startswith("arclight.")  # they say all in their words
+    kind = "" if ours else f"{type(error).__name__}: "
     again = isinstance(error, BlobError) or (isinstance(error, OSError) and error.errno in _TRANSIENT)
     return ClientError("; ".join([f"{kind}{error}", *map(str, notes)]), again=again)

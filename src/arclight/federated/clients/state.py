@@ -127,9 +127,8 @@ class Finished:
         for lane in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
             self.residuals(int(lane.name)).take_over(lane, round)
         with suppress(FileNotFoundError):  # it is over already
-            (place / _TAKEN).write_text(
-                session
-            )  # lost, the update is sent once more, and the server says that it has it
+            # lost, the update is sent once more, and the server says that it has it
+            (place / _TAKEN).write_text(session)
 
     def drop(self, round: int) -> None:
         """Forget an update, which the server does not want."""

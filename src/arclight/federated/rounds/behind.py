@@ -24,13 +24,12 @@ class Behind:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="arclight-round")
         self._waiting = deque[Future[None]]()
-        self._settled: dict[HashedFile, int] = {}
 
     def write(self, file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
         """``done(tensor)`` is called once it is written; it must not change before. Waits while enough others do."""
         while len(self._waiting) >= _AHEAD:
             self._waiting.popleft().result()
-        self._waiting.append(self._pool.submit(self._write, file, tensor, done))
+        self._waiting.append(self._pool.submit(_write, file, tensor, done))
 
     def finish(self) -> None:
         """All that was given is written."""
@@ -41,13 +40,12 @@ class Behind:
         """End the thread; what waits is dropped."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _write(self, file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
-        write_values(file, tensor)
-        if done is not None:
-            done(tensor)
-        if file.bytes - self._settled.get(file, 0) >= _SETTLED:
-            file.settle()
-            self._settled[file] = file.bytes
+
+def _write(file: HashedFile, tensor: torch.Tensor, done: Callable[[torch.Tensor], None] | None) -> None:
+    write_values(file, tensor)
+    if done is not None:
+        done(tensor)
+    file.settle(_SETTLED)
 
 
 class Reused:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.federated.blobs.digests import PIECE, checked, missing
+from arclight.federated.blobs.digests import PIECE, checked, missing, pieces_of
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.incoming import BusyError, Incoming
 from arclight.federated.errors import BlobError, RefusedError
@@ -134,7 +134,7 @@ class HttpBlobs:
                 raise RefusedError("too_large", f"{self._address}: {words_of(response)}")
             raise error_of(response, self._address)
 
-        part = (source[start:stop],) if isinstance(source, bytes) else _blocks_of(source, start, stop - start)
+        part = (source[start:stop],) if isinstance(source, bytes) else pieces_of(source, start, stop - start, _BLOCK)
         sent: bool | None = self._request("PUT", f"/v1/blobs/{digest}", then=then, body=part, headers=headers)
         return sent
 
@@ -184,17 +184,3 @@ class HttpBlobs:
         headers = {"range": f"bytes={offset}-{last}"}
         ended: bool = self._request("GET", f"/v1/blobs/{digest}", then=then, headers=headers)
         return ended
-
-
-def _blocks_of(path: Path, offset: int, length: int) -> Iterator[memoryview]:
-    """A part of a file, each block valid until the next is asked for. Raises BlobError where the file ends before."""
-    buffer = memoryview(bytearray(_BLOCK))
-    with path.open("rb", buffering=0) as file:
-        file.seek(offset)
-        left = length
-        while left > 0:
-            count = file.readinto(buffer[: min(left, _BLOCK)])
-            if not count:
-                raise BlobError(f"{path} ends {left} bytes before the part that was asked for does")
-            left -= count
-            yield buffer[:count]
