@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.federated.clients import Outcome
 from arclight.federated.codecs.encoding import decode, encode
@@ -53,7 +53,9 @@ class Masked(Script):
 
 
 def run(folder: Path, learners: dict[str, Quadratic], moments: tuple[str, ...] = (), **given) -> tuple[Server, Masked]:
-    federation = Federation(**{"clients": len(learners), "rounds": 3, "local_steps": 4, "moments": moments, **given})
+    federation = Federation(
+        **{"clients": len(learners), "rounds": 3, "local_steps": 4, "moments": moments, "waiting": CALM, **given}
+    )
     server = Server(federation, START, folder=folder / "run")
     with server.opened() as opened:
         script = Masked(InProcess(opened.service), learners, moments=moments)
@@ -88,7 +90,9 @@ def test_what_is_never_sent_stays_and_what_has_a_period_moves_in_its_rounds(tmp_
     "key", ["model/head.w", "model/body.w", "exp_avg/experts.w", "model/experts.w[0]", "model/experts.w"]
 )
 def test_what_masks_forbid_is_refused(tmp_path: Path, key: str) -> None:
-    federation = Federation(clients=1, rounds=1, local_steps=4, masks=Masks(personal=("head.",), periods={"body.": 2}))
+    federation = Federation(
+        clients=1, rounds=1, local_steps=4, masks=Masks(personal=("head.",), periods={"body.": 2}), waiting=CALM
+    )
     with Server(federation, START, folder=tmp_path / "run").opened() as opened:
         script = Script(InProcess(opened.service), {"0": Quadratic(1.0)})
         script.join()
@@ -164,7 +168,7 @@ def test_a_fleet_may_mix_codecs(tmp_path: Path) -> None:
 
     start = {"w": torch.linspace(-1, 1, 4096).reshape(64, 64)}
     learners = {str(number): Quadratic(float(number)) for number in range(3)}
-    server = Server(Federation(clients=3, rounds=1, local_steps=4), start, folder=tmp_path / "run")
+    server = Server(Federation(clients=3, rounds=1, local_steps=4, waiting=CALM), start, folder=tmp_path / "run")
     with server.opened() as opened:
         Mixed(InProcess(opened.service), learners).work()
         assert opened.driver.wait(60)

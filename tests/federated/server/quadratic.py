@@ -16,6 +16,7 @@ from arclight.federated.clients import Outcome
 from arclight.federated.clients.keeping import Keep
 from arclight.federated.codecs.encoding import decode, encode
 from arclight.federated.codecs.settings import from_table
+from arclight.federated.coordination.settings import Waiting
 from arclight.federated.protocol import (
     Ask,
     Close,
@@ -31,6 +32,9 @@ from arclight.federated.protocol import (
     Welcome,
 )
 from arclight.federated.transports.link import Link
+
+CALM = Waiting(beat_every=20.0)
+"""For a `Script`, which says nothing while it works: no machine that stands still for a second makes it a lost node."""
 
 
 class Quadratic:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.federated.blobs.packing import Encoded, write_blobs
 from arclight.federated.clients import Outcome
@@ -57,7 +57,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    server = Server(Federation(clients=2, rounds=2, local_steps=4), START, folder=tmp_path / "run")
+    server = Server(Federation(clients=2, rounds=2, local_steps=4, waiting=CALM), START, folder=tmp_path / "run")
     with server.opened() as run:
         script = Script(InProcess(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
         script.join()
@@ -170,7 +170,9 @@ def test_an_update_that_comes_twice_counts_once(bench: Bench) -> None:
 def test_a_node_is_not_heard_about_clients_of_others(tmp_path: Path) -> None:
     """One who may join for a site of his own cannot speak for another's."""
     server = Server(
-        Federation(clients=2, rounds=1, local_steps=4, evaluate_on="clients"), START, folder=tmp_path / "run"
+        Federation(clients=2, rounds=1, local_steps=4, evaluate_on="clients", waiting=CALM),
+        START,
+        folder=tmp_path / "run",
     )
     with server.opened() as run:
         own = Script(InProcess(run.service), {"0": Quadratic(1.0)}, name="own")
@@ -194,7 +196,7 @@ def test_a_node_is_not_heard_about_clients_of_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "samples"), [(float("nan"), 1), (float("inf"), 1), (1e308, 100), (1.0, 10**400)])
 def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Path, value: float, samples: int) -> None:
     """The mean would be no number, which no journal takes: not now, and not after any restart."""
-    settings = Federation(clients=2, rounds=2, local_steps=4, evaluate_on="clients")
+    settings = Federation(clients=2, rounds=2, local_steps=4, evaluate_on="clients", waiting=CALM)
     server = Server(settings, START, folder=tmp_path / "run")
     with server.opened() as run:
         script = Script(InProcess(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.checkpoint.files import HashedFile
 from arclight.federated.coordination.settings import Waiting
@@ -28,7 +28,7 @@ START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(5)}
 
 
 def settings(**given: object) -> Federation:
-    return Federation(**{"clients": 2, "rounds": 2, "local_steps": 3, **given})  # type: ignore[arg-type]
+    return Federation(**{"clients": 2, "rounds": 2, "local_steps": 3, "waiting": CALM, **given})  # type: ignore[arg-type]
 
 
 def both() -> dict[str, Quadratic]:
@@ -63,8 +63,7 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
     tmp_path: Path, write: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk = FullDisk(write, 2)
-    patient = settings(waiting=Waiting(beat_every=20.0))  # a script says nothing while it waits for an answer
-    server = Server(patient, START, folder=tmp_path / "run", inject=disk)
+    server = Server(settings(), START, folder=tmp_path / "run", inject=disk)
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
         Script(InProcess(run.service), learners).work()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.federated.clients import Outcome
 from arclight.federated.coordination import records as r
@@ -43,7 +43,9 @@ def served(
     folder: Path, rounds: int, until: Callable[[Message], bool] = lambda message: False, **more: object
 ) -> Server:
     """A run that has come to its end, or to an order for which ``until`` is true."""
-    settings = Federation(**{"clients": 2, "rounds": rounds, "local_steps": 1, "evaluate_every": 0, **more})  # type: ignore[arg-type]
+    settings = Federation(
+        **{"clients": 2, "rounds": rounds, "local_steps": 1, "evaluate_every": 0, "waiting": CALM, **more}
+    )  # type: ignore[arg-type]
     server = Server(settings, START, folder=folder, evaluate=lambda weights: {"loss": float(weights["w"].sum())})
     with server.opened() as run:
         Script(InProcess(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
@@ -71,7 +73,7 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
             gc.collect()
             kept[what.round] = sum(type(one) is Round for one in gc.get_objects())
 
-    settings = Federation(clients=2, rounds=60, local_steps=1, evaluate_every=0, keep_rounds=0)
+    settings = Federation(clients=2, rounds=60, local_steps=1, evaluate_every=0, keep_rounds=0, waiting=CALM)
     server = Server(settings, START, folder=folder, told=told)
     with server.opened() as run:
         Script(InProcess(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()

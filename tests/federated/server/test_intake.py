@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
@@ -57,7 +57,7 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    settings = Federation(clients=2, rounds=1, local_steps=3, evaluate_every=0)
+    settings = Federation(clients=2, rounds=1, local_steps=3, evaluate_every=0, waiting=CALM)
     with Server(settings, START, folder=tmp_path / "run").opened() as run, HttpServer(run.service) as http:
         made = Served(run, http, tmp_path)
         yield made
@@ -96,7 +96,9 @@ def test_a_blob_that_no_update_can_be_is_refused_before_it_comes(served: Served)
 
 
 def test_a_node_whose_update_is_too_large_says_so_and_goes_on(tmp_path: Path) -> None:
-    settings = Federation(clients=2, rounds=1, local_steps=3, evaluate_every=0, checks=Checks(bytes_times=0.01))
+    settings = Federation(
+        clients=2, rounds=1, local_steps=3, evaluate_every=0, waiting=CALM, checks=Checks(bytes_times=0.01)
+    )
     server = Server(settings, {"w": torch.zeros(2_000_000)}, folder=tmp_path / "run")
     with server.opened() as run, HttpServer(run.service) as http:
         link = HttpLink(http.address, tmp_path / "cache", patience=5)
@@ -208,7 +210,9 @@ def test_names_and_values_that_would_fill_the_journal(served: Served) -> None:
 def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Path) -> None:
     """The second is taken just while what the first has left is looked for."""
     accepted, asked = threading.Event(), list[set[str]]()
-    server = Server(Federation(clients=1, rounds=2, local_steps=3, evaluate_every=0), START, folder=tmp_path / "run")
+    server = Server(
+        Federation(clients=1, rounds=2, local_steps=3, evaluate_every=0, waiting=CALM), START, folder=tmp_path / "run"
+    )
     with server.opened() as run:
         spooled = run.driver.spooled
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.server.quadratic import Quadratic, Script
+from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.federated.blobs import folder
 from arclight.federated.clients.client import Client
@@ -24,7 +24,7 @@ START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.zeros(5)}
 
 
 def settings(**given: object) -> Federation:
-    return Federation(**{"clients": 2, "rounds": 3, "local_steps": 4, "keep_rounds": 0, **given})  # type: ignore[arg-type]
+    return Federation(**{"clients": 2, "rounds": 3, "local_steps": 4, "keep_rounds": 0, "waiting": CALM, **given})  # type: ignore[arg-type]
 
 
 def trained(server: Server, learners: dict[str, Quadratic]) -> None:
