@@ -1,5 +1,6 @@
 """What nobody's node would send: it is refused with a reason, nothing is lost, and the server goes on."""
 
+import errno
 import hashlib
 import http.client
 import json
@@ -12,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from tests.federated.transports.standin import StandIn
 
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.incoming import Incoming
 from arclight.federated.protocol import Ask, Beat, Join, Message, Wait, Welcome, read
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.settings import Limits, Listening
@@ -268,6 +271,57 @@ def test_bodies_that_stop_or_crawl(running: Running) -> None:
     message = f"POST /v1/message HTTP/1.1\r\nhost: x\r\n{auth}content-length: 90000\r\n\r\n".encode()
     assert running.raw(message).startswith(b"HTTP/1.1 408")
     assert b"is slower than" in running.raw(message, *[b" "] * 40, pause=0.05)
+
+
+def answer_on(back: BinaryIO) -> tuple[int, bytes]:
+    """The next one on a connection that may bring more."""
+    status = int(back.readline().split()[1])
+    return status, back.read(int(http.client.parse_headers(back)["content-length"]))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 70_000, len(BYTES) - 1, len(BYTES)])
+def test_what_follows_an_upload_on_its_connection(running: Running, cut: int) -> None:
+    """The next request comes in one piece with the end of the body, whose start came with the headers."""
+    auth = f"authorization: Bearer {running.token}\r\n"
+    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {len(BYTES)}\r\n\r\n".encode()
+    then = f"GET /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}\r\n".encode()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
+        line.sendall(head + BYTES[:cut])
+        time.sleep(0.05)
+        line.sendall(BYTES[cut:] + then)
+        assert answer_on(back) == (201, b"")
+        assert answer_on(back) == (200, BYTES)
+        line.sendall(then)
+        assert answer_on(back) == (200, BYTES)
+
+
+def test_the_rest_of_an_upload_that_is_refused_is_passed_over(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 900_000
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(Incoming, "write", full)
+    auth = f"authorization: Bearer {running.token}\r\n"
+    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {size}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
+        line.sendall(head + b"x" * 200_000)
+        time.sleep(0.2)
+        line.sendall(b"x" * (size - 200_000))
+        assert answer_on(back)[0] == 507
+        line.sendall(b"GET /v1/challenge HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert answer_on(back)[0] == 200
+
+
+def test_a_client_that_waits_to_be_told_to_go_on(running: Running) -> None:
+    headers = f"authorization: Bearer {running.token}\r\nexpect: 100-continue\r\ncontent-length: {len(BYTES)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
+        line.sendall(f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{headers}".encode())
+        assert back.readline() + back.readline() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        line.sendall(BYTES)
+        assert answer_on(back)[0] == 201
 
 
 def test_headers_that_never_end(running: Running) -> None:

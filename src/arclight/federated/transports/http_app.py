@@ -28,8 +28,9 @@ from arclight.federated.blobs.digests import checked
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
 from arclight.federated.protocol import VERSION, Ask, Join, Wait, read
+from arclight.federated.transports.bodies import Refusal
 from arclight.federated.transports.guard import Guard
-from arclight.federated.transports.receiving import PART, Refusal, Uploads, whole_body
+from arclight.federated.transports.receiving import PART, Uploads, whole_body
 from arclight.federated.transports.settings import Limits
 
 if TYPE_CHECKING:

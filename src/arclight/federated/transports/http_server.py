@@ -6,11 +6,13 @@ import socket
 import tempfile
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import FederatedError
+from arclight.federated.transports.bodies import BODY, Body
 from arclight.federated.transports.guard import Guard
 from arclight.federated.transports.http_app import App
 from arclight.federated.transports.keys import Registry, fingerprint_of
@@ -134,7 +136,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _protocol(patience: float) -> Any:
-    """Uvicorn's protocol, but a connection on which no request comes to the end of its headers in time is closed."""
+    """Uvicorn's protocol, but a connection on which no request comes to the end of its headers in time is closed, and the application
+    may take in large bodies by itself (see `bodies`).
+    """
     require("httptools", extra="federated")
     base: Any = require("uvicorn.protocols.http.httptools_impl", extra="federated").HttpToolsProtocol
 
@@ -153,6 +157,10 @@ def _protocol(patience: float) -> Any:
                 self._closing = None
             elif not under_way and self._closing is None:  # part of a further request's headers
                 self._closing = self.loop.call_later(patience, self.transport.close)
+
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            self.scope["extensions"] = {BODY: partial(Body, self, self.cycle)}
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._closing is not None:

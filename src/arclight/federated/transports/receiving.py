@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, aclosing
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from arclight.federated.blobs.digests import PIECE
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.incoming import BusyError, Incoming
 from arclight.federated.blobs.store import BlobStore
 from arclight.federated.errors import BlobError
+from arclight.federated.transports.bodies import Refusal, large, timely
 from arclight.federated.transports.settings import Limits
 
 if TYPE_CHECKING:
@@ -33,14 +33,6 @@ T = TypeVar("T")
 Taking = Callable[[int], AbstractContextManager[None]]
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not a fault
-    """A request that is answered with this status and these words."""
-
-    def __init__(self, status: int, why: str, headers: dict[str, str] | None = None) -> None:
-        super().__init__(why)
-        self.status, self.headers = status, headers or {}
-
-
 def length_of(request: Request, largest: int, what: str) -> int:
     """Bytes of a body that is about to come. Raises Refusal where it does not say, or is too large."""
     said = request.headers.get("content-length")
@@ -55,26 +47,6 @@ async def whole_body(request: Request, limits: Limits, largest: int) -> bytes:
     """A small body at once."""
     length_of(request, largest, "a message")
     return b"".join([piece async for piece in timely(request, limits)])
-
-
-async def timely(request: Request, limits: Limits) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises Refusal for one that stops or crawls, ClientDisconnect for one that breaks off."""
-    stream, came, began = aiter(request.stream()), 0, time.monotonic()
-    while True:
-        try:
-            async with asyncio.timeout(limits.silence):
-                piece = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise Refusal(408, f"nothing came for {limits.silence} s, after {came} bytes") from None
-        came += len(piece)
-        passed = time.monotonic() - began
-        if passed > limits.silence and came < limits.slowest * passed:
-            raise Refusal(
-                408, f"{came} bytes in {passed:.0f} s is slower than the {limits.slowest} a second that are waited for"
-            )
-        yield piece
 
 
 class Uploads:
@@ -118,14 +90,13 @@ class Uploads:
         try:
             with ExitStack() as held:
                 await self._in_thread(lambda: held.enter_context(taking(total)))
-                return await self._receive(request, digest, start, total)
+                return await self._receive(request, digest, length, start, total)
         finally:
             self._open.remove(digest)
 
-    async def _receive(self, request: Request, digest: str, start: int, total: int) -> int:
-        loop = asyncio.get_running_loop()
+    async def _receive(self, request: Request, digest: str, length: int, start: int, total: int) -> int:
         try:
-            incoming = await loop.run_in_executor(self._threads, self._begin, digest, self._wake(digest))
+            incoming = await self._in_thread(partial(self._begin, digest, self._wake(digest)))
             if incoming is None:
                 return 200
             good = True
@@ -135,11 +106,11 @@ class Uploads:
                 elif incoming.offset != start:
                     headers = {RECEIVED: str(incoming.offset)}
                     raise Refusal(409, f"byte {incoming.offset} comes next of blob {digest[:12]}, not {start}", headers)
-                await self._take(request, incoming)
+                await self._take(request, length, incoming)
                 if incoming.offset < total:
                     return 202
                 good = False  # what is wrong with it, or has become a blob, is not to be gone on with
-                await loop.run_in_executor(self._threads, self._finish, digest, incoming)
+                await self._in_thread(partial(self._finish, digest, incoming))
                 return 201
             except OSError:
                 good = False
@@ -155,8 +126,8 @@ class Uploads:
                 raise Refusal(507, str(error)) from error
             raise
 
-    async def _in_thread(self, do: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, do)
+    def _in_thread(self, do: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, do)
 
     def _rest(self, digest: str, incoming: Incoming) -> None:
         if len(self._resting) >= self._limits.uploads:
@@ -175,25 +146,18 @@ class Uploads:
         if (incoming := self._wake(digest)) is not None:
             incoming.close()
 
-    async def _take(self, request: Request, incoming: Incoming) -> None:
-        """Write what comes; the next piece comes in while one is written."""
-        loop = asyncio.get_running_loop()
+    async def _take(self, request: Request, length: int, incoming: Incoming) -> None:
+        """Write what comes; the next piece comes in while one is written. Of what breaks off, all that came is kept."""
         writing: asyncio.Future[None] | None = None
-        held: list[bytes] = []
-        size = 0
         try:
-            async for piece in timely(request, self._limits):
-                held.append(piece)
-                size += len(piece)
-                if size >= PIECE:
+            async with aclosing(large(request, length, self._limits)) as pieces:
+                async for piece in pieces:
                     if writing is not None:
                         await writing
-                    writing, held, size = loop.run_in_executor(self._threads, incoming.write, held), [], 0
-        finally:  # also of what breaks off, all that came is kept
+                    writing = self._in_thread(partial(incoming.write, (piece,)))
+        finally:
             if writing is not None:
                 await writing
-            if held:
-                await loop.run_in_executor(self._threads, incoming.write, held)
 
     def _begin(self, digest: str, rested: Incoming | None) -> Incoming | None:
         """None where the blob is there already."""
