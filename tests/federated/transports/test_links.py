@@ -5,9 +5,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -214,6 +214,18 @@ def test_another_version_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     )
     with pytest.raises(ProtocolError, match="version 0, this one 1"):
         pair.link.send(Beat(node="a", session=session))
+
+
+@pytest.mark.parametrize("over", [http, https])
+def test_a_server_stops_without_a_complaint_while_nodes_hold_their_connections(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, over: Callable[[Path], AbstractContextManager[Pair]]
+) -> None:
+    with ExitStack() as stack:
+        pair = stack.enter_context(over(tmp_path))
+        join(pair.link)
+        close, pair.link.close = pair.link.close, lambda: None  # type: ignore[method-assign]
+    close()
+    assert [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
 def test_nothing_is_left_running(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from arclight.federated.transports.keys import NodeKey
 from arclight.federated.transports.responses import error_of, is_json, raise_passing
 from arclight.federated.transports.retrying import Patience, T, UnavailableError
 from arclight.federated.transports.settings import is_loopback
+from arclight.federated.transports.trust import check_vouching
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, HTTPConnectionPool
@@ -64,12 +65,18 @@ class HttpLink:
         self.address, self._key = address.rstrip("/"), key
         self._patience = Patience(self.address, patience)
         parts = urlsplit(self.address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            usable, port = parts.scheme in ("http", "https"), parts.port
+        except ValueError:  # a port that is none
+            usable, port = False, None
+        if not usable or parts.hostname is None:
             raise FederatedError(f"a server's address is https://host:port (http:// on this machine), got {address!r}")
         if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise FederatedError(f"{address} is another machine and not encrypted: nodes speak https:// there")
-        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
         self._tls: Callable[[], ssl.SSLContext] | None = None
+        if cafile is not None:
+            check_vouching(cafile)
         if parts.scheme == "https":
             self._tls = lambda: self._pinned(fingerprint) if fingerprint else ssl.create_default_context(cafile=cafile)
         self._connections: HTTPConnectionPool | None = None

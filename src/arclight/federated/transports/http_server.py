@@ -17,12 +17,14 @@ from arclight.federated.transports.guard import Guard
 from arclight.federated.transports.http_app import App
 from arclight.federated.transports.keys import Registry, fingerprint_of
 from arclight.federated.transports.settings import Listening
+from arclight.federated.transports.trust import check_certificate
 
 if TYPE_CHECKING:
     from arclight.federated.transports.in_process import Answers
 
 _START = 30.0
 _GRACE = 1
+"""Seconds that are given to what is under way when the server stops."""
 _IDLE = 75
 """Seconds that an unused connection stays open; clients close theirs before."""
 
@@ -80,8 +82,12 @@ class HttpServer:
         return fingerprint_of(self._listening.certificate) if self._listening.certificate else None
 
     def start(self) -> None:
-        """Bind and answer. Raises OSError where the address is taken, FederatedError where it does not come up."""
+        """Bind and answer. Raises OSError where the address is taken, FederatedError for a certificate that no node would believe and
+        where it does not come up.
+        """
         uvicorn = require("uvicorn", extra="federated")
+        if self._listening.certificate is not None and self._listening.private_key is not None:
+            check_certificate(self._listening.certificate, self._listening.private_key)
         host, port = self._listening.host, self._listening.port
         if self._socket is None:
             self._socket = bind(host, port)
@@ -101,7 +107,6 @@ class HttpServer:
             ssl_certfile=self._listening.certificate,
             ssl_keyfile=self._listening.private_key,
         )
-        config.load()  # a certificate that cannot be read is told here, not in the thread
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._uvicorn.run, kwargs={"sockets": [self._socket]}, name="arclight-http", daemon=True
@@ -161,6 +166,11 @@ def _protocol(patience: float) -> Any:
         def on_headers_complete(self) -> None:
             super().on_headers_complete()
             self.scope["extensions"] = {BODY: partial(Body, self, self.cycle)}
+
+        def shutdown(self) -> None:
+            super().shutdown()
+            if self.cycle is None or self.cycle.response_complete:  # over TLS nobody may be there to say goodbye to
+                self.loop.call_later(_GRACE / 2, self.transport.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
             if self._closing is not None:
