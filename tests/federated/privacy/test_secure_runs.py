@@ -184,6 +184,7 @@ def test_a_sum_that_cannot_be_opened_is_asked_for_again(tmp_path: Path, caplog: 
     assert left == {path.name for path in (tmp_path / "undisturbed" / "blobs").iterdir() if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_path: Path) -> None:
     sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
     some = settings(secure=SecureSum(patience=3.0), rounds=2)
