@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +19,9 @@ from tests.federated.server.quadratic import CALM, Quadratic, Script
 from arclight.federated.blobs.packing import Encoded, write_blobs
 from arclight.federated.clients import Outcome
 from arclight.federated.errors import ProtocolError
-from arclight.federated.protocol import Beat, Evaluate, Evaluated, Failed, Fit, Receipt, Update, read
+from arclight.federated.protocol import Beat, Close, Evaluate, Evaluated, Failed, Fit, Receipt, Update, read
+from arclight.federated.server import service
+from arclight.federated.server.checking import Checked, check
 from arclight.federated.server.running import Run
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
@@ -236,3 +243,32 @@ def test_blobs_of_rounds_that_are_over_do_not_pile_up(bench: Bench) -> None:
     bench.run.driver.close()
     offered = {digest for weights in bench.run.shelf.all() for digest in weights.manifest.blobs}
     assert set(bench.run.blobs) == offered
+
+
+def test_as_many_updates_are_checked_at_once_as_there_are_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each check has memory of its own: it does not grow with the clients that send at the same time."""
+    under_way, seen, lock = 0, list[int](), threading.Lock()
+
+    def slowly(*given: Any) -> Checked:
+        nonlocal under_way
+        with lock:
+            under_way += 1
+            seen.append(under_way)
+        time.sleep(0.05)
+        found = check(*given)
+        with lock:
+            under_way -= 1
+        return found
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(service, "check", slowly)
+    settings = Federation(clients=6, rounds=1, local_steps=4, evaluate_every=0, waiting=CALM)
+    server = Server(settings, START, folder=tmp_path / "run")
+    with server.opened() as run, ThreadPoolExecutor(6) as pool:
+        scripts = [Script(InProcess(run.service), {str(n): Quadratic(1.0)}, name=f"n{n}") for n in range(6)]
+        for done in [pool.submit(script.work) for script in scripts]:
+            assert isinstance(done.result(), Close)
+    assert len(seen) == 6
+    assert max(seen) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from contextlib import AbstractContextManager
@@ -75,6 +76,8 @@ class Service:
         self.travels = Travels(federation, seed, self._place)
         self.shelf = shelf
         self._lock = threading.Lock()
+        self._looking = threading.BoundedSemaphore(os.cpu_count() or 1)
+        """Checks are no faster when more than the processors can do at once take memory each."""
         self._has: dict[str, str] = {}
         """Session to the digest of the weights that it has been sent, the one that was heard longest ago first."""
         self._known: tuple[Manifest, int, int] | None = None
@@ -300,7 +303,8 @@ class Service:
         recent = self.driver.recent()
         norms, samples, tokens = zip(*recent, strict=True) if recent else ((), (), ())
         seen = Seen(norms=norms, samples_per_step=samples, tokens_per_step=tokens)
-        return check(message, asked, seen, self.federation.checks, self.blobs)
+        with self._looking:
+            return check(message, asked, seen, self.federation.checks, self.blobs)
 
     def _secure(self, message: Secure) -> Message:
         if self.exchange is None:

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
-from arclight.federated.blobs.digests import PIECE
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from arclight.federated.transports.settings import Limits
 
 BODY = "arclight.body"
-"""In a scope's ``extensions``: takes the number of bytes of a body that are still to come, gives their `Body`."""
+"""In a scope's ``extensions``: given how many bytes of a body are still to come, and how many may be in memory, makes their `Body`."""
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not a fault
@@ -67,10 +66,10 @@ async def timely(request: Request, limits: Limits) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def large(request: Request, length: int, limits: Limits) -> AsyncGenerator[memoryview]:
+async def large(request: Request, length: int, limits: Limits, room: int) -> AsyncGenerator[memoryview]:
     """As `timely`, for a body of ``length`` bytes. No piece may be used any more once the next but one is asked for.
 
-    To be closed (``contextlib.aclosing``): what has not come by then is passed over.
+    room: bytes that it may take in memory. To be closed (``contextlib.aclosing``): what has not come by then is passed over.
     """
     pace = _Pace(limits)
     try:
@@ -79,7 +78,7 @@ async def large(request: Request, length: int, limits: Limits) -> AsyncGenerator
     except TimeoutError:
         raise pace.stopped(0) from None
     first = message.get("body", b"")
-    body: Body = request.scope["extensions"][BODY](length - len(first))
+    body: Body = request.scope["extensions"][BODY](length - len(first), room)
     try:
         yield memoryview(first)
         yield memoryview(body.before)
@@ -104,7 +103,7 @@ class Body(asyncio.BufferedProtocol):
     It comes into one buffer while another may still be read.
     """
 
-    def __init__(self, http: Any, cycle: Any, rest: int) -> None:
+    def __init__(self, http: Any, cycle: Any, rest: int, room: int) -> None:
         self._http, self._flow = http, http.flow
         self.before, cycle.body = bytes(cycle.body), bytearray()
         """What uvicorn has taken in already."""
@@ -114,7 +113,7 @@ class Body(asyncio.BufferedProtocol):
         """Bytes that came since the last piece was taken."""
         self.lost: bool = cycle.disconnected
         """The connection has broken off."""
-        self._buffers = [memoryview(bytearray(min(PIECE, self.left))) for _ in range(2)]
+        self._buffers = [memoryview(bytearray(min(room // 2, self.left))) for _ in range(2)]
         self._wanted, self._changed = True, asyncio.Event()
         if self.left and not self.lost:
             self._flow.pause_reading()

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from arclight.federated.blobs.digests import PIECE
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.incoming import BusyError, Incoming
 from arclight.federated.blobs.store import BlobStore
@@ -26,6 +27,8 @@ _NOTHING = re.compile(r"bytes \*/(\d{1,15})")
 """All has come before and only waits to be verified."""
 PART = 32 << 20
 """Bytes of a blob that nodes send at once: a refusal is read after at most as many, and a slow line holds nothing up."""
+_ROOM, _LEAST = 4 << 20, 1 << 16
+"""Bytes of memory for all blobs that come in at the same time, and for each of very many."""
 RECEIVED, BUSY = "x-arclight-received", "x-arclight-busy"
 
 
@@ -150,7 +153,8 @@ class Uploads:
         """Write what comes; the next piece comes in while one is written. Of what breaks off, all that came is kept."""
         writing: asyncio.Future[None] | None = None
         try:
-            async with aclosing(large(request, length, self._limits)) as pieces:
+            room = min(2 * PIECE, max(_ROOM // len(self._open), _LEAST))
+            async with aclosing(large(request, length, self._limits, room)) as pieces:
                 async for piece in pieces:
                     if writing is not None:
                         await writing
