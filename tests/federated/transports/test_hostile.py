@@ -60,6 +60,12 @@ class Running:
         assert status == 200, body
         return read(body)
 
+    def head(self, method: str, path: str, length: int | None = None, *more: str) -> bytes:
+        """A request up to its body, for bodies that no client would send."""
+        said = ["host: x", f"authorization: Bearer {self.token}", *more]
+        said += [] if length is None else [f"content-length: {length}"]
+        return "\r\n".join([f"{method} {path} HTTP/1.1", *said, "", ""]).encode()
+
     def raw(self, *pieces: bytes, pause: float = 0.0, until: float = 10.0) -> bytes:
         """What comes back for these bytes until the server closes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=until) as line:
@@ -212,9 +218,9 @@ def test_who_joins_again_ends_the_former_session(running: Running) -> None:
 
 
 def test_a_body_that_ends_early_is_kept_for_the_rest(running: Running) -> None:
-    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {running.token}\r\ncontent-length: {len(BYTES)}\r\n\r\n"
+    head = running.head("PUT", f"/v1/blobs/{DIGEST}", len(BYTES))
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line:
-        line.sendall(head.encode() + BYTES[:200_000])
+        line.sendall(head + BYTES[:200_000])
     deadline = time.monotonic() + 120
     while running.store.received(DIGEST) < 200_000:
         assert time.monotonic() < deadline, "what came was not kept"
@@ -263,12 +269,11 @@ def test_blobs_that_are_too_large_or_not_what_they_are_called(running: Running) 
 
 
 def test_bodies_that_stop_or_crawl(running: Running) -> None:
-    auth = f"authorization: Bearer {running.token}\r\n"
-    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {len(BYTES)}\r\n\r\n".encode()
+    head = running.head("PUT", f"/v1/blobs/{DIGEST}", len(BYTES))
     assert b"nothing came for" in running.raw(head + BYTES[:1000])
     assert running.store.received(DIGEST) == 1000
     assert b"is slower than" in running.raw(head, *[b"x" * 10] * 40, pause=0.05)
-    message = f"POST /v1/message HTTP/1.1\r\nhost: x\r\n{auth}content-length: 90000\r\n\r\n".encode()
+    message = running.head("POST", "/v1/message", 90000)
     assert running.raw(message).startswith(b"HTTP/1.1 408")
     assert b"is slower than" in running.raw(message, *[b" "] * 40, pause=0.05)
 
@@ -282,9 +287,8 @@ def answer_on(back: BinaryIO) -> tuple[int, bytes]:
 @pytest.mark.parametrize("cut", [0, 1, 70_000, len(BYTES) - 1, len(BYTES)])
 def test_what_follows_an_upload_on_its_connection(running: Running, cut: int) -> None:
     """The next request comes in one piece with the end of the body, whose start came with the headers."""
-    auth = f"authorization: Bearer {running.token}\r\n"
-    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {len(BYTES)}\r\n\r\n".encode()
-    then = f"GET /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}\r\n".encode()
+    head = running.head("PUT", f"/v1/blobs/{DIGEST}", len(BYTES))
+    then = running.head("GET", f"/v1/blobs/{DIGEST}")
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
         line.sendall(head + BYTES[:cut])
         time.sleep(0.05)
@@ -304,21 +308,20 @@ def test_the_rest_of_an_upload_that_is_refused_is_passed_over(
         raise OSError(errno.ENOSPC, "no room")
 
     monkeypatch.setattr(Incoming, "write", full)
-    auth = f"authorization: Bearer {running.token}\r\n"
-    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {size}\r\n\r\n".encode()
+    head = running.head("PUT", f"/v1/blobs/{DIGEST}", size)
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
         line.sendall(head + b"x" * 200_000)
         time.sleep(0.2)
         line.sendall(b"x" * (size - 200_000))
         assert answer_on(back)[0] == 507
-        line.sendall(b"GET /v1/challenge HTTP/1.1\r\nhost: x\r\n\r\n")
+        line.sendall(running.head("GET", "/v1/challenge"))
         assert answer_on(back)[0] == 200
 
 
 def test_a_client_that_waits_to_be_told_to_go_on(running: Running) -> None:
-    headers = f"authorization: Bearer {running.token}\r\nexpect: 100-continue\r\ncontent-length: {len(BYTES)}\r\n\r\n"
+    head = running.head("PUT", f"/v1/blobs/{DIGEST}", len(BYTES), "expect: 100-continue")
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
-        line.sendall(f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{headers}".encode())
+        line.sendall(head)
         assert back.readline() + back.readline() == b"HTTP/1.1 100 Continue\r\n\r\n"
         line.sendall(BYTES)
         assert answer_on(back)[0] == 201
@@ -341,10 +344,7 @@ def test_no_more_uploads_than_allowed(running: Running) -> None:
     lines = []
     for number in range(2):
         line = socket.create_connection(("127.0.0.1", running.port), timeout=60)
-        auth = f"authorization: Bearer {running.token}\r\n"
-        line.sendall(
-            f"PUT /v1/blobs/{str(number) * 64} HTTP/1.1\r\nhost: x\r\n{auth}content-length: 9\r\n\r\nabc".encode()
-        )
+        line.sendall(running.head("PUT", f"/v1/blobs/{str(number) * 64}", 9) + b"abc")
         lines.append(line)
     deadline = time.monotonic() + 120
     while (status := running.ask("PUT", f"/v1/blobs/{DIGEST}", BYTES)[0]) == 201:
@@ -360,8 +360,7 @@ def test_no_more_uploads_than_allowed(running: Running) -> None:
 
 def test_two_send_the_same_blob_at_once(running: Running) -> None:
     """One is taken, the other is told to wait rather than sent in between."""
-    auth = f"authorization: Bearer {running.token}\r\n"
-    head = f"PUT /v1/blobs/{DIGEST} HTTP/1.1\r\nhost: x\r\n{auth}content-length: {len(BYTES)}\r\n\r\n".encode()
+    head = running.head("PUT", f"/v1/blobs/{DIGEST}", len(BYTES))
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line:
         line.sendall(head + BYTES[:1000])
         deadline = time.monotonic() + 120
