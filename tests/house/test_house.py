@@ -43,11 +43,6 @@ def lines_of(node: ast.AST) -> int:
 # ---------------------------------------------------------------------------------------------------- what is counted
 
 
-def long_files() -> list[str]:
-    counts = ((path, len(path.read_text(encoding="utf-8").splitlines())) for path in FILES)
-    return [f"{place(path)} has {count} lines" for path, count in counts if count > 400]
-
-
 def long_functions() -> list[str]:
     found = [(path, node) for path, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef)) if lines_of(node) > 60]
     return [f"{place(path, node)} {node.name} has {lines_of(node)} lines" for path, node in found]
@@ -92,19 +87,9 @@ def dependencies() -> list[str]:
     return list(tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"])
 
 
-def trainer_lines() -> list[str]:
-    """One entry for each line of the class, so that it is counted like everything else."""
-    (trainer,) = (
-        n for n in tree(SOURCE / "trainer" / "trainer.py").body if isinstance(n, ast.ClassDef) and n.name == "Trainer"
-    )
-    return ["a line"] * lines_of(trainer)
-
-
 COUNTS: dict[str, Callable[[], list[str]]] = {
-    "files_over_400_lines": long_files,
     "functions_over_60_lines": long_functions,
     "two_way_imports": two_way_imports,
-    "trainer_class_lines": trainer_lines,
     "dependencies": dependencies,
     "public_names": public_names,
 }
