@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from arclight.data.fetching import Fetch, Fetcher, WorkerInit, identity
+from arclight.data.fetching import Fetch, Fetcher, WorkerInit, datasets_of, identity
 from arclight.data.sampling import EpochSampler, shared_out
 from arclight.data.seeding import derive_seed, isolated_rng
 
@@ -34,7 +34,8 @@ class ResumableLoader:
 
     loader: a DataLoader, or any iterable of batches, or a function that returns one (such as a generator function).
     seed: with the epoch it determines the order of samples; with epoch, batch and rank, all randomness inside dataset
-    and collate function (python, numpy and torch generators of the CPU, global or kept as attributes of the dataset).
+    and collate function (python, numpy and torch generators of the CPU, global or kept as attributes of the dataset, of those
+    it is made of, or of objects that they keep, such as transforms).
     rank, world_size: this process's share; see `arclight.data.sampling.EpochSampler` for the rule.
     train: whether ranks are padded to equal numbers of batches; evaluation never repeats a sample.
     complete: whether a last batch that `drop_last` would leave out is read all the same, as predictions need it.
@@ -362,6 +363,7 @@ def _when(snapshot: dict[str, Any]) -> tuple[int, int]:
 
 
 def _set_epoch(epoch: int, *objects: Any) -> None:
-    for item in objects:
+    told = {id(part): part for item in objects for part in datasets_of(item)}
+    for item in told.values():
         if hasattr(item, "set_epoch"):
             item.set_epoch(epoch)
