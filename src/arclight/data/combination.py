@@ -37,6 +37,11 @@ class ResumableCombination:
         self._pending: dict[str, Any] | None = None
 
     @property
+    def seeds(self) -> list[int]:
+        """The seed of each part."""
+        return [part.seed for part in self.parts]
+
+    @property
     def sized(self) -> bool:
         """Whether the number of rows is known before they are read."""
         return self.count() != math.inf

@@ -77,17 +77,31 @@ class ResumableLoader:
         self._pending: dict[str, Any] | None = None
         self.indices: deque[Any] | None = None
         """Samples of the batches read and not yet asked for, once `track_indices` was called."""
+        self._seeded: EpochSampler | None = None
         rank, world_size = (rank, world_size) if shard else (0, 1)
         if self._map_style:
             self._fetcher = Fetcher(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
-            self._sampler = EpochSampler(
+            self._sampler = self._seeded = EpochSampler(
                 loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete
             )
         elif isinstance(loader, DataLoader) and world_size > 1 and not isinstance(loader.dataset, IterableDataset):
-            own = EpochSampler(loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete)
-            self.loader = shared_out(loader, own)
+            self._seeded = EpochSampler(
+                loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete
+            )
+            self.loader = shared_out(loader, self._seeded)
         elif world_size > 1:
             self._warn_unless_sharded()
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seed, as a combination of loaders has one for each."""
+        return [self.seed]
+
+    def reseed(self, seed: int) -> None:
+        """Go by another seed from the next pass on."""
+        self.seed = seed
+        if self._seeded is not None:
+            self._seeded.seed = seed
 
     @property
     def sized(self) -> bool:
