@@ -27,6 +27,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from arclight._intervals import describe
 from arclight._toml import toml_text
 
 T = TypeVar("T")
@@ -303,23 +304,6 @@ def _fields(cls: Any) -> dict[str, tuple[Any, Any]]:
         for p in inspect.signature(cls).parameters.values()
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     }
-
-
-def describe(hint: Any) -> str:
-    """A type as a person would say it."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Literal, typing.Union, types.UnionType):
-        return " | ".join(str(member) if origin is typing.Literal else describe(member) for member in inner)
-    if origin is typing.Annotated:
-        return f"{describe(inner[0])} ({', '.join(str(x) for m in inner[1:] for x in getattr(m, 'metadata', [m]))})"
-    if origin in (list, tuple, set, frozenset):
-        fixed = origin is tuple and inner[-1] is not ...
-        return f"[{', '.join(map(describe, inner))}]" if fixed else f"list of {describe(inner[0])}"
-    if origin is dict:
-        return f"table of {describe(inner[1])}"
-    names = {type(None): "none", str: "text", float: "number", bool: "true | false", Path: "path", Any: "any value"}
-    name = str(names.get(hint) or getattr(hint, "__name__", hint))
-    return name.lower() if dataclasses.is_dataclass(hint) else name
 
 
 def _shown(value: Any) -> str:

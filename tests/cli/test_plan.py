@@ -125,7 +125,7 @@ def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:
         ("--gpus 4 --fix tq=2", "write a field of the plan"), ("--gpus 0", "must be 1 or more"),
         ("--gpus 4 --gpu cpu --memory 1MB", "fits into 0.0 GiB: the smallest"),
         ("--gpus 3 --gpu cpu --fix tp=3", "sequences of 128 tokens cannot be cut into tp = 3"),
-        ("--gpus 4 --gpu cpu --fix tp=0", "tp must be a positive integer"),
+        ("--gpus 4 --gpu cpu --fix tp=0", "tp: need int >= 1, got 0"),
         ("--gpus 4 --fix float8=rowwise", "float8 = rowwise"), ("--gpus 4 --task.model llama3-9b", "there is no model 'llama3-9b'"),
     ],
 )  # fmt: skip

@@ -43,5 +43,5 @@ def test_what_cannot_be_divided_is_said():
         packed({"a": 1, "b": 2}, 3)
     with pytest.raises(ValueError, match="numbered from 0 to 3"):
         Numbered(number=4, count=4)
-    with pytest.raises(ValueError, match="alpha must be positive"):
+    with pytest.raises(ValueError, match="alpha: need number > 0, got 0"):
         Dirichlet(alpha=0)

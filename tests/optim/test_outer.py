@@ -75,5 +75,5 @@ def test_what_does_not_fit_is_refused() -> None:
         weighted_mean([(anchor, 0.0)])
     with pytest.raises(ValueError, match="2 blocks of parameters cannot be dealt into 3"):
         fragments_of(["layers.0.w", "layers.1.w"], 3)
-    with pytest.raises(ValueError, match="outer lr must be positive"):
+    with pytest.raises(ValueError, match="lr: need number > 0"):
         Outer(lr=0.0)

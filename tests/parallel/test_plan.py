@@ -23,11 +23,11 @@ SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 2, "heads": 4, "
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tp": 0}, "tp must be a positive integer, got 0"),
+        ({"tp": 0}, "tp: need int >= 1, got 0"),
         ({"dp_shard": 2, "ep": 4}, "ep = 4 must divide dp_shard . cp = 2"),
         ({"pp": 4, "micro_batches": 2}, "micro_batches = 2 leaves some of pp = 4 stages idle"),
-        ({"activation_checkpointing": "some"}, "choose none, selective, full or a number"),
-        ({"activation_checkpointing": 1.5}, "from 0 to 1"),
+        ({"activation_checkpointing": "some"}, "need none . selective . full . number in .0, 1., got 'some'"),
+        ({"activation_checkpointing": 1.5}, "got 1.5"),
         ({"activation_checkpointing": 0.5}, 'set compile = "inductor"'),
         ({"reshard_after_forward": "often"}, "choose one of default, always, never"),
         ({"async_tp": True, "tp": 2}, 'set compile = "inductor"'),

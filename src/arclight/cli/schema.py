@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from arclight._intervals import Checked, Interval
 from arclight.parallel.plan import Plan
 from arclight.text.settings import Language
 from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
@@ -13,14 +15,14 @@ from arclight.vision.settings import Detection
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Checked):
     """One training run, completely described."""
 
     name: str = "run"
     """What the run is called; its files lie in <root>/<name>/<number>/."""
     root: Path = Path("runs")
     """Folder of all runs."""
-    seed: int = 0
+    seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = 0
     """Seed of every random stream, from 0 to 2**32 - 1."""
     task: Detection | Language
     """What is learned, from which data; or kind = "package.module:Class", a class of your own with a method build()."""
@@ -42,6 +44,7 @@ class Recipe:
     """Show a training step of the pipeline, as plots/pipeline.html."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if re.match(r"[A-Za-z][\w+.-]+:/", str(self.root)):
             raise ValueError(
                 f"root = {self.root}: a run is written to a folder of this machine, not to an address; what is finished can be "

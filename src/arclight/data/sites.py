@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from arclight._intervals import Checked, NonNegativeInt, PositiveFloat, PositiveInt
+
 
 @dataclass(frozen=True, kw_only=True)
 class IID:
@@ -19,32 +21,29 @@ class IID:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dirichlet:
+class Dirichlet(Checked):
     """Every site has of each source a share drawn from a Dirichlet distribution (Hsu, Qi and Brown 2019)."""
 
-    alpha: float = 0.5
+    alpha: PositiveFloat = 0.5
     """Concentration: small ones give most of a source to one site, large ones come near shares that are alike."""
     by: str | None = None
     """What tells sources apart, as for partition.kind = source or merchant; none: as it is there by default."""
     seed: int = 0
     """Another seed, another division."""
 
-    def __post_init__(self) -> None:
-        if not self.alpha > 0:
-            raise ValueError(f"alpha must be positive, got {self.alpha}")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Numbered:
+class Numbered(Checked):
     """One of several sites."""
 
-    number: int = 0
+    number: NonNegativeInt = 0
     """Which site this is, counted from 0."""
-    count: int = 1
+    count: PositiveInt = 1
     """Sites in all."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.number < self.count:
+        super().__post_init__()
+        if self.number >= self.count:
             raise ValueError(f"site {self.number} of {self.count}: sites are numbered from 0 to {self.count - 1}")
 
 

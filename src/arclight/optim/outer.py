@@ -13,25 +13,21 @@ from dataclasses import dataclass
 
 import torch
 
+from arclight._intervals import Checked, PositiveFloat, ProperFraction
+
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outer:
+class Outer(Checked):
     """Stochastic gradient descent on pseudo-gradients. ``lr=1, momentum=0`` is federated averaging."""
 
-    lr: float = 0.7
+    lr: PositiveFloat = 0.7
     """Rate; 1 goes to the mean of the local weights."""
-    momentum: float = 0.9
+    momentum: ProperFraction = 0.9
     """Velocity decay, in [0, 1)."""
     nesterov: bool = True
     """Look ahead along the velocity."""
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or not 0 <= self.momentum < 1:
-            raise ValueError(
-                f"the outer lr must be positive and the momentum in [0, 1), got {self.lr} and {self.momentum}"
-            )
 
     def step(
         self, anchor: Tensors, gradient: Tensors, velocity: Tensors

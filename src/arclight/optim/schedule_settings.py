@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from arclight._intervals import Checked, Fraction, NonNegativeInt
+
 if TYPE_CHECKING:
     import torch
 
@@ -12,12 +14,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Schedule:
+class _Schedule(Checked):
     """What the schedules have in common."""
 
-    warmup: int | float = 0.05
+    warmup: NonNegativeInt | Fraction = 0.05
     """Warm-up: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
-    rewarm: int = 0
+    rewarm: NonNegativeInt = 0
     """Steps of another warm-up after each resume; 0: go on as if there had been none."""
     _factor: ClassVar[str]
 
@@ -37,7 +39,7 @@ class _Schedule:
 class Cosine(_Schedule):
     """Linear warm-up, then half a cosine down to ``final`` times the peak."""
 
-    final: float = 0.01
+    final: Fraction = 0.01
     """Last learning rate as a share of the peak."""
     _factor: ClassVar[str] = "cosine"
 
@@ -46,7 +48,7 @@ class Cosine(_Schedule):
 class Linear(_Schedule):
     """Linear warm-up, then a straight line down to ``final`` times the peak."""
 
-    final: float = 0.0
+    final: Fraction = 0.0
     """Last learning rate as a share of the peak."""
     _factor: ClassVar[str] = "linear"
 
@@ -55,9 +57,9 @@ class Linear(_Schedule):
 class WSD(_Schedule):
     """Warm-up, stable, decay: linear up, constant, then down to ``final`` times the peak (Hu et al. 2024)."""
 
-    decay: int | float = 0.2
+    decay: NonNegativeInt | Fraction = 0.2
     """Decay phase: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
-    final: float = 0.0
+    final: Fraction = 0.0
     """Last learning rate as a share of the peak; it is reached one step behind the last."""
     shape: Literal["linear", "cosine", "sqrt", "1-sqrt"] = "linear"
     """Of the decay, at its share x: 1 - x, half a cosine, sqrt(1 - x), or 1 - sqrt(x)."""
@@ -68,7 +70,7 @@ class WSD(_Schedule):
 class InverseSqrt(_Schedule):
     """Linear warm-up, then falling as 1 / sqrt(step); good for runs without a known end."""
 
-    timescale: int = 0
+    timescale: NonNegativeInt = 0
     """Steps after the warm-up until the rate has fallen to 1 / sqrt(2) of the peak; 0: as long as the warm-up."""
     _factor: ClassVar[str] = "inverse_sqrt"
 
@@ -77,6 +79,6 @@ class InverseSqrt(_Schedule):
 class Constant(_Schedule):
     """Linear warm-up, then constant."""
 
-    warmup: int | float = 0.0
+    warmup: NonNegativeInt | Fraction = 0.0
     """Warm-up: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
     _factor: ClassVar[str] = "constant"

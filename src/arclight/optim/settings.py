@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from arclight._intervals import Checked, NonNegativeFloat, PositiveInt, ProperFraction
+
 if TYPE_CHECKING:
     import torch
 
@@ -16,13 +18,14 @@ Named = Iterable[tuple[str, "torch.nn.Parameter"]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rule:
+class _Rule(Checked):
     """What the optimizers have in common."""
 
     pattern: str = ""
     """In the groups of ``mixed``: a regular expression, found anywhere in the names of the group's parameters."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -48,13 +51,13 @@ class _Rule:
 class SGD(_Rule):
     """Stochastic gradient descent with momentum."""
 
-    lr: float = 0.01
+    lr: NonNegativeFloat = 0.01
     """Peak learning rate."""
-    momentum: float = 0.937
+    momentum: ProperFraction = 0.937
     """Velocity decay, in [0, 1)."""
     nesterov: bool = True
     """Look ahead along the velocity."""
-    weight_decay: float = 5e-4
+    weight_decay: NonNegativeFloat = 5e-4
     """L2 penalty on weight matrices and kernels; biases and normalisation are never decayed."""
 
     def options(self) -> dict[str, Any]:
@@ -70,13 +73,13 @@ class SGD(_Rule):
 class AdamW(_Rule):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
-    lr: float = 1e-3
+    lr: NonNegativeFloat = 1e-3
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decay of the first and second moment, each in [0, 1)."""
-    eps: float = 1e-8
+    eps: NonNegativeFloat = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled decay of weight matrices and kernels; biases and normalisation are never decayed."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which moments are kept; arithmetic is float32."""
@@ -96,15 +99,15 @@ class AdamW(_Rule):
 class Muon(_Rule):
     """Orthogonalised momentum for hidden matrices (Jordan et al. 2024); AdamW for all else."""
 
-    lr: float = 0.02
+    lr: NonNegativeFloat = 0.02
     """Peak learning rate of the matrices."""
-    momentum: float = 0.95
+    momentum: ProperFraction = 0.95
     """Velocity decay, in [0, 1)."""
     nesterov: bool = True
     """Look ahead along the velocity."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay of the matrices."""
-    ns_steps: int = 5
+    ns_steps: PositiveInt = 5
     """Newton-Schulz iterations."""
     scale: Literal["spectral", "rms"] = "spectral"
     """Size of an update: ``spectral`` sqrt(max(1, rows/columns)) times an orthogonal matrix, ``rms`` as large as AdamW's."""
@@ -128,7 +131,7 @@ class Muon(_Rule):
 class NorMuon(Muon):
     """Muon whose neurons learn at even rates: rows over the root of their running mean square (Li et al. 2025)."""
 
-    beta2: float = 0.95
+    beta2: ProperFraction = 0.95
     """Decay of the rows' mean square, in [0, 1)."""
 
     def options(self) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from arclight._intervals import Fraction, NonNegativeInt, PositiveInt, check_fields
+
 if TYPE_CHECKING:
     from arclight.parallel.strategy import PlanStrategy
 
@@ -35,22 +37,22 @@ class Plan:
     borrows from ``dp_shard * cp``.
     """
 
-    dp_replicate: int = 1
+    dp_replicate: PositiveInt = 1
     """Groups that hold the same weights and other samples."""
-    dp_shard: int = 1
+    dp_shard: PositiveInt = 1
     """Processes over which weights, gradients and optimizer state of such a group are spread (FSDP)."""
-    cp: int = 1
+    cp: PositiveInt = 1
     """Parts that each sequence is cut into (context parallel)."""
-    tp: int = 1
+    tp: PositiveInt = 1
     """Parts that each layer's matrices are cut into (tensor and sequence parallel)."""
-    pp: int = 1
+    pp: PositiveInt = 1
     """Pipeline stages that the layers are cut into."""
-    ep: int = 1
+    ep: PositiveInt = 1
     """Parts that the experts of a mixture are shared out to; divides dp_shard * cp."""
 
     replicas: Literal["synchronous", "apart"] = "synchronous"
     """Whether the dp_replicate groups agree in every step, or train alone until something else (DiLoCo) brings them together."""
-    expert_capacity: int = 0
+    expert_capacity: NonNegativeInt = 0
     """Rows (a token and one of its experts) that each process of ``ep`` sends to each other one at most, in exchanges of that fixed
     size, which no host waits for; what is more skips its experts. 0: as many as there are, nothing is lost."""
     sequence_parallel: bool = True
@@ -63,26 +65,26 @@ class Plan:
     """What is exchanged over ``cp``: all keys and values, or sequences for heads."""
     schedule: str = "1F1B"
     """Pipeline schedule, by name (`arclight.parallel.pipeline.schedules.orders.RECIPES`; ``LoopedBFS:4`` has four stages on each process), or a CSV file."""
-    micro_batches: int = 0
+    micro_batches: NonNegativeInt = 0
     """Parts of a process's batch that follow one another through the pipeline; 0: twice as many as stages."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether a block's weights are let go between forward and backward; by default where there is no pipeline."""
     cpu_offload: bool = False
     """Whether the shares of weights and optimizer state lie in host memory."""
-    activation_checkpointing: Literal["none", "selective", "full"] | float = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] | Fraction = "none"
     """What blocks compute again in backward: nothing, what is cheap, everything; or the part (0 to 1) of activations to keep."""
     compile: str = "none"
     """torch.compile's back end for each block ("inductor", "aot_eager", ...), or "none"."""
     float8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = "none"
     """Scaling of 8-bit operands in the large matrix products, or "none"."""
-    float8_smallest: int = 1024
+    float8_smallest: PositiveInt = 1024
     """Least width, on both sides, of linear layers that multiply in 8 bits: smaller ones are faster in 16."""
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise PlanError(f"{name} must be a positive integer, got {value!r}")
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
         if (self.dp_shard * self.cp) % self.ep:
             raise PlanError(
                 f"ep = {self.ep} must divide dp_shard * cp = {self.dp_shard * self.cp}: experts are shared out among those processes"
@@ -101,27 +103,16 @@ class Plan:
             if (value := getattr(self, name)) not in choices:
                 raise PlanError(f"{name} = {value!r} is not known; choose one of {', '.join(choices)}")
         keep = self.activation_checkpointing
-        if isinstance(keep, str) and keep not in ("none", "selective", "full"):
-            raise PlanError(
-                f"activation_checkpointing = {keep!r} is not known; choose none, selective, full or a number"
-            )
-        if not isinstance(keep, str):
-            if not 0 <= keep <= 1:
-                raise PlanError(f"activation_checkpointing = {keep} is no part: give a number from 0 to 1")
-            if self.compile != "inductor":
-                raise PlanError('a part of activations to keep is chosen by the compiler: set compile = "inductor"')
+        if not isinstance(keep, str) and self.compile != "inductor":
+            raise PlanError('a part of activations to keep is chosen by the compiler: set compile = "inductor"')
         if self.apart and self.pp > 1:
             raise PlanError(
                 f'replicas = "apart" is not done for pipelines yet, and pp = {self.pp}: set pp = 1 and use dp_shard or tp'
             )
-        if type(self.micro_batches) is not int or self.micro_batches < 0:
-            raise PlanError(f"micro_batches must be a positive integer, or 0, got {self.micro_batches!r}")
         if 0 < self.micro_batches < self.pp:
             raise PlanError(
                 f"micro_batches = {self.micro_batches} leaves some of pp = {self.pp} stages idle for good: use {self.pp} or more"
             )
-        if type(self.expert_capacity) is not int or self.expert_capacity < 0:
-            raise PlanError(f"expert_capacity must be a positive integer, or 0, got {self.expert_capacity!r}")
         if self.expert_capacity and self.ep == 1:
             raise PlanError("expert_capacity bounds what processes of ep exchange, and ep = 1: leave it out")
         if self.async_tp and (self.tp == 1 or self.compile != "inductor"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from arclight._intervals import Checked, Interval, NonNegativeFloat, NonNegativeInt, PositiveInt, ProperFraction
 from arclight.text.sites import Share
 
 if TYPE_CHECKING:
@@ -19,12 +20,12 @@ class Bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BPE:
+class BPE(Checked):
     """Byte-level byte pair encoding, learned from the training text when it is first needed."""
 
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, Interval(ge=259)] = 4096
     """Tokens in all: 3 special ones, 256 single bytes, the rest learned."""
-    sample: int = 2**28
+    sample: PositiveInt = 2**28
     """Bytes of text that it is learned from, taken from the beginning of each source in equal parts."""
 
 
@@ -37,7 +38,7 @@ class Pretrained:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Text:
+class Text(Checked):
     """Text to learn from: where it is, how it becomes tokens, and how tokens become batches."""
 
     data: str | tuple[str, ...] | dict[str, str] = "stdlib"
@@ -46,33 +47,33 @@ class Text:
     has written is used as it is, with its own tokenizer and its own split val."""
     val: str | None = None
     """Text to validate with; none holds back a share of the data."""
-    held_out: float = 0.05
+    held_out: ProperFraction = 0.05
     """Share of the documents to validate with where there is no other text for it, in [0, 1)."""
     field: str = "text"
     """Field of a row that holds the text."""
     tokenizer: BPE | Bytes | Pretrained = dataclasses.field(default_factory=BPE)
     """How text becomes tokens, where the data are not tokens already."""
-    sequence_length: int = 256
+    sequence_length: PositiveInt = 256
     """Tokens of a sample."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Samples per step on each device."""
-    global_batch_size: int | None = None
+    global_batch_size: PositiveInt | None = None
     """Samples per step on all devices together, in place of batch_size."""
     packing: Literal["concat", "pack"] = "concat"
     """Samples are windows of all documents in a row (concat), or whole documents side by side with little padding (pack)."""
     mask_documents: bool = True
     """Tokens see their own document only, and its last one does not predict the next document's first."""
-    mixture: dict[str, float | tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    mixture: dict[str, NonNegativeFloat | tuple[NonNegativeFloat, ...]] = dataclasses.field(default_factory=dict)
     """Weight of each named source, or its weights at the points of mixture_at; without any, sources count by size."""
-    mixture_at: tuple[float, ...] = (0.0,)
+    mixture_at: tuple[NonNegativeFloat, ...] = (0.0,)
     """Moments, in epochs since the beginning, at which the lists of weights hold; in between they change linearly."""
-    epoch_samples: int | None = None
+    epoch_samples: PositiveInt | None = None
     """Samples in an epoch of a mixture; none for as many as there are."""
-    shard_bytes: int = 2**26
+    shard_bytes: PositiveInt = 2**26
     """Bytes of text in a shard of tokens."""
-    prepare_workers: int = 1
+    prepare_workers: PositiveInt = 1
     """Processes that tokenize, the first time."""
-    workers: int = 0
+    workers: NonNegativeInt = 0
     """Processes that load batches; 0 loads in the training process, which is enough for most."""
     cache: Path | None = None
     """Folder for tokenizers and tokens; none for the folder data beside the runs."""
@@ -80,14 +81,9 @@ class Text:
     """One site's part of the documents, as arclight federate divides them; none for all."""
 
     def __post_init__(self) -> None:
-        if self.sequence_length < 1 or self.batch_size < 1 or (self.global_batch_size or 1) < 1:
-            raise ValueError("sequence_length, batch_size and global_batch_size must be 1 or more")
-        if self.shard_bytes < 1 or self.prepare_workers < 1 or self.workers < 0:
-            raise ValueError("shard_bytes and prepare_workers must be 1 or more, workers 0 or more")
-        if self.epoch_samples is not None and (self.epoch_samples < 1 or not isinstance(self.data, dict)):
-            raise ValueError("epoch_samples is 1 or more, of a mixture: data = {first = ..., second = ...}")
-        if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out is a share in [0, 1), got {self.held_out}")
+        super().__post_init__()
+        if self.epoch_samples is not None and not isinstance(self.data, dict):
+            raise ValueError("epoch_samples is of a mixture: data = {first = ..., second = ...}")
         if self.mixture and not isinstance(self.data, dict):
             raise ValueError("a mixture needs named sources: data = {first = ..., second = ...}")
         if isinstance(self.data, dict) and (unknown := set(self.mixture) - set(self.data)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from arclight._intervals import Checked, NonNegativeFloat, PositiveFraction, PositiveInt
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
 from arclight.optim.settings import SGD, AdamW, Mixed, Muon, NorMuon
@@ -18,21 +19,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Checked):
     """Text written by the model after each validation, kept in the run's log."""
 
     prompts: tuple[str, ...] = ("import",)
     """What the texts begin with."""
-    new_tokens: int = 64
+    new_tokens: PositiveInt = 64
     """Tokens added to each."""
-    temperature: float = 0.8
+    temperature: NonNegativeFloat = 0.8
     """Divides the logits; 0 takes the likeliest token."""
-    top_p: float = 0.95
+    top_p: PositiveFraction = 0.95
     """Draw from the likeliest tokens that hold this share of probability, in (0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Language:
+class Language(Checked):
     """Pre-train a language model on text."""
 
     model: str = "llama3-debug"
@@ -49,7 +50,7 @@ class Language:
     """How weights move."""
     schedule: WSD | Cosine | Linear | InverseSqrt | Constant = field(default_factory=WSD)
     """How the learning rate changes over the run."""
-    loss_chunk: int | None = None
+    loss_chunk: PositiveInt | None = None
     """Rows of logits held at a time; none: about four million numbers, or an eighth of all rows."""
     sampling: Sampling | None = field(default_factory=Sampling)
     """Text to write after each validation; none writes nothing."""

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.data import ResumableLoader
-from arclight.data.sampling import LoaderSeeds
 from arclight.fabric.batches import move_batch
 from arclight.fabric.rank_zero import rank_zero_deprecation, rank_zero_warn
 from arclight.fabric.strategies import SingleDeviceStrategy, Strategy
@@ -67,7 +66,6 @@ class Fabric(FabricProcesses):
         )
         self._loggers = list(loggers) if isinstance(loggers, (list, tuple)) else [loggers] * (loggers is not None)
         self._launched = False
-        self._loader_seeds = LoaderSeeds()
         if started_by_command_line():
             if type(self).run is not FabricProcesses.run:
                 raise TypeError(
@@ -146,14 +144,10 @@ class Fabric(FabricProcesses):
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Share the data of loaders between ranks, move batches to the device, and let them resume (``set_epoch``, ``state_dict``).
-
-        Each shuffled loader has an order of its own; one whose ``torch.Generator`` was seeded goes by that seed.
-        """
+        """Loaders that share the data between ranks, move batches to the device, and can resume (``set_epoch``, ``state_dict``)."""
         self._validate_launched()
         check_loaders(dataloaders)
-        run_seed = torch.initial_seed() % 2**32
-        seeds = self._strategy.broadcast([self._loader_seeds.next(loader, run_seed) for loader in dataloaders])
+        seed = self._strategy.broadcast(torch.initial_seed() % 2**32)
         shares = (
             self._strategy.distributed_sampler_kwargs if use_distributed_sampler else {"num_replicas": 1, "rank": 0}
         )
@@ -163,7 +157,7 @@ class Fabric(FabricProcesses):
                 ResumableLoader(self._strategy.process_dataloader(loader), seed=seed, rank=rank, world_size=size),
                 self.device if move_to_device else None,
             )
-            for loader, seed in zip(dataloaders, seeds, strict=True)
+            for loader in dataloaders
         ]
         return wrapped[0] if len(wrapped) == 1 else wrapped
 

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from arclight._intervals import (
+    Checked,
+    Fraction,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    ProperFraction,
+)
 
 if TYPE_CHECKING:
     from arclight.trainer.callbacks import (
@@ -19,58 +31,58 @@ Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
+class TrainerSettings(Checked):
     """How long, how precisely and where to train."""
 
     accelerator: str = "auto"
     """Kind of device: auto, cpu, cuda or mps."""
-    devices: int | Literal["auto"] = "auto"
+    devices: PositiveInt | Literal["auto", -1] = "auto"
     """Number of processes on this node, one device each."""
-    num_nodes: int = 1
+    num_nodes: PositiveInt = 1
     """Number of machines."""
     strategy: str = "auto"
     """How devices share the work: auto, ddp, ddp_spawn, ddp_fork, fsdp, model_parallel, replicas."""
     precision: Precision = "32-true"
     """Arithmetic of forward and backward; auto measures whether bf16-mixed is faster here than 32-true."""
-    max_epochs: int | None = None
+    max_epochs: NonNegativeInt | Literal[-1] | None = None
     """Passes over the training data; none with max_steps and max_time unset means 1000, -1 no limit."""
-    min_epochs: int | None = None
+    min_epochs: NonNegativeInt | None = None
     """Passes that a request to stop does not cut short."""
-    max_steps: int = -1
+    max_steps: NonNegativeInt | Literal[-1] = -1
     """Optimizer steps; -1 means no limit."""
-    min_steps: int | None = None
+    min_steps: NonNegativeInt | None = None
     """Optimizer steps that a request to stop does not cut short."""
     max_time: str | None = None
     """Longest time to train, as "DD:HH:MM:SS" or a duration such as "2h"."""
-    fast_dev_run: int | bool = False
+    fast_dev_run: NonNegativeInt | bool = False
     """Run this many batches of everything and write nothing, to find mistakes."""
-    limit_train_batches: int | float | None = None
+    limit_train_batches: NonNegativeInt | Fraction | None = None
     """Batches per epoch: a count, or a share in [0, 1]."""
-    limit_val_batches: int | float | None = None
+    limit_val_batches: NonNegativeInt | Fraction | None = None
     """Batches per validation run: a count, or a share in [0, 1]."""
-    limit_test_batches: int | float | None = None
+    limit_test_batches: NonNegativeInt | Fraction | None = None
     """Batches per test run: a count, or a share in [0, 1]."""
-    limit_predict_batches: int | float | None = None
+    limit_predict_batches: NonNegativeInt | Fraction | None = None
     """Batches to predict: a count, or a share in [0, 1]."""
-    overfit_batches: int | float = 0.0
+    overfit_batches: NonNegativeInt | Fraction = 0.0
     """Train and validate on the same few batches: a count, or a share in [0, 1]; 0 for all."""
-    val_check_interval: int | float | str | None = None
+    val_check_interval: PositiveInt | PositiveFraction | str | None = None
     """Validate after this many batches (count), this share of an epoch, or this time ("DD:HH:MM:SS")."""
-    check_val_every_n_epoch: int | None = 1
+    check_val_every_n_epoch: PositiveInt | None = 1
     """Validate at the end of every n-th epoch; none counts val_check_interval across epochs."""
-    num_sanity_val_steps: int = 0
+    num_sanity_val_steps: NonNegativeInt | Literal[-1] = 0
     """Validation batches run before training, to find mistakes early; -1 means all."""
-    reload_dataloaders_every_n_epochs: int = 0
+    reload_dataloaders_every_n_epochs: NonNegativeInt = 0
     """Ask for the loaders anew after this many epochs; 0 never."""
     use_distributed_sampler: bool = True
     """Give each process its share of the samples."""
-    accumulate_grad_batches: int = 1
+    accumulate_grad_batches: PositiveInt = 1
     """Batches whose gradients form one optimizer step."""
-    gradient_clip_val: float | None = None
+    gradient_clip_val: NonNegativeFloat | None = None
     """Largest gradient norm (or value); none means no clipping."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
     """Clip the global norm (the default) or each element."""
-    log_every_n_steps: int = 50
+    log_every_n_steps: NonNegativeInt = 50
     """Steps between two rows of logged values; 0 writes rows of epochs only."""
     enable_progress_bar: bool = True
     """Show progress in the terminal."""
@@ -91,7 +103,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpointing:
+class Checkpointing(Checked):
     """Which checkpoints are kept, and where."""
 
     folder: str | None = None
@@ -100,13 +112,13 @@ class Checkpointing:
     """Logged value that says which checkpoints are best; none keeps the newest."""
     mode: Literal["min", "max"] = "min"
     """Whether lower or higher is better."""
-    save_top_k: int = 1
+    save_top_k: NonNegativeInt | Literal[-1] = 1
     """Number of best checkpoints kept; -1 keeps all."""
     save_last: bool = True
     """Also keep the newest as `last`."""
-    every_n_steps: int | None = None
+    every_n_steps: NonNegativeInt | None = None
     """Save after every n-th step as well."""
-    every_n_epochs: int = 1
+    every_n_epochs: NonNegativeInt = 1
     """Save after every n-th epoch."""
     asynchronous: bool | None = None
     """Write in the background, from a copy in host memory; none: where several processes each write their share of the model."""
@@ -127,16 +139,16 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopping:
+class Stopping(Checked):
     """Stop when a value no longer improves."""
 
     monitor: str = "val/loss"
     """Logged value that is watched."""
     mode: Literal["min", "max"] = "min"
     """Whether lower or higher is better."""
-    patience: int = 10
+    patience: NonNegativeInt = 10
     """Validation runs without improvement before training stops."""
-    min_delta: float = 0.0
+    min_delta: NonNegativeFloat = 0.0
     """Smallest change that counts as an improvement."""
 
     def build(self) -> EarlyStopping:
@@ -146,12 +158,12 @@ class Stopping:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EMA:
+class EMA(Checked):
     """Keep an exponential moving average of the weights and evaluate with it."""
 
-    decay: float = 0.999
+    decay: ProperFraction = 0.999
     """Share of the average kept at each step, in [0, 1)."""
-    ramp_steps: int = 200
+    ramp_steps: NonNegativeInt = 200
     """The decay grows as decay * (1 - exp(-step / ramp_steps)), so that early averages follow quickly; 0 turns the ramp off."""
 
     def build(self) -> EMAWeightAveraging:
@@ -161,16 +173,16 @@ class EMA:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard:
+class Guard(Checked):
     """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
 
     policy: Literal["skip", "rollback", "stop"] = "skip"
     """What else happens: nothing, back to the newest checkpoint before, or the end of the run."""
-    sigma: float | None = 6.0
+    sigma: PositiveFloat | None = 6.0
     """A loss this many standard deviations above the mean of the newest ones is a spike; none asks for finite numbers only."""
-    window: int = 100
+    window: Annotated[int, Interval(ge=2)] = 100
     """Good updates that mean and deviation are taken of."""
-    patience: int = 10
+    patience: PositiveInt = 10
     """Bad updates in a row (or times gone back) after which the run ends."""
 
     def build(self) -> LossGuard:
@@ -182,12 +194,12 @@ class Guard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class Timeline(Checked):
     """Show one training step of a pipeline: which process computes what when, and why it waits (plots/pipeline.html)."""
 
-    after: int = 3
+    after: NonNegativeInt = 3
     """Steps that are not looked at, which allocate and compile."""
-    steps: int = 5
+    steps: PositiveInt = 5
     """Steps of which the one of median length is shown."""
     activations: bool = False
     """Whether memory on a CPU is that of all tensors saved for backward, which slows these steps."""
@@ -199,19 +211,19 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diloco:
+class Diloco(Checked):
     """Let replicas train alone and exchange what has become of them now and then (Douillard et al. 2023).
 
     They are the processes of strategy = "replicas", or the dp_replicate groups of a plan.
     """
 
-    sync_every: int = 100
+    sync_every: PositiveInt = 100
     """Steps between two exchanges."""
-    outer_lr: float = 0.7
+    outer_lr: PositiveFloat = 0.7
     """Learning rate of the step from the old common weights along the mean change."""
-    outer_momentum: float = 0.9
+    outer_momentum: ProperFraction = 0.9
     """Nesterov momentum of that step, in [0, 1)."""
-    fragments: int = 1
+    fragments: PositiveInt = 1
     """Parts of the model that take turns in being exchanged."""
 
     def build(self) -> DiLoCo:

@@ -5,8 +5,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from arclight._intervals import (
+    Checked,
+    Fraction,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ProperFraction,
+)
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine
 from arclight.optim.settings import SGD, AdamW
@@ -17,39 +26,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Augment:
+class Augment(Checked):
     """Random changes to training images; each default suits codes and text, whose mirror image does not exist."""
 
-    mosaic: float = 1.0
+    mosaic: Fraction = 1.0
     """Probability of composing four images into one, in [0, 1]."""
-    mixup: float = 0.0
+    mixup: Fraction = 0.0
     """Probability of blending two images, in [0, 1]."""
-    degrees: float = 0.0
+    degrees: Annotated[float, Interval(ge=0, le=180)] = 0.0
     """Largest rotation, degrees."""
-    translate: float = 0.1
+    translate: Fraction = 0.1
     """Largest shift, as a share of the image side."""
-    scale: float = 0.5
+    scale: ProperFraction = 0.5
     """Largest change of size: factors in [1 - scale, 1 + scale]."""
-    shear: float = 0.0
+    shear: Annotated[float, Interval(ge=0, lt=90)] = 0.0
     """Largest shear, degrees."""
-    perspective: float = 0.0
+    perspective: Annotated[float, Interval(ge=0, le=0.001)] = 0.0
     """Largest perspective term, in [0, 0.001]."""
-    hsv_h: float = 0.015
+    hsv_h: Fraction = 0.015
     """Largest change of hue, share of the circle."""
-    hsv_s: float = 0.7
+    hsv_s: Fraction = 0.7
     """Largest change of saturation, share."""
-    hsv_v: float = 0.4
+    hsv_v: Fraction = 0.4
     """Largest change of brightness, share."""
-    fliplr: float = 0.0
+    fliplr: Fraction = 0.0
     """Probability of mirroring left-right, in [0, 1]; leave at 0 for codes and text."""
-    flipud: float = 0.0
+    flipud: Fraction = 0.0
     """Probability of mirroring top-bottom, in [0, 1]; leave at 0 for codes and text."""
-    close_mosaic: float = 0.1
+    close_mosaic: Fraction = 0.1
     """Last share of training that sees whole images instead of mosaics."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Detection:
+class Detection(Checked):
     """Train an object detector on a YOLO-format data set."""
 
     data: Path
@@ -60,13 +69,13 @@ class Detection:
     """Architecture: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x."""
     anchors: Literal["coco", "fitted"] = "coco"
     """Box shapes that the head starts from: the published ones, or ones fitted to this data set's boxes."""
-    image_size: int = 640
+    image_size: Annotated[int, Interval(ge=32)] = 640
     """Side of the square input, pixels; a multiple of 32."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Layout of images and weights in memory; auto measures which one this machine trains faster in."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Images per step on each device."""
-    workers: int = 2
+    workers: NonNegativeInt = 2
     """Processes that load images; 0 loads in the training process."""
     cache: bool = False
     """Keep decoded training images in memory."""
@@ -74,7 +83,7 @@ class Detection:
     """Keep checked labels in the data set's folder, for a quicker start; false writes nothing there."""
     weights: Path | None = None
     """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
-    freeze: int = 0
+    freeze: NonNegativeInt = 0
     """Leading layers whose weights do not change."""
     augment: Augment = field(default_factory=Augment)
     """Random changes to training images."""
@@ -82,15 +91,15 @@ class Detection:
     """How weights move."""
     schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
     """How the learning rate changes over the run."""
-    box_gain: float = 0.05
+    box_gain: NonNegativeFloat = 0.05
     """Weight of the box loss."""
-    obj_gain: float = 1.0
+    obj_gain: NonNegativeFloat = 1.0
     """Weight of the objectness loss."""
-    cls_gain: float = 0.5
+    cls_gain: NonNegativeFloat = 0.5
     """Weight of the class loss."""
-    conf_threshold: float = 0.25
+    conf_threshold: Fraction = 0.25
     """Smallest confidence shown in predictions, in [0, 1]."""
-    iou_threshold: float = 0.45
+    iou_threshold: Fraction = 0.45
     """Two boxes of a class that overlap more than this are one, in [0, 1]."""
 
     def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Detection:

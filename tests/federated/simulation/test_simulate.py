@@ -168,8 +168,9 @@ def test_bytes_go_by_codec() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Links(up=0.0), "rates must be positive"), (lambda: Speeds(measured=(0.1, 0.0)), "must take time"),
-        (lambda: Speeds(stragglers=2.0), "share in"), (lambda: Costs(threads=0), "threads"), (lambda: Fleet(vanish=1.5), "chances"),
+        (lambda: Links(up=0.0), "up: need number > 0"), (lambda: Speeds(measured=(0.1, 0.0)), "measured: need"),
+        (lambda: Speeds(stragglers=2.0), "stragglers: need number in"), (lambda: Costs(threads=0), "threads"),
+        (lambda: Fleet(vanish=1.5), "vanish: need number in"),
         (lambda: Speeds(slowdown=0.5), "slowdown"),
     ],
 )  # fmt: skip

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from arclight._intervals import Checked, Fraction, Interval, PositiveFraction
 from arclight.federated.errors import ProtocolError
+
+_Block = Annotated[int, Interval(ge=2, le=1 << 20)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,16 +18,12 @@ class Raw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lossy:
+class Lossy(Checked):
     """A codec that cannot say everything, and what becomes of the rest."""
 
-    feedback: float = 1.0
+    feedback: Fraction = 1.0
     """Share of what one message left unsaid that is added to the next (error feedback, Seide et al. 2014), in [0, 1]: 1 loses
     nothing, 0.95 is SparseLoCo's decay (Sarfi et al. 2025, arXiv 2508.15706), 0 keeps no residual."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.feedback <= 1:
-            raise ValueError(f"feedback must be in [0, 1], got {self.feedback}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class BF16(Lossy):
 class Int8(Lossy):
     """A quarter of float32: symmetric integers with a float32 scale for each block."""
 
-    block: int = 256
+    block: _Block = 256
     """Values that share a scale, even."""
 
     def __post_init__(self) -> None:
@@ -48,7 +47,7 @@ class Int8(Lossy):
 class Int4(Lossy):
     """An eighth of float32: NormalFloat levels, 16 quantiles of the normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
 
-    block: int = 128
+    block: _Block = 128
     """Values that share a scale, even."""
 
     def __post_init__(self) -> None:
@@ -60,19 +59,17 @@ class Int4(Lossy):
 class TopK(Lossy):
     """The largest values of each block, as packed places and short values: 3 % in 2 bits are 0.014 of float32."""
 
-    share: float = 0.03
+    share: PositiveFraction = 0.03
     """Of each block's values that are sent, in (0, 1]."""
-    bits: int = 2
+    bits: Annotated[int, Interval(ge=1, le=4)] = 2
     """Of a value: its sign, and which of 2^(bits - 1) magnitudes of its block; 1 to 4."""
-    block: int = 4096
+    block: Annotated[int, Interval(ge=2, le=1 << 16)] = 4096
     """Values that are chosen among, a power of two of at most 65536."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share <= 1 or not 1 <= self.bits <= 4:
-            raise ValueError(f"share must be in (0, 1] and bits in 1 to 4, got {self.share} and {self.bits}")
-        if not 2 <= self.block <= 1 << 16 or self.block & (self.block - 1):
-            raise ValueError(f"block must be a power of two of at most 65536, got {self.block}")
+        if self.block & (self.block - 1):
+            raise ValueError(f"block must be a power of two, got {self.block}")
 
     @property
     def keep(self) -> int:
@@ -102,5 +99,5 @@ def from_table(table: Mapping[str, Any]) -> Codec:
 
 
 def _check_block(block: int) -> None:
-    if not 2 <= block <= 1 << 20 or block % 2:
-        raise ValueError(f"block must be even, from 2 to {1 << 20}, got {block}")
+    if block % 2:
+        raise ValueError(f"block must be even, got {block}")

@@ -6,32 +6,32 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from arclight._intervals import Checked, NonNegativeInt, PositiveInt
+
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class Experts(Checked):
     """Each client trains some of a model's experts (FoMoE, arXiv 2606.19025); an expert's mean is over those that have it."""
 
     tensors: tuple[str, ...] = ("*.experts.*",)
     """Patterns on names of tensors that hold all experts, first dimension the expert."""
-    per_client: int = 1
+    per_client: PositiveInt = 1
     """Experts of each client."""
     assign: Literal["fixed", "random"] = "fixed"
     """"fixed": dealt in turn, the same in every round; "random": drawn from the run's seed, client and round."""
-    overlap: int = 0
+    overlap: NonNegativeInt = 0
     """With "fixed": how many of its experts a client shares with the next one."""
-    every: int = 1
+    every: PositiveInt = 1
     """With "random": rounds from one draw to the next."""
 
     def __post_init__(self) -> None:
-        if self.per_client < 1 or self.every < 1 or not 0 <= self.overlap < self.per_client:
-            raise ValueError(
-                f"per_client and every must be at least 1 and overlap below per_client, got {self.per_client}, {self.every} "
-                f"and {self.overlap}"
-            )
+        super().__post_init__()
+        if self.overlap >= self.per_client:
+            raise ValueError(f"overlap must be below per_client = {self.per_client}, got {self.overlap}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Masks:
+class Masks(Checked):
     """Which tensors travel between the server and a client, and in which rounds.
 
     Patterns are parameter names with ``*`` for any part; one that ends with a dot means all below it (``blocks.0.``). Each must
@@ -49,9 +49,9 @@ class Masks:
     travel (FedPer, Arivazhagan et al. 2019)."""
     randomised: tuple[str, ...] = ()
     """Drawn anew by each client every ``randomise_every`` rounds and never sent (DEPT, Iacob et al. 2025)."""
-    randomise_every: int = 1
+    randomise_every: PositiveInt = 1
     """Rounds from one drawing to the next."""
-    periods: dict[str, int] = field(default_factory=dict)
+    periods: dict[str, PositiveInt] = field(default_factory=dict)
     """Pattern to the rounds from one exchange to the next: in rounds between, a client goes on with its own values. A pattern
     is a whole key (``exp_avg/blocks.*``), a local state (``exp_avg``) or a name; where several match, they count in this order,
     and among several of a sort the longest. Longer periods for what changes slowly are DES-LOC (Iacob et al. 2026): exp_avg
@@ -61,10 +61,7 @@ class Masks:
     """Which experts a client trains and sends; none: all of them."""
 
     def __post_init__(self) -> None:
-        if wrong := [pattern for pattern, every in self.periods.items() if every < 1]:
-            raise ValueError(f"the period of {wrong[0]} must be at least one round, got {self.periods[wrong[0]]}")
-        if self.randomise_every < 1:
-            raise ValueError(f"randomise_every must be at least 1, got {self.randomise_every}")
+        super().__post_init__()
         if not self.send:
             raise ValueError('with send = [] nothing would ever be learned: name what clients send, ["*"] for all')
         groups = {"frozen": self.frozen, "personal": self.personal, "randomised": self.randomised}

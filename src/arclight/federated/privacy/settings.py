@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from arclight._intervals import Checked, Interval, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,45 +14,31 @@ class Median:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trimmed:
+class Trimmed(Checked):
     """The mean of the clients' changes without the largest and smallest, value by value (Yin et al. 2018). Clients weigh the same."""
 
-    share: float = 0.1
+    share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.1
     """Of the clients, left out at each end (rounded down), in [0, 0.5)."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.share < 0.5:
-            raise ValueError(f"share must be in [0, 0.5), got {self.share}")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Krum:
+class Krum(Checked):
     """The mean of those clients whose changes lie closest to others' (Blanchard et al. 2017, arXiv 1703.02757)."""
 
-    byzantine: int = 1
+    byzantine: NonNegativeInt = 1
     """How many clients may send anything; a round needs at least 2 byzantine + 3 updates."""
-    keep: int = 1
+    keep: PositiveInt = 1
     """How many are averaged; more than one is Multi-Krum."""
-
-    def __post_init__(self) -> None:
-        if self.byzantine < 0 or self.keep < 1:
-            raise ValueError(
-                f"byzantine must not be negative and keep at least 1, got {self.byzantine} and {self.keep}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormBound:
+class NormBound(Checked):
     """Changes that are longer than a bound are shortened to it (Sun et al. 2019, arXiv 1911.07963)."""
 
-    largest: float | None = None
+    largest: PositiveFloat | None = None
     """L2 norm that a change may have; none takes ``times`` the median of the round's norms."""
-    times: float = 1.0
+    times: PositiveFloat = 1.0
     """Of the median norm, where ``largest`` is not given."""
-
-    def __post_init__(self) -> None:
-        if not (self.largest is None or 0 < self.largest < math.inf) or not 0 < self.times < math.inf:
-            raise ValueError(f"a norm's bound must be positive, got largest = {self.largest} and times = {self.times}")
 
 
 Robust = Median | Trimmed | Krum | NormBound
@@ -58,55 +46,47 @@ Robust = Median | Trimmed | Krum | NormBound
 
 
 @dataclass(frozen=True, kw_only=True)
-class Noise:
+class Noise(Checked):
     """Client-level differential privacy (DP-FedAvg, McMahan et al. 2018, arXiv 1710.06963): changes are clipped, their sum gets noise.
 
     Every client weighs the same. What is protected is whether a client took part, from anyone who sees the weights of all rounds;
     norms, metrics and who took part are not.
     """
 
-    clip: float
+    clip: PositiveFloat
     """L2 norm to which a client's change is shortened, over all of its tensors."""
-    multiplier: float
+    multiplier: PositiveFloat
     """Standard deviation of the noise on the sum of changes, over ``clip``."""
-    delta: float = 1e-5
+    delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
     """Probability with which epsilon may not hold; below one over the number of clients."""
-    epsilon: float | None = None
+    epsilon: PositiveFloat | None = None
     """Budget: a round that would go beyond it is not begun. None: no bound, epsilon is only reported."""
     by: str = "server"
     """Who adds noise: "server" (it sees the changes), or "clients", each a part, so that their sum has all of it."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.clip < math.inf and 0 < self.multiplier < math.inf and 0 < self.delta < 1):
-            raise ValueError(
-                f"clip and multiplier must be positive and delta in (0, 1), got {self.clip}, {self.multiplier}, {self.delta}"
-            )
-        if self.epsilon is not None and not self.epsilon > 0:
-            raise ValueError(f"epsilon must be positive, got {self.epsilon}")
+        super().__post_init__()
         if self.by not in ("server", "clients"):
             raise ValueError(f'noise is added by "server" or "clients", got {self.by!r}')
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecureSum:
+class SecureSum(Checked):
     """The server learns the sum of changes and no single one (Bonawitz et al. 2017; Bell et al. 2020, eprint 2020/704)."""
 
-    threshold: float = 0.67
+    threshold: Annotated[float, Interval(gt=0.5, le=1)] = 0.67
     """Share of a client's partners that must stay to the end of a round, in (0.5, 1]: with fewer there is no sum."""
-    partners: int | None = None
+    partners: Annotated[int, Interval(ge=2)] | None = None
     """Clients that each client shares masks with; none: all of the round. An even number of about 2 log2 of the clients is
     enough for thousands."""
-    largest: float = 8.0
+    largest: PositiveFloat = 8.0
     """Size that values of a change may have; larger ones are cut off and counted."""
-    patience: float = 120.0
+    patience: PositiveFloat = 120.0
     """Seconds for which the others of a round are waited for at each step, once the first has come to it."""
-    most_weight: int = 1 << 20
+    most_weight: PositiveInt = 1 << 20
     """Largest weight of a client (samples, tokens); larger ones count as this."""
 
     def __post_init__(self) -> None:
-        if not 0.5 < self.threshold <= 1:
-            raise ValueError(f"threshold must be in (0.5, 1], got {self.threshold}")
-        if self.partners is not None and (self.partners < 2 or self.partners % 2):
+        super().__post_init__()
+        if self.partners is not None and self.partners % 2:
             raise ValueError(f"partners must be an even number of at least 2, got {self.partners}")
-        if not 0 < self.largest < math.inf or self.most_weight < 1 or not 0 < self.patience < math.inf:
-            raise ValueError(f"largest, patience and most_weight must be positive, got {self}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from arclight.federated.strategies.strategy import Strategy, check_decay, check_rate
+from arclight._intervals import PositiveFloat, ProperFraction
+from arclight.federated.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,20 +25,14 @@ class _Adaptive(Strategy):
 
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
-    lr: float = 0.1
+    lr: PositiveFloat = 0.1
     """Server rate: about the size of a weight's step."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decays b1 and b2 of the mean change and of its square, each in [0, 1)."""
-    tau: float = 1e-9
+    tau: PositiveFloat = 1e-9
     """Added to the root of the squares: weights whose changes are smaller move less."""
     bias_correction: bool = False
     """Divide by what the means' zero start has left out, as Adam does; the paper does not, and starts the squares at tau^2."""
-
-    def __post_init__(self) -> None:
-        check_rate(self.lr)
-        check_decay(**{"betas[0]": self.betas[0], "betas[1]": self.betas[1]})
-        if not 0 < self.tau < float("inf"):
-            raise ValueError(f"tau must be positive, got {self.tau}")
 
     def step(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], count: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from arclight.federated.strategies.strategy import Strategy, check_decay, check_rate
+from arclight._intervals import PositiveFloat, ProperFraction
+from arclight.federated.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,11 +20,8 @@ if TYPE_CHECKING:
 class FedAvg(Strategy):
     """Go to the mean of the clients' weights (McMahan et al. 2017, arXiv 1602.05629), or ``lr`` of the way."""
 
-    lr: float = 1.0
+    lr: PositiveFloat = 1.0
     """Server rate; 1 goes to the mean."""
-
-    def __post_init__(self) -> None:
-        check_rate(self.lr)
 
     @property
     def goes_to_mean(self) -> bool:
@@ -53,14 +51,10 @@ class FedNesterov(Strategy):
 
     state_keys: ClassVar[tuple[str, ...]] = ("velocity",)
 
-    lr: float = 1.0
+    lr: PositiveFloat = 1.0
     """Server rate."""
-    momentum: float = 0.9
+    momentum: ProperFraction = 0.9
     """Decay mu of the velocity, in [0, 1)."""
-
-    def __post_init__(self) -> None:
-        check_rate(self.lr)
-        check_decay(momentum=self.momentum)
 
     def step(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], count: int
@@ -76,9 +70,9 @@ class FedNesterov(Strategy):
 class DiLoCo(FedNesterov):
     """The outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105): Nesterov's momentum with its paper's values."""
 
-    lr: float = 0.7
+    lr: PositiveFloat = 0.7
     """Server rate."""
-    momentum: float = 0.9
+    momentum: ProperFraction = 0.9
     """Decay of the velocity, in [0, 1); short runs do better with 0.6."""
 
 
@@ -88,14 +82,10 @@ class FedMomentum(Strategy):
 
     state_keys: ClassVar[tuple[str, ...]] = ("stepped",)
 
-    lr: float = 1.0
+    lr: PositiveFloat = 1.0
     """Server rate."""
-    momentum: float = 0.9
+    momentum: ProperFraction = 0.9
     """How far to go on beyond a step, in [0, 1)."""
-
-    def __post_init__(self) -> None:
-        check_rate(self.lr)
-        check_decay(momentum=self.momentum)
 
     def step(
         self, weight: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], count: int

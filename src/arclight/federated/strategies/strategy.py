@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from arclight._intervals import Checked
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class Strategy(Checked):
     """How the mean of the clients' changes moves the server's weights, tensor by tensor. Pure: nothing given is changed."""
 
     state_keys: ClassVar[tuple[str, ...]] = ()
@@ -37,14 +39,3 @@ class Strategy:
         state: tensors by `state_keys`, empty before the tensor's first step. count: steps of this tensor before this one.
         """
         raise TypeError(f"{type(self).__name__} is no strategy of its own: it has no step")
-
-
-def check_rate(lr: float) -> None:
-    if not 0 < lr < float("inf"):
-        raise ValueError(f"lr must be positive, got {lr}")
-
-
-def check_decay(**decays: float) -> None:
-    for name, value in decays.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value}")

@@ -5,51 +5,40 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from arclight._intervals import Checked, Interval, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Checked):
     """What one node can ask of the server at most."""
 
-    message_bytes: int = 64 << 20
+    message_bytes: PositiveInt = 64 << 20
     """Largest message, where the run's model does not need less; an update's manifest has some 250 bytes for each tensor."""
-    join_bytes: int = 256 << 10
+    join_bytes: PositiveInt = 256 << 10
     """Largest message of whoever has not joined yet: names of some 10,000 clients."""
-    blob_bytes: int = 64 << 30
+    blob_bytes: PositiveInt = 64 << 30
     """Largest blob, where a node's updates do not need less."""
-    uploads: int = 64
+    uploads: PositiveInt = 64
     """Blobs that are received at the same time; further ones are asked to come back."""
-    held: int = 256
+    held: PositiveInt = 256
     """Nodes whose asks are held back until there is work; further ones are told to ask again."""
-    connections: int = 4096
+    connections: PositiveInt = 4096
     """Open connections; further ones are refused."""
-    silence: float = 30.0
+    silence: PositiveFloat = 30.0
     """Seconds without a byte after which a request is given up; what came of a blob is kept."""
-    slowest: int = 1024
+    slowest: PositiveInt = 1024
     """Bytes a second that a request must reach on average, once it has taken ``silence`` seconds."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "message_bytes",
-            "join_bytes",
-            "blob_bytes",
-            "uploads",
-            "held",
-            "connections",
-            "silence",
-            "slowest",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listening:
+class Listening(Checked):
     """Where a server listens, and whom it believes. Off loopback certificate, key and nodes are required."""
 
     host: str = "127.0.0.1"
     """Name or address of an interface; "0.0.0.0" is all of them."""
-    port: int = 0
+    port: Annotated[int, Interval(ge=0, le=65535)] = 0
     """0 takes a free one."""
     certificate: Path | None = None
     """PEM file with the server's certificate, and those that vouch for it."""
@@ -60,6 +49,7 @@ class Listening:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.certificate is None) != (self.private_key is None):
             raise ValueError("a certificate and its private key belong together: give both or none")
         if not is_loopback(self.host) and (self.certificate is None or self.nodes is None):

@@ -1,0 +1,155 @@
+"""Intervals of numbers: one annotation of a field or argument is its check, its help and its schema.
+
+``lr: NonNegativeFloat = 0.1`` in a dataclass that inherits `Checked` is refused where it is negative, NaN or infinite, by a
+recipe and by Python alike, and reads ``number >= 0`` in the help. pydantic understands the same annotation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import operator
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Annotated, Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Bounds of a number: ``ge`` and ``le`` belong to the interval, ``gt`` and ``lt`` do not. NaN is in none.
+
+    A bound of infinity that does not belong to it asks for finite numbers.
+    """
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+
+    __is_annotated_types_grouped_metadata__: typing.ClassVar = True  # pydantic then reads the bounds by iterating
+
+    def __iter__(self) -> Iterator[Any]:
+        import annotated_types
+
+        for name, bound in self._bounds():
+            yield getattr(annotated_types, name.capitalize())(bound)
+
+    def __contains__(self, value: Any) -> bool:
+        return not math.isnan(value) and all(getattr(operator, name)(value, bound) for name, bound in self._bounds())
+
+    def __str__(self) -> str:
+        """In mathematics' way: ``in [0, 1)``, ``>= 0``; nothing where any finite number will do."""
+        found = {name: bound for name, bound in self._bounds() if math.isfinite(bound)}
+        signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+        if len(found) < 2:
+            return "".join(f"{signs[name]} {_plain(bound)}" for name, bound in found.items())
+        (lower, low), (upper, high) = found.items()
+        return f"in {'[' if lower == 'ge' else '('}{_plain(low)}, {_plain(high)}{']' if upper == 'le' else ')'}"
+
+    def _bounds(self) -> Iterator[tuple[str, float]]:
+        for name in ("ge", "gt", "le", "lt"):
+            if (bound := getattr(self, name)) is not None:
+                yield name, bound
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+PositiveInt = Annotated[int, Interval(ge=1)]
+NonNegativeInt = Annotated[int, Interval(ge=0)]
+PositiveFloat = Annotated[float, Interval(gt=0, lt=math.inf)]
+NonNegativeFloat = Annotated[float, Interval(ge=0, lt=math.inf)]
+FiniteFloat = Annotated[float, Interval(gt=-math.inf, lt=math.inf)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
+"""A share or a probability."""
+PositiveFraction = Annotated[float, Interval(gt=0, le=1)]
+ProperFraction = Annotated[float, Interval(ge=0, lt=1)]
+"""Momentum, or a share that leaves something."""
+
+
+class Checked:
+    """Base of dataclasses whose fields' intervals are checked as they are made; raises ValueError for the first beyond its own."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def check_fields(settings: Any) -> None:
+    """Raise ValueError for the first field of a dataclass's instance that is beyond its interval."""
+    for name, hint in _bounded(type(settings)):  # type: ignore[arg-type]
+        check(name, getattr(settings, name), hint)
+
+
+@functools.cache
+def _bounded(cls: type) -> list[tuple[str, Any]]:
+    """Fields with an interval in their types."""
+    hints: dict[str, Any] = {}
+    for owner in reversed(cls.__mro__):
+        with contextlib.suppress(NameError):  # a class of a user's may name types that only its type checker imports
+            hints |= typing.get_type_hints(owner, include_extras=True)
+    fields = [field.name for field in dataclasses.fields(cls)]
+    return [(name, hints[name]) for name in fields if any(intervals(hints.get(name)))]
+
+
+def intervals(hint: Any) -> Iterator[Interval]:
+    """All intervals in a type."""
+    if isinstance(hint, Interval):
+        yield hint
+    for inner in typing.get_args(hint):
+        yield from intervals(inner)
+
+
+def check(name: str, value: Any, hint: Any) -> None:
+    """Raise ValueError, naming both, where the number or numbers in ``value`` are not in the intervals of the type ``hint``."""
+    if not fits(hint, value):
+        raise ValueError(f"{name}: need {describe(hint)}, got {value!r}")
+
+
+def fits(hint: Any, value: Any) -> bool:
+    """Return whether the numbers in ``value`` are as the type ``hint`` has them; what are no numbers is not looked at."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        bounds = [bound for bound in inner[1:] if isinstance(bound, Interval)]
+        return fits(inner[0], value) and all(value in bound for bound in bounds)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(member, value) for member in inner)
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if origin is typing.Literal:
+        return value in inner
+    if isinstance(value, Real) or hint in (str, bool, types.NoneType):
+        return hint is Any or (isinstance(hint, type) and isinstance(value, hint))
+    if origin is tuple:
+        each = inner[:1] * len(value) if inner[-1] is ... and isinstance(value, tuple | list) else inner
+        return isinstance(value, tuple | list) and len(each) == len(value) and all(map(fits, each, value))
+    if origin is dict:
+        return isinstance(value, Mapping) and all(fits(inner[1], item) for item in value.values())
+    return True
+
+
+def describe(hint: Any) -> str:
+    """Return a type as a person would say it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Literal, typing.Union, types.UnionType):
+        return " | ".join(str(member) if origin is typing.Literal else describe(member) for member in inner)
+    if origin is Annotated:
+        bounds = [
+            str(x) for m in inner[1:] for x in (getattr(m, "metadata", [m]) if not isinstance(m, Interval) else [m])
+        ]
+        if any(intervals(hint)):
+            return " ".join(filter(None, (describe(inner[0]), *bounds)))
+        return f"{describe(inner[0])} ({', '.join(bounds)})"
+    if origin in (list, tuple, set, frozenset):
+        fixed = origin is tuple and inner[-1] is not ...
+        return f"[{', '.join(map(describe, inner))}]" if fixed else f"list of {describe(inner[0])}"
+    if origin is dict:
+        return f"table of {describe(inner[1])}"
+    names = {type(None): "none", str: "text", float: "number", bool: "true | false", Path: "path", Any: "any value"}
+    name = str(names.get(hint) or getattr(hint, "__name__", hint))
+    return name.lower() if dataclasses.is_dataclass(hint) else name
