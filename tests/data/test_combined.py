@@ -112,6 +112,37 @@ def test_limits_hold_for_each_part_and_for_rows() -> None:
         rows.limits = [1]
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("min_size", [[0, 0], [1, 1]]),
+        ("max_size", [[0, 0], [1, 1], [None, 2], [None, 3]]),
+        ("max_size_cycle", [[0, 0], [1, 1], [0, 2], [1, 3]]),
+    ],
+)
+def test_limits_are_of_each_loader(mode: Any, expected: list[Any]) -> None:
+    combined = CombinedLoader([range(5), range(7)], mode)
+    combined.limits = [2, 4]
+    assert [row for row, _, _ in combined] == expected
+    assert len(combined) == len(expected)
+    for start in range(len(expected) + 1):
+        made = ResumableCombination(combined, [ResumableLoader(part) for part in combined.flattened])
+        made.limits = [2, 4]
+        assert list(made.batches(0, start)) == expected[start:]
+        parts = [DataLoader(Numbers(5)), DataLoader(Numbers(7))]
+        made = ResumableCombination(CombinedLoader(parts, mode), [ResumableLoader(part) for part in parts])
+        made.limits = [2, 4]
+        rows = [[None if part is None else int(part) for part in row] for row in made.batches(0, start)]
+        assert rows == expected[start:]
+
+
+def test_an_empty_loader_cannot_be_cycled() -> None:
+    for sizes in ((0, 3), (3, 0)):
+        combined = CombinedLoader([range(size) for size in sizes], "max_size_cycle")
+        assert list(combined) == []
+        assert len(combined) == 0
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="Unsupported mode 'longest'"):
         CombinedLoader([range(1)], "longest")  # type: ignore[arg-type]

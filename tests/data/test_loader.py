@@ -7,17 +7,20 @@ import random
 import signal
 from collections import Counter
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
     RandomSampler,
     Sampler,
+    StackDataset,
     Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -132,6 +135,69 @@ def test_global_and_user_generators_are_left_alone() -> None:
     assert torch.equal(before[1], after[1])
     assert torch.equal(before[2], after[2])
     assert before[3:] == after[3:]
+
+
+class Noise:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __call__(self, x: float) -> float:
+        return x + self.rng.random()
+
+
+class Chain:
+    def __init__(self, *steps: Any) -> None:
+        self.transforms = list(steps)
+
+    def __call__(self, x: float) -> float:
+        for step in self.transforms:
+            x = step(x)
+        return x
+
+
+class Transformed(Augmented):
+    """Its draws come from an object that it keeps, or one further down."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__(6)
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, self.epoch, self.transform(0.0)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ConcatDataset([Augmented(5), Augmented(4)]),
+        lambda: Subset(ConcatDataset([Augmented(5), Subset(Augmented(6), range(4))]), range(9)),
+        lambda: StackDataset(Augmented(8), Augmented(8)),
+        lambda: StackDataset(one=Augmented(8), other=Augmented(8)),
+        lambda: Transformed(Noise()),
+        lambda: ConcatDataset([Transformed(Chain(Noise(), Noise()))]),
+    ],
+)
+def test_parts_and_transforms_of_a_dataset_are_seeded_and_told_the_epoch(make: Any) -> None:
+    """Whatever draws inside: the same epoch is the same again, from any batch, and others differ."""
+
+    def numbers(epoch: int, start: int = 0) -> list[list[float]]:
+        rows = ResumableLoader(DataLoader(make(), 2), seed=1).batches(epoch, start)
+        return [torch.cat([part.flatten() for part in _parts(row)]).tolist() for row in rows]
+
+    resumable = ResumableLoader(DataLoader(make(), 2), seed=1)
+    first = [[part.clone() for part in _parts(row)] for row in resumable.batches(3)]
+    again = [_parts(row) for row in resumable.batches(3)]
+    assert all(torch.equal(a, b) for one, two in zip(first, again, strict=True) for a, b in zip(one, two, strict=True))
+    assert numbers(3) == [torch.cat([part.flatten() for part in row]).tolist() for row in first]
+    assert numbers(3, 2) == numbers(3)[2:]
+    assert numbers(4) != numbers(3)
+    assert all((part[:, 1] == 3).all() for row in first for part in row), "set_epoch reaches every part"
+
+
+def _parts(row: Any) -> list[torch.Tensor]:
+    return list(row.values()) if isinstance(row, dict) else row if isinstance(row, list) else [row]
 
 
 def test_global_generators_survive_a_failing_dataset() -> None:

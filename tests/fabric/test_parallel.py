@@ -48,6 +48,23 @@ def test_alone_every_exchange_is_the_identity() -> None:
     assert is_shared_filesystem(strategy)
 
 
+@pytest.mark.parametrize("operation", ["all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"])
+def test_alone_tensors_to_be_filled_are_filled(operation: str) -> None:
+    alone, sent, received = SingleDeviceCollective(), torch.arange(3.0), torch.full((3,), -1.0)
+    exchange = getattr(alone, operation)
+    if operation == "gather":
+        result = exchange(sent, [received])
+    elif operation in ("scatter", "reduce_scatter"):
+        result = [exchange(received, [sent])]
+    else:
+        result = exchange([received], [sent] if operation == "all_to_all" else sent)
+    assert result[0] is received
+    assert received.tolist() == [0.0, 1.0, 2.0]
+    if operation != "gather":
+        with pytest.raises(ValueError, match="one process sends one tensor to itself"):
+            exchange(received, [sent, sent]) if operation.endswith("scatter") else exchange([received] * 2, [sent] * 2)
+
+
 def test_names_of_reductions() -> None:
     convert, ops = TorchCollective._convert_to_native_op, torch.distributed.ReduceOp
     assert convert("AvG") == ops.AVG

@@ -120,3 +120,26 @@ def test_a_resume_has_the_groups_again(fit: Any, tmp_path: Any, train_bn: bool, 
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, second.state_dict()[name]), name
     assert frozen(second) == frozen(whole)
+
+
+@pytest.mark.parametrize("kind", ["backbone", "own"])
+def test_a_callback_that_was_used_before_makes_checkpoints_to_resume_from(fit: Any, tmp_path: Any, kind: str) -> None:
+    class Own(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)
+
+    def callback() -> BaseFinetuning:
+        return BackboneFinetuning(1, backbone_initial_lr=0.02) if kind == "backbone" else Own()
+
+    whole, first, second, used = Net(), Net(), Net(), callback()
+    fit(whole, callback(), max_epochs=4)
+    fit(Net(), used, max_epochs=3)
+    fit(first, used, max_epochs=2).save_checkpoint(tmp_path / "half")
+    fit(second, used, max_epochs=4, ckpt_path=tmp_path / "half")
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+    assert second.rates == whole.rates[2:]

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field, make_dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import arclight as al
+from arclight.checkpoint import CheckpointError
 from arclight.trainer.hparams import (
     Hyperparameters,
     arguments_for,
     checkpoint_entries,
     given_hyperparameters,
     hyperparameters_to_log,
+    rebuild,
 )
+from arclight.trainer.plain import TAG
 
 
 class Base(al.Module):
@@ -131,3 +139,109 @@ def test_a_missing_one_names_those_that_are_there() -> None:
         _ = values.x
     del values.a
     assert repr(values) == '"long_name": b'
+
+
+# -- what a checkpoint holds of them -------------------------------------------------------------------------------
+
+
+class Colour(Enum):
+    RED = 1
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int = 1
+    folder: Path = Path("/here")
+    path: Any = None
+    area: int = field(init=False, default=0)
+
+
+class Anything(al.Module):
+    def __init__(self, value: Any = None, **rest: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class OnlyPath(al.Module):
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class OnlyPathData(al.DataModule):
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+AWKWARD = [
+    {"path": "/data"},
+    {"enum": "focal", "name": "x"},
+    {"enum": "tests:Focal", "name": "x"},
+    {"dataclass": "a", "fields": ["b"]},
+    {"dataclass": "os:PathLike", "fields": {}},
+    {"omegaconf": {"a": 1}},
+    {"__arclight__": "path", "path": "/data"},
+    {"items": {"__arclight__": {"__arclight__": "dict"}}},
+    [{"path": "/data"}, ({"enum": "a", "name": "b"},)],
+]
+
+
+@pytest.mark.parametrize("value", AWKWARD, ids=str)
+def test_dicts_that_look_like_encoded_objects_stay_dicts(value: Any) -> None:
+    for given in (value, {"inner": value}):
+        arguments = arguments_for(Anything, checkpoint_entries(Anything(given)), {})
+        assert arguments == {"value": given}
+        assert type(arguments["value"]) is type(given)
+
+
+@pytest.mark.parametrize(
+    ("owner", "key"), [(OnlyPath, "hyper_parameters"), (OnlyPathData, "datamodule_hyper_parameters")]
+)
+def test_an_owner_whose_only_hyperparameter_is_a_path_is_rebuilt(owner: Any, key: str) -> None:
+    entries = checkpoint_entries(owner("/data"))
+    assert entries[key] == {"path": "/data"}
+    assert rebuild(owner, entries, {}).hparams == {"path": "/data"}
+
+
+def test_a_module_with_a_path_loads_from_a_checkpoint_file(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, **checkpoint_entries(OnlyPath("/data"))}, tmp_path / "module.ckpt")
+    with pytest.warns(UserWarning, match="no parameters"):
+        assert OnlyPath.load_from_checkpoint(tmp_path / "module.ckpt").hparams.path == "/data"
+
+
+def test_objects_come_back_as_what_they_were() -> None:
+    size = Size(3, Path("/there"), {"path": "/data"})
+    object.__setattr__(size, "area", 9)
+    given = {"size": size, "colour": Colour.RED, "sizes": (Size(),)}
+    arguments = arguments_for(Anything, checkpoint_entries(Anything(given)), {})
+    assert arguments == {"value": given}
+
+
+def test_hyperparameters_of_the_layout_without_tags_are_read() -> None:
+    size = {"dataclass": f"{__name__}:Size", "fields": {"width": 3, "folder": {"path": "/there"}, "gone": 1}}
+    old = {"value": {"size": size, "colour": {"enum": f"{__name__}:Colour", "name": "RED"}, "source": {"path": "/d"}}}
+    arguments = arguments_for(Anything, {"hyper_parameters": old}, {})
+    assert arguments["value"] == {"size": Size(3, Path("/there")), "colour": Colour.RED, "source": {"path": "/d"}}
+
+
+def test_a_file_does_not_choose_which_dataclass_is_built_or_which_module_is_imported() -> None:
+    hidden = ModuleType("a_module_nobody_named")
+    hidden.Trap = make_dataclass("Trap", [("x", int)], namespace={"__module__": hidden.__name__})  # type: ignore[attr-defined]
+    sys.modules[hidden.__name__] = hidden
+    try:
+        kept = {"value": {TAG: "dataclass", "class": "a_module_nobody_named:Trap", "fields": {"x": 1}}}
+        with pytest.raises(CheckpointError, match="neither defines nor imports"):
+            arguments_for(Anything, {"hyper_parameters": kept}, {})
+        assert arguments_for(Anything, {"hyper_parameters": kept}, {"value": 2}) == {"value": 2}
+    finally:
+        del sys.modules[hidden.__name__]
+    for place in ("arclight.cli.__main__:Settings", "arclight.trainer.__main__:X", "antigravity:Fly"):
+        name = place.partition(":")[0]
+        assert name not in sys.modules
+        kept = {"value": {TAG: "dataclass", "class": place, "fields": {}}}
+        with pytest.raises(CheckpointError, match="before loading it"):
+            arguments_for(Anything, {"hyper_parameters": kept}, {})
+        assert name not in sys.modules
+    with pytest.raises(CheckpointError, match="kind 'later'"):
+        arguments_for(Anything, {"hyper_parameters": {"value": {TAG: "later"}}}, {})

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 import arclight as al
+from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.loggers import CSVLogger, DummyLogger, Logger, TensorBoardLogger, fabric_loggers
 from arclight.trainer.loggers.csv_logger import read_metrics, read_rows
 
@@ -221,6 +222,36 @@ def test_a_logger_goes_on_in_another_process_where_it_was(tmp_path: Path) -> Non
     board = TensorBoardLogger(tmp_path, "tb")
     board.log_metrics({"a": 1.0}, 1)
     assert pickle.loads(pickle.dumps(board)).log_dir == board.log_dir
+
+
+def test_two_loggers_of_one_process_never_mix_rows(fit: Any, tmp_path: Path) -> None:
+    one, other = CSVLogger(tmp_path, "y", version=0), CSVLogger(tmp_path, "y", version=0, prefix="b")
+    one.log_metrics({"loss": 1.0}, 0)
+    with pytest.warns(UserWarning, match="not empty"):
+        other.log_metrics({"loss": 2.0}, 0)
+    with pytest.raises(MisconfigurationError, match=r"another CSVLogger of this process writes .*metrics.csv"):
+        one.log_metrics({"loss": 3.0}, 1)
+    assert read_metrics(Path(one.log_dir) / "metrics-0.csv") == {"loss": [(0, 1.0)]}
+    assert read_metrics(Path(one.log_dir) / "metrics.csv") == {"b-loss": [(0, 2.0)]}
+    for pair in (
+        [CSVLogger(), CSVLogger(prefix="b")],
+        [CSVLogger(tmp_path, "x"), CSVLogger(tmp_path, "x", prefix="b")],
+    ):
+        with pytest.raises(MisconfigurationError, match="two CSVLoggers of one trainer"):
+            fit({"val/score": [1.0]}, logger=pair)
+    fit({"val/score": [1.0]}, logger=[CSVLogger(tmp_path, "x"), CSVLogger()], log_every_n_steps=1)
+    assert read_metrics(tmp_path / "x/version_0/metrics.csv") == read_metrics(tmp_path / "test/2/metrics.csv")
+
+
+def test_rows_of_another_process_stay_under_their_columns(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, version=0)
+    logger.log_metrics({"loss": 1.0}, 0)
+    file = Path(logger.log_dir) / "metrics.csv"
+    file.write_text("acc,loss,step\n,1.0,0\n2.0,,0\n")  # by another process that was given the same version
+    with pytest.warns(UserWarning, match="another process has written to"):
+        logger.log_metrics({"loss": 3.0}, 1)
+    logger.log_metrics({"loss": 5.0}, 2)
+    assert read_metrics(file) == {"acc": [(0, 2.0)], "loss": [(0, 1.0), (1, 3.0), (2, 5.0)]}
 
 
 def test_files_may_lie_in_any_store() -> None:

@@ -349,6 +349,13 @@ def test_deterministic_kernels_are_used_during_the_run_only() -> None:
         trainer(deterministic=choice).fit(Watched(), batches(1))
     assert seen == [True, False]
     assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        trainer(deterministic=True).fit(Watched(), batches(1))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled(), "as the program had it"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_frozen_layers_keep_their_mode() -> None:

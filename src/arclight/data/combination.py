@@ -37,6 +37,11 @@ class ResumableCombination:
         self._pending: dict[str, Any] | None = None
 
     @property
+    def seeds(self) -> list[int]:
+        """The seed of each part."""
+        return [part.seed for part in self.parts]
+
+    @property
     def sized(self) -> bool:
         """Whether the number of rows is known before they are read."""
         return self.count() != math.inf
@@ -58,16 +63,16 @@ class ResumableCombination:
         readers: list[Callable[[int, int], Iterator[Any]]] = [
             partial(_read, part, epoch, seed_epoch) for part in self.parts
         ]
-        skip = 0
+        skip, limits = 0, self.limits or [math.inf] * len(self.parts)
         if pending is not None and (pending["epoch"], pending["batch"]) == (epoch, start):
             for part, state in zip(self.parts, pending["states"], strict=True):
                 part.load_state_dict(state)
             places = [(int(c), int(b)) for c, b in pending["places"]]
         elif all(part.positioned for part in self.parts):
-            places = [self._place(length, start) for length in self._lengths()]
+            places = [self._place(min(pair), start) for pair in zip(self._lengths(), limits, strict=True)]
         else:
             places, skip = [(0, 0)] * len(self.parts), start
-        cursors = [Cursor(read, *place) for read, place in zip(readers, places, strict=True)]
+        cursors = [Cursor(read, limit, *place) for read, limit, place in zip(readers, limits, places, strict=True)]
         return self._rows(cursors, epoch, start, skip)
 
     def _rows(self, cursors: list[Cursor], epoch: int, start: int, skip: int) -> Iterator[Any]:

@@ -63,7 +63,7 @@ class CombinedLoader:
 
     @property
     def limits(self) -> list[Count] | None:
-        """Most batches to read of each loader; one number may be set for all."""
+        """Most batches to read of each loader, each time through it; one number may be set for all."""
         return self._limits
 
     @limits.setter
@@ -139,20 +139,19 @@ class CombinedLoader:
         def reader(loader: Any) -> Callable[[int, int], Iterator[Any]]:
             return lambda cycle, batch: islice(iter(loader), batch, None) if batch else iter(loader)
 
-        cursors = [Cursor(reader(loader)) for loader in self._flattened]
-        total = math.inf
-        if self._limits is not None:
-            total = combined_length(self.mode, [length_of(loader) for loader in self._flattened], self._limits)
+        limits = self._limits or [math.inf] * len(self._flattened)
+        cursors = [Cursor(reader(loader), limit) for loader, limit in zip(self._flattened, limits, strict=True)]
         rows = side_by_side(cursors, self.mode)
-        rows = rows if total == math.inf else islice(rows, int(total))
         return ((self.rebuild(row), index, 0) for index, row in enumerate(rows))
 
 
 class Cursor:
     """A place in a loader that may be read several times over: which time, and how many batches of it."""
 
-    def __init__(self, read: Callable[[int, int], Iterator[Any]], cycle: int = 0, batch: int = 0) -> None:
-        self.read = read
+    def __init__(
+        self, read: Callable[[int, int], Iterator[Any]], limit: Count = math.inf, cycle: int = 0, batch: int = 0
+    ) -> None:
+        self.read, self.limit = read, limit
         self.cycle, self.batch = cycle, batch
         self.ended = False
         self.iterator = read(cycle, batch)
@@ -161,7 +160,7 @@ class Cursor:
         """The next batch of this time through, or `_END`."""
         if self.ended:
             return _END
-        item = next(self.iterator, _END)
+        item = next(self.iterator, _END) if self.batch < self.limit else _END
         if item is _END:
             self.ended = True
         else:
@@ -196,10 +195,10 @@ def side_by_side(cursors: Sequence[Cursor], mode: Mode) -> Iterator[list[Any]]:
 
 
 def combined_length(mode: Mode, lengths: Sequence[Count], limits: Sequence[Count] | None = None) -> Count:
-    """Batches of a combination of loaders with these `lengths`, of which at most `limits` are read."""
-    if not lengths:
-        return 0
+    """Count the rows of loaders with these `lengths`, of which at most `limits` are read; an empty one cannot be cycled."""
     kept = [min(pair) for pair in zip(lengths, limits or lengths, strict=True)]
+    if not kept or (mode == "max_size_cycle" and 0 in kept):
+        return 0
     return sum(kept) if mode == "sequential" else min(kept) if mode == "min_size" else max(kept)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import get_worker_info
 
 from arclight.data.seeding import OwnGenerator, isolated_rng, own_generators
@@ -39,14 +41,15 @@ class Fetcher:
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             self.epoch = epoch
-            for dataset in _chain(self.dataset):
+            for dataset in datasets_of(self.dataset):
                 if hasattr(dataset, "set_epoch"):
                     dataset.set_epoch(epoch)
 
     def __getitem__(self, fetch: Fetch) -> Any:
         self.set_epoch(fetch.epoch)
         if self._own is None:
-            self._own = own_generators(*_chain(self.dataset))
+            datasets = datasets_of(self.dataset)
+            self._own = own_generators(*datasets, *_helpers(datasets))
         try:
             with isolated_rng(fetch.seed, self._own):
                 return self.collate(self._samples(fetch.indices))
@@ -84,10 +87,40 @@ def identity(batch: Any) -> Any:
     return batch
 
 
-def _chain(dataset: Any) -> list[Any]:
-    """The dataset and those it wraps as ``.dataset`` (Subset and the like), outermost first."""
-    chain: list[Any] = []
-    while dataset is not None and all(dataset is not seen for seen in chain):
-        chain.append(dataset)
-        dataset = getattr(dataset, "dataset", None)
-    return chain
+def datasets_of(dataset: Any) -> list[Any]:
+    """List the dataset and those it wraps, as ``.dataset`` (Subset) or ``.datasets`` (ConcatDataset), outermost first."""
+    found: dict[int, Any] = {}
+    waiting = [dataset]
+    while waiting:
+        one = waiting.pop(0)
+        if one is None or id(one) in found or isinstance(one, (str, bytes, torch.Tensor, type)):
+            continue
+        found[id(one)] = one
+        parts = getattr(one, "datasets", ())
+        waiting.append(getattr(one, "dataset", None))
+        waiting += parts.values() if isinstance(parts, dict) else parts if isinstance(parts, (list, tuple)) else ()
+    return list(found.values())
+
+
+_FEW = 100
+"""Longest list of an attribute that is looked through: lists of transforms are shorter, lists of samples longer."""
+
+
+def _helpers(datasets: list[Any]) -> list[Any]:
+    """List the objects that datasets keep, such as transforms, and those that these keep, each once."""
+    known, found, level = {id(dataset) for dataset in datasets}, list[Any](), datasets
+    for _ in range(2):
+        inside = {id(part): part for owner in level for part in _kept(owner) if id(part) not in known}
+        level = list(inside.values())
+        known |= inside.keys()
+        found += level
+    return found
+
+
+def _kept(owner: Any) -> Iterator[Any]:
+    """Yield the objects among the attributes of ``owner`` that have attributes themselves, and those in short lists there."""
+    for _, value in sorted(getattr(owner, "__dict__", {}).items()):
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
+        for part in (value,) if several is None else several if len(several) <= _FEW else ():
+            if hasattr(part, "__dict__") and not isinstance(part, (type, ModuleType, FunctionType, torch.Tensor)):
+                yield part

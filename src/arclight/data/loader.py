@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from arclight.data.fetching import Fetch, Fetcher, WorkerInit, identity
+from arclight.data.fetching import Fetch, Fetcher, WorkerInit, datasets_of, identity
 from arclight.data.sampling import EpochSampler, shared_out
 from arclight.data.seeding import derive_seed, isolated_rng
 
@@ -34,7 +34,8 @@ class ResumableLoader:
 
     loader: a DataLoader, or any iterable of batches, or a function that returns one (such as a generator function).
     seed: with the epoch it determines the order of samples; with epoch, batch and rank, all randomness inside dataset
-    and collate function (python, numpy and torch generators of the CPU, global or kept as attributes of the dataset).
+    and collate function (python, numpy and torch generators of the CPU, global or kept as attributes of the dataset, of those
+    it is made of, or of objects that they keep, such as transforms).
     rank, world_size: this process's share; see `arclight.data.sampling.EpochSampler` for the rule.
     train: whether ranks are padded to equal numbers of batches; evaluation never repeats a sample.
     complete: whether a last batch that `drop_last` would leave out is read all the same, as predictions need it.
@@ -76,17 +77,31 @@ class ResumableLoader:
         self._pending: dict[str, Any] | None = None
         self.indices: deque[Any] | None = None
         """Samples of the batches read and not yet asked for, once `track_indices` was called."""
+        self._seeded: EpochSampler | None = None
         rank, world_size = (rank, world_size) if shard else (0, 1)
         if self._map_style:
             self._fetcher = Fetcher(loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None)
-            self._sampler = EpochSampler(
+            self._sampler = self._seeded = EpochSampler(
                 loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete
             )
         elif isinstance(loader, DataLoader) and world_size > 1 and not isinstance(loader.dataset, IterableDataset):
-            own = EpochSampler(loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete)
-            self.loader = shared_out(loader, own)
+            self._seeded = EpochSampler(
+                loader, seed=seed, rank=rank, world_size=world_size, train=train, complete=complete
+            )
+            self.loader = shared_out(loader, self._seeded)
         elif world_size > 1:
             self._warn_unless_sharded()
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seed, as a combination of loaders has one for each."""
+        return [self.seed]
+
+    def reseed(self, seed: int) -> None:
+        """Go by another seed from the next pass on."""
+        self.seed = seed
+        if self._seeded is not None:
+            self._seeded.seed = seed
 
     @property
     def sized(self) -> bool:
@@ -362,6 +377,7 @@ def _when(snapshot: dict[str, Any]) -> tuple[int, int]:
 
 
 def _set_epoch(epoch: int, *objects: Any) -> None:
-    for item in objects:
+    told = {id(part): part for item in objects for part in datasets_of(item)}
+    for item in told.values():
         if hasattr(item, "set_epoch"):
             item.set_epoch(epoch)

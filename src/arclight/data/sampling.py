@@ -11,6 +11,7 @@ from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -19,6 +20,42 @@ from arclight.data.seeding import derive_seed, isolated_rng, own_generators
 from arclight.fabric.warning_kinds import PossibleUserWarning
 
 _COMPUTED = 1024  # samples of a computed order that are found out together: one by one, calls would cost most
+_UNSEEDED = torch.Generator().initial_seed()  # of a generator that nobody has given a seed
+
+
+class LoaderSeeds:
+    """Seeds for loaders that are read beside each other, so that no two shuffled ones pair a sample with itself.
+
+    The first loader has the run's seed itself, each further one a seed of its own. A loader with a ``torch.Generator`` that its user
+    has seeded goes by that seed alone, so equal seeds give equal orders in every run; where loaders share one such generator, each
+    further one has an order of its own.
+    """
+
+    def __init__(self) -> None:
+        self._loaders = 0
+        self._generators: dict[tuple[int, ...], tuple[list[torch.Generator], int]] = {}
+
+    def next(self, loader: Any, run_seed: int) -> int:
+        """Return the seed for ``loader``, which is read beside those asked for before."""
+        number, self._loaders = self._loaders, self._loaders + 1
+        given = [g for g in own_generators(loader, *_samplers_of(loader)) if isinstance(g, torch.Generator)]
+        given = [generator for generator in given if generator.initial_seed() != _UNSEEDED]
+        if given:
+            key = tuple(map(id, given))
+            _, number = self._generators.get(key, (given, 0))
+            self._generators[key] = (given, number + 1)
+            run_seed = derive_seed(-1, *(generator.initial_seed() for generator in given))
+        return derive_seed(run_seed, -1, number) if number else run_seed  # -1: neither an epoch nor a cycle
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    """The samplers of a loader, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    return _distinct((getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)))
+
+
+def _distinct(samplers: Iterable[Any]) -> list[Any]:
+    return list({id(sampler): sampler for sampler in samplers if sampler is not None}.values())
 
 
 class EpochSampler:
@@ -51,7 +88,7 @@ class EpochSampler:
         self.seed = seed
         self.train = train
         found = (loader.sampler, batches, getattr(batches, "sampler", None))
-        self._samplers: list[Any] = list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+        self._samplers = _distinct(found)
         sharded = any(isinstance(s, DistributedSampler) or hasattr(s, "num_replicas") for s in self._samplers)
         self.rank, self.world_size = (0, 1) if sharded else (rank, world_size)
         self._own = own_generators(loader, *self._samplers)

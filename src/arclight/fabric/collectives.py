@@ -271,7 +271,7 @@ class TorchCollective(Collective):
 
 
 class SingleDeviceCollective(Collective):
-    """One process: every operation gives back what it was given."""
+    """One process: every operation fills the tensors it is given to fill with the ones it is given to send."""
 
     @property
     def rank(self) -> int:
@@ -291,19 +291,19 @@ class SingleDeviceCollective(Collective):
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
-        return [tensor]
+        return _filled(tensor_list, [tensor])
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
-        return [tensor]
+        return _filled(gather_list, [tensor])
 
     def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
-        return scatter_list[0]
+        return _filled([tensor], scatter_list)[0]
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:
-        return input_list[0]
+        return _filled([output], input_list)[0]
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        return input_tensor_list
+        return _filled(output_tensor_list, input_tensor_list)
 
     def send(self, tensor: Tensor, dst: int = 0, tag: int = 0) -> None:
         raise RuntimeError("there is one process: nobody to send to")
@@ -333,3 +333,17 @@ class SingleDeviceCollective(Collective):
     @classmethod
     def destroy_group(cls, group: Any) -> None:
         pass
+
+
+def _filled(targets: list[Tensor], sources: list[Tensor]) -> list[Tensor]:
+    """Copy what the one process sends into what it receives; without targets, give back what it sends.
+
+    Raises ValueError for another number than one.
+    """
+    if len(sources) != 1 or len(targets) > 1:
+        raise ValueError(
+            f"one process sends one tensor to itself: {len(sources)} were given to send, {len(targets)} to receive into"
+        )
+    for target, source in zip(targets, sources, strict=False):
+        target.copy_(source)
+    return targets or list(sources)

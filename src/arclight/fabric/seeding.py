@@ -130,10 +130,11 @@ def deterministic_kernels(warn_only: bool = False) -> Iterator[None]:
     """Run a block with kernels that give the same bits every time; where torch has none such it raises RuntimeError, or warns."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, read when it starts
     before, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
         torch.backends.cudnn.benchmark = benchmark

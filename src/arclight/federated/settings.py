@@ -112,6 +112,11 @@ class Federation(Checked):
             raise ValueError('with noise set send = "delta" and weigh_by = "equal", and leave moments empty')
         if self.robust is not None or self.buffered is not None or self.streaming is not None:
             raise ValueError("noise goes with whole rounds of plain means: leave robust, buffered and streaming out")
+        if noise.by == "clients" and self.masks.experts is not None:
+            raise ValueError(
+                "noise by clients is divided among all of a round's, and a tensor of experts has only some of them: it would get "
+                'less than promised; set noise.by = "server", or leave masks.experts out'
+            )
         if noise.by == "clients" and not isinstance(self.up, Raw):
             raise ValueError('noise by clients needs up = "raw": what a codec leaves for later was not clipped')
 

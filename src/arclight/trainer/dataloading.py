@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from arclight.data.combination import ResumableCombination
 from arclight.data.combined import CombinedLoader, Count, Mode, combined_length, holds_loaders, is_loader
 from arclight.data.loader import ResumableLoader
-from arclight.data.sampling import resampled
+from arclight.data.sampling import LoaderSeeds, resampled
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer import data_checks, limits
@@ -214,7 +214,9 @@ def _take(trainer: Trainer, data: StageData, combined: CombinedLoader | None, gi
     stage = data.stage
     if trainer.overfit_batches and data.function == "fit":
         given = in_order(given, stage)
-    parts = [_wrap(trainer, loader, stage) for loader in given]
+    parts = [
+        _wrap(trainer, loader, stage, seed) for loader, seed in zip(given, _seeds(trainer, given, stage), strict=True)
+    ]
     data.user_loaders = given
     data.counts = [limits.count(trainer, stage, part) for part in parts]
     if combined is None:
@@ -234,13 +236,25 @@ def _take(trainer: Trainer, data: StageData, combined: CombinedLoader | None, gi
     data.loaders = [together]
 
 
-def _wrap(trainer: Trainer, loader: Any, stage: str) -> ResumableLoader:
+def _seeds(trainer: Trainer, loaders: list[Any], stage: str) -> list[int]:
+    """Return a seed for each loader of a stage, the same on every rank; for training those of the checkpoint that is resumed."""
+    saved = trainer.loader_seeds if stage == "train" else []
+    seeds = LoaderSeeds()
+    found: list[int] = trainer.strategy.broadcast([seeds.next(loader, trainer.data_seed) for loader in loaders])
+    if len(saved) == len(loaders):
+        found = saved
+    if stage == "train":
+        trainer.loader_seeds = []
+    return found
+
+
+def _wrap(trainer: Trainer, loader: Any, stage: str, seed: int) -> ResumableLoader:
     if isinstance(loader, ResumableLoader):
         return loader
     share = trainer.strategy.distributed_sampler_kwargs
     return ResumableLoader(
         loader,
-        seed=trainer.data_seed,
+        seed=seed,
         rank=share["rank"],
         world_size=share["num_replicas"],
         train=stage == "train",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.data import ResumableLoader
+from arclight.data.sampling import LoaderSeeds
 from arclight.fabric.batches import move_batch
 from arclight.fabric.rank_zero import rank_zero_deprecation, rank_zero_warn
 from arclight.fabric.strategies import SingleDeviceStrategy, Strategy
@@ -66,6 +67,7 @@ class Fabric(FabricProcesses):
         )
         self._loggers = list(loggers) if isinstance(loggers, (list, tuple)) else [loggers] * (loggers is not None)
         self._launched = False
+        self._loader_seeds = LoaderSeeds()
         if started_by_command_line():
             if type(self).run is not FabricProcesses.run:
                 raise TypeError(
@@ -144,10 +146,14 @@ class Fabric(FabricProcesses):
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Loaders that share the data between ranks, move batches to the device, and can resume (``set_epoch``, ``state_dict``)."""
+        """Share the data of loaders between ranks, move batches to the device, and let them resume (``set_epoch``, ``state_dict``).
+
+        Each shuffled loader has an order of its own; one whose ``torch.Generator`` was seeded goes by that seed.
+        """
         self._validate_launched()
         check_loaders(dataloaders)
-        seed = self._strategy.broadcast(torch.initial_seed() % 2**32)
+        run_seed = torch.initial_seed() % 2**32
+        seeds = self._strategy.broadcast([self._loader_seeds.next(loader, run_seed) for loader in dataloaders])
         shares = (
             self._strategy.distributed_sampler_kwargs if use_distributed_sampler else {"num_replicas": 1, "rank": 0}
         )
@@ -157,7 +163,7 @@ class Fabric(FabricProcesses):
                 ResumableLoader(self._strategy.process_dataloader(loader), seed=seed, rank=rank, world_size=size),
                 self.device if move_to_device else None,
             )
-            for loader in dataloaders
+            for loader, seed in zip(dataloaders, seeds, strict=True)
         ]
         return wrapped[0] if len(wrapped) == 1 else wrapped
 

@@ -262,11 +262,13 @@ class FabricDataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         state = self._resumable.state_dict(self.batch) if self._resumable is not None else {}
-        return {"epoch": self.epoch, "batch": self.batch, "loader": state}
+        seed = {} if self._resumable is None else {"seed": self._resumable.seed}
+        return {"epoch": self.epoch, "batch": self.batch, "loader": state, **seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.batch, self._resumed = state["epoch"], state["batch"], True
         if self._resumable is not None:
+            self._resumable.reseed(state.get("seed", self._resumable.seed))
             self._resumable.load_state_dict(state["loader"])
 
     def __getattr__(self, name: str) -> Any:

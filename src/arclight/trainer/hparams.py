@@ -20,7 +20,7 @@ from torch import nn
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warning_kinds import WarningCache
-from arclight.trainer.plain import NotPlainError, decode, encode, is_omegaconf
+from arclight.trainer.plain import NotPlainError, as_omegaconf, decode, encode, is_omegaconf
 
 INSTANTIATORS = {
     f"{package}.cli.instantiate_module"
@@ -294,23 +294,28 @@ def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
 
 
 def arguments_for(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Arguments to build a ``cls`` with: those of the checkpoint, then ``overrides``; only ones its constructor takes."""
+    """Return the arguments to build a ``cls`` with: those of the checkpoint, then ``overrides``; only ones its constructor takes."""
     key: str = getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters")
     held_by = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_NAME", "hparams_name"))
-    kept: dict[str, Any] = decode({**checkpoint.get("module_arguments", {}), **checkpoint.get(key, {})}) | overrides
+    kept = _decoded(cls, {**checkpoint.get("module_arguments", {}), **checkpoint.get(key, {})}, overrides)
     kept.pop("_instantiator", None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]  # type: ignore[misc]
     if held_by and any(p.name == held_by and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters):
         kind = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_TYPE", "hparams_type"))
-        kept = {held_by: decode({"omegaconf": kept}) if kind == "omegaconf" else Hyperparameters(kept)} | overrides
+        kept = {held_by: as_omegaconf(kept) if kind == "omegaconf" else Hyperparameters(kept)} | overrides
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return kept
     taken = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL}
     return {name: value for name, value in kept.items() if name in taken}
 
 
+def _decoded(cls: type, kept: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Decode each kept argument that nobody overrides; what a caller gives need not be readable in the file."""
+    return {name: decode(value, cls) for name, value in kept.items() if name not in overrides} | overrides
+
+
 def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) -> Any:
-    """A ``cls`` made with :func:`arguments_for` it; by the command line that wrote them, where one did."""
+    """Build a ``cls`` with :func:`arguments_for` it; by the command line that wrote them, where one did."""
     kept = checkpoint.get(getattr(cls, "CHECKPOINT_HYPER_PARAMS_KEY", "hyper_parameters"), {})
     path = kept.get("_instantiator")
     if path is None:
@@ -320,6 +325,6 @@ def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) ->
             f"The instantiator {path!r} from the checkpoint is not in the allowlist of trusted instantiators and was "
             "blocked to prevent arbitrary code execution"
         )
-    given = decode({name: value for name, value in kept.items() if name != "_instantiator"}) | overrides
+    given = _decoded(cls, {name: value for name, value in kept.items() if name != "_instantiator"}, overrides)
     arguments = given if "_class_path" in given else arguments_for(cls, checkpoint, overrides)
     return importlib.import_module("arclight.compat.lightning.cli").instantiate_module(cls, arguments)

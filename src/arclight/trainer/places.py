@@ -55,6 +55,10 @@ class RunPlaces:
         for logger in self._loggers:
             if getattr(logger, "needs_folder", False) is True:
                 logger.use_folder(self.run_folder.path)
+        if len(self._loggers) > 1:
+            from arclight.trainer.loggers.csv_logger import check_apart
+
+            check_apart(self._loggers)
 
     @property
     def logger(self) -> Any:

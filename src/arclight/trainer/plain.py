@@ -1,4 +1,4 @@
-"""Constructor arguments as plain data, which any checkpoint can hold without pickling a class, and back."""
+"""Encode constructor arguments as plain data, which any checkpoint can hold without pickling a class, and decode them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import dataclasses
 import importlib
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 from arclight.checkpoint import CheckpointError
+
+TAG = "__arclight__"
+"""The one key that marks a dict as an encoded object; its value says of which kind. A user's dict with this key is escaped."""
 
 _LEAVES = (bool, int, float, str, bytes, type(None), torch.Tensor, torch.device, torch.dtype, torch.Size)
 
@@ -27,27 +32,29 @@ def is_omegaconf(value: object) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """Plain data for a tree of plain values, dataclasses, enumerations, paths and OmegaConf containers.
+    """Encode a tree of plain values, dataclasses, enumerations, paths and OmegaConf containers as plain data.
 
+    A path is a text (so other projects' readers understand it), a path in a field of a dataclass comes back as a path.
     Raises NotPlainError naming the class of anything else.
     """
     if isinstance(value, Enum):
-        return {"enum": _place(type(value)), "name": value.name}
+        return {TAG: "enum", "class": _place(type(value)), "name": value.name}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        fields = {n: {"path": str(v)} if isinstance(v, PurePath) else encode(v) for n, v in given.items()}
-        return {"dataclass": _place(type(value)), "fields": fields}
+        fields = {n: {TAG: "path", "path": str(v)} if isinstance(v, PurePath) else encode(v) for n, v in given.items()}
+        return {TAG: "dataclass", "class": _place(type(value)), "fields": fields}
     if is_omegaconf(value):
         from omegaconf import OmegaConf
 
-        return {"omegaconf": encode(OmegaConf.to_container(value))}
+        return {TAG: "omegaconf", "content": encode(OmegaConf.to_container(value))}
     if isinstance(value, dict):
-        return {key: encode(item) for key, item in value.items()}
+        items = {key: encode(item) for key, item in value.items()}
+        return {TAG: "dict", "items": items} if TAG in value or _old_kind(value) else items
     if type(value) is torch.Size or isinstance(value, _LEAVES):
         return value
     if isinstance(value, (list, tuple)):
-        items = [encode(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
+        parts = [encode(item) for item in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
     if isinstance(value, Namespace):
         return encode(vars(value))
     if isinstance(value, PurePath):
@@ -57,36 +64,126 @@ def encode(value: Any) -> Any:
     raise NotPlainError(f"it is a {type(value).__module__}.{type(value).__qualname__}, not plain data")
 
 
-def decode(value: Any) -> Any:
-    """The inverse of :func:`encode`. A class is looked up only in modules of this package and in ones already imported."""
-    if isinstance(value, dict):
-        if value.keys() == {"dataclass", "fields"}:
-            cls = _find(value["dataclass"], dataclasses.is_dataclass)
-            known = {f.name for f in dataclasses.fields(cls)}
-            return cls(**{key: decode(item) for key, item in value["fields"].items() if key in known})
-        if value.keys() == {"enum", "name"}:
-            return _find(value["enum"], lambda cls: issubclass(cls, Enum))[value["name"]]
-        if value.keys() == {"path"} and isinstance(value["path"], str):
-            return Path(value["path"])
-        if value.keys() == {"omegaconf"}:
-            from arclight.fabric.extras import require
+def decode(value: Any, owner: type) -> Any:
+    """Decode what :func:`encode` gave, for the arguments of ``owner``.
 
-            return require("omegaconf", extra="cli").OmegaConf.create(decode(value["omegaconf"]))
-        return {key: decode(item) for key, item in value.items()}
+    A file does not choose what runs: a class is looked up in modules that are imported already or belong to the room of ``owner``,
+    and a dataclass is built only if it is of ``owner``'s packages or visible where ``owner`` is defined.
+    Raises CheckpointError for any other class.
+    """
     if type(value) in (list, tuple):
-        return type(value)(decode(item) for item in value)
-    return value
+        return type(value)(decode(item, owner) for item in value)
+    if not isinstance(value, dict):
+        return value
+    match value.get(TAG):
+        case None:
+            kind = _old_kind(value)
+            return {k: decode(v, owner) for k, v in value.items()} if kind is None else _decode_old(kind, value, owner)
+        case "dict":
+            return {key: decode(item, owner) for key, item in value["items"].items()}
+        case "path":
+            return Path(value["path"])
+        case "enum":
+            return _find(value["class"], owner, _is_enum)[value["name"]]
+        case "dataclass":
+            return _build(value["class"], {n: decode(field, owner) for n, field in value["fields"].items()}, owner)
+        case "omegaconf":
+            return as_omegaconf(decode(value["content"], owner))
+        case other:
+            raise CheckpointError(
+                f"the checkpoint has a hyper-parameter of kind {other!r}, which this version cannot read"
+            )
+
+
+def _old_kind(value: dict[Any, Any]) -> str | None:
+    """The kind of object that a dict stood for before there was :data:`TAG`; None for a dict that is one."""
+    if value.keys() == {"dataclass", "fields"} and _is_place(value["dataclass"]) and isinstance(value["fields"], dict):
+        return "dataclass"
+    if value.keys() == {"enum", "name"} and _is_place(value["enum"]) and isinstance(value["name"], str):
+        return "enum"
+    return "omegaconf" if value.keys() == {"omegaconf"} else None
+
+
+def _decode_old(kind: str, value: dict[Any, Any], owner: type) -> Any:
+    if kind == "enum":
+        return _find(value["enum"], owner, _is_enum)[value["name"]]
+    if kind == "omegaconf":
+        return as_omegaconf(decode(value["omegaconf"], owner))
+    fields = {
+        name: Path(field["path"])
+        if isinstance(field, dict) and field.keys() == {"path"} and isinstance(field["path"], str)
+        else decode(field, owner)
+        for name, field in value["fields"].items()
+    }
+    return _build(value["dataclass"], fields, owner)
+
+
+def as_omegaconf(content: Any) -> Any:
+    """Make an OmegaConf container of plain data."""
+    from arclight.fabric.extras import require
+
+    return require("omegaconf", extra="cli").OmegaConf.create(content)
+
+
+def _build(place: str, values: dict[str, Any], owner: type) -> Any:
+    """Build the dataclass at ``place``; fields that it no longer has are left out, new ones take their defaults."""
+    cls = _find(place, owner, dataclasses.is_dataclass)
+    if not _is_visible(cls, owner):
+        raise CheckpointError(
+            f"the checkpoint names the dataclass {place}, which {owner.__module__} neither defines nor imports: it is not built for a "
+            f"file's sake; import it there, or give that argument of {owner.__name__} yourself"
+        )
+    known = {field.name: field.init for field in dataclasses.fields(cls)}
+    built = cls(**{name: value for name, value in values.items() if known.get(name)})
+    for name, value in values.items():
+        if known.get(name) is False:
+            object.__setattr__(built, name, value)  # a frozen one too
+    return built
 
 
 def _place(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _find(place: str, fits: Any) -> Any:
+def _is_place(value: object) -> bool:
+    return isinstance(value, str) and all(value.partition(":"))
+
+
+def _is_enum(cls: type) -> bool:
+    return issubclass(cls, Enum)
+
+
+def _find(place: str, owner: type, fits: Callable[[type], bool]) -> Any:
     name, _, qualified = place.partition(":")
-    if name not in sys.modules and not name.startswith("arclight."):
-        raise CheckpointError(f"the checkpoint was made with {place}; import {name} before loading it")
-    cls = getattr(importlib.import_module(name), qualified, None)
+    if name not in sys.modules:
+        if not any(name.startswith(f"{room}.") for room in _rooms(owner)) or name.endswith("__main__"):
+            raise CheckpointError(f"the checkpoint was made with {place}; import {name} before loading it")
+        importlib.import_module(name)
+    cls: Any = sys.modules[name]
+    for part in qualified.split("."):
+        cls = getattr(cls, part, None)
     if not (isinstance(cls, type) and fits(cls)):
         raise CheckpointError(f"the checkpoint was made with {place}, which is no longer what it was there")
     return cls
+
+
+def _rooms(owner: type) -> Iterator[str]:
+    """Sub-packages of this package that ``owner`` and its bases are defined in."""
+    for base in owner.__mro__:
+        package, _, rest = base.__module__.partition(".")
+        if package == __name__.partition(".")[0] and rest:
+            yield f"{package}.{rest.partition('.')[0]}"
+
+
+def _is_visible(cls: type, owner: type) -> bool:
+    """Return True for a class of the packages of ``owner`` and its bases, or in the names of one of their modules or the program's."""
+    bases = {base.__module__ for base in owner.__mro__}
+    packages = {module.partition(".")[0] for module in bases} - sys.stdlib_module_names - {"torch"}
+    if cls.__module__.partition(".")[0] in packages:
+        return True
+    names = [vars(sys.modules[module]) for module in ({*bases, "__main__"} & sys.modules.keys())]
+    return any(
+        value is cls or (isinstance(value, ModuleType) and f"{cls.__module__}.".startswith(f"{value.__name__}."))
+        for namespace in names
+        for value in list(namespace.values())
+    )

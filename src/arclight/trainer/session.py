@@ -218,7 +218,8 @@ def fit(
     trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
     trainer.told_of_no_loss, trainer.validated_time = False, None
     trainer.received_sigterm = trainer.requeue = False
-    trainer.data, trainer.num_training_batches, trainer.loader_state = {}, math.inf, {}
+    trainer.data, trainer.num_training_batches = {}, math.inf
+    trainer.loader_state, trainer.loader_seeds = {}, []
     trainer.batch_iterator, trainer.rng_before_validation = None, None
     trainer.logged = trainer.training_values
     trainer.data_seed = trainer.strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1))
@@ -226,7 +227,8 @@ def fit(
     check_validation(trainer, module)
     if (saved := _checkpoint(trainer, ckpt_path)) is not None:
         loops = saved.get("loops", {})
-        trainer.data_seed = loops.get("data", {}).get("seed", trainer.data_seed)
+        data = loops.get("data", {})
+        trainer.data_seed, trainer.loader_seeds = data.get("seed", trainer.data_seed), list(data.get("seeds", ()))
         trainer.adopt_precision(loops.get("precision", {}).get("name"))
     _place(trainer, module, "train")  # before the weights come: some are nowhere yet, some will be shares
     if saved is not None:

@@ -12,7 +12,7 @@ Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_c
                         metrics: the newest epoch values, which plateau schedulers and callbacks go by
                         precision: its name and its state
                         rng, window: every rank's generators and accumulation window
-                        data: the seed of the sample order, the loaders' own state, and how the work was shared out
+                        data: the seed of the sample order and of each loader, the loaders' own state, and how the work was shared out
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def _loops(trainer: Trainer) -> dict[str, Any]:
         "window": [window for _, window, _ in everyones],
         "data": {
             "seed": trainer.data_seed,
+            "seeds": [] if trainer.train_loader is None else trainer.train_loader.seeds,
             "loader": dataloading.position(trainer),
             "shares": [share for _, _, share in everyones],
         },

@@ -195,7 +195,7 @@ class Coordinator:
         """Grace begins when there is a quorum."""
         open, grace = self.state.open[round], self.settings.waiting.grace
         key = ("quorum", round, open.attempt)
-        if open.wanted and len(open.accepted) >= self._replay.need(open.wanted) and key not in self._present.over:
+        if open.wanted and len(open.accepted) >= self._replay.need(open) and key not in self._present.over:
             self._present.over.add(key)
             self._present.arm(now + grace, "grace", (round, open.attempt))
 

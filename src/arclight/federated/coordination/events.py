@@ -226,6 +226,8 @@ class FitPlan:
     """Seconds from now."""
     discarded: int = 0
     """How often the round's secure sum could not be opened before."""
+    least: int = 0
+    """As `RoundOpened.least`."""
 
 
 @dataclass(frozen=True, kw_only=True)

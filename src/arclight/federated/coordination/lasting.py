@@ -38,9 +38,13 @@ class Replay:
         self.settings, self.sampler, self.run, self.digest = settings, sampler, run, digest
         self.state = Lasting()
 
-    def need(self, wanted: int) -> int:
-        """Updates with which a round for ``wanted`` may close."""
+    def quorum(self, wanted: int) -> int:
+        """Count the updates with which a round for ``wanted`` may close by the settings of today."""
         return max(1, math.ceil(self.settings.waiting.quorum * wanted - 1e-9))
+
+    def need(self, open: Open) -> int:
+        """Count the updates with which a round may close: never fewer than its clients divided its noise by."""
+        return max(self.quorum(open.wanted), open.least)
 
     def apply(self, record: Record) -> None:
         match record:
@@ -126,6 +130,7 @@ class Replay:
                 open.failed.pop(client, None)
         open.base, open.clock, open.steps = record.base, record.clock, record.steps
         open.fragment, open.wanted, open.drawn = record.fragment, record.wanted, record.clients
+        open.least = record.least
         state.opened = max(state.opened, record.round)
         state.begun[record.round] = open
         fresh = [client for client in record.clients if client not in open.accepted]

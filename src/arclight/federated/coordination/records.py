@@ -36,6 +36,8 @@ class RoundOpened(Record):
     clock: int
     steps: int
     fragment: int | None = None
+    least: int = 0
+    """Updates that the round's clients were told to divide its noise by, and without which it does not close; 0: no noise of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ class Open:
     steps: int = 0
     fragment: int | None = None
     wanted: int = 0
+    least: int = 0
+    """As `RoundOpened.least`."""
     attempt: int = 0
     discarded: int = 0
     """Times that its updates were of no use."""

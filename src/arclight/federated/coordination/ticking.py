@@ -56,7 +56,7 @@ def plan(c: Coordinator, work: Work, now: float) -> FitPlan | EvaluatePlan:
     return FitPlan(
         client=work.client, round=work.round, fragment=open.fragment, base=open.base, clock=open.clock, steps=open.steps,
         seed=c.sampler.seed_of(work.round, work.client), deadline=None if until is None else max(0.0, until - now),
-        discarded=open.discarded,
+        discarded=open.discarded, least=open.least,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def _possible(c: Coordinator, open: Open) -> int:
 
 def _settle(c: Coordinator, event: Event, open: Open, now: float) -> Decision:
     """Close a round, or find that it cannot be closed."""
-    need, got, possible = c.rules.need(open.wanted), len(open.accepted), _possible(c, open)
+    need, got, possible = c.rules.need(open), len(open.accepted), _possible(c, open)
     grace = ("grace", open.round, open.attempt) in c.present.over
     late = ("deadline", open.round, open.attempt) in c.present.over
     if got >= open.wanted or (got >= need and (grace or late or not possible)):
@@ -126,7 +126,7 @@ def _settle(c: Coordinator, event: Event, open: Open, now: float) -> Decision:
 
 def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) -> Decision:
     """Ask others, or those that have come back; or end the run."""
-    need, waiting, alone = c.rules.need(open.wanted), c.settings.waiting, c.present.alone_since
+    need, waiting, alone = c.rules.need(open), c.settings.waiting, c.present.alone_since
     if not c.present.sessions and alone is not None and alone + waiting.join > now:
         return Decision(event=event, now=now)  # somebody may come
     why = f"round {open.round} has {len(open.accepted)} of the {need} updates that its quorum needs"
@@ -134,6 +134,8 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
         why += f" after {waiting.deadline} s"
     why += _blame(c, open, late=late)
     fewer = f", or let rounds close with fewer updates (waiting.quorum, now {waiting.quorum:g})" if need > 1 else ""
+    if need > c.rules.quorum(open.wanted):
+        fewer = f"; {open.least} clients share its noise: fork the run from round {open.round - 1} to have fewer do so"
     if not c.present.sessions:
         return end(c, event, now, f"{why}; no node is here", failed=True)
     if open.attempt >= waiting.retries:
@@ -150,7 +152,7 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
         return end(c, event, now, f"{why}; no others could be asked: mend that{fewer}", failed=True)
     record = RoundOpened(
         round=open.round, base=open.base, clients=(*kept, *fresh), wanted=open.wanted, clock=open.clock, steps=open.steps,
-        fragment=open.fragment,
+        fragment=open.fragment, least=open.least,
     )  # fmt: skip
     return Decision(event=event, now=now, records=(record,), commands=(ev.Say(text=f"{why}; it asks again"),))
 
@@ -200,6 +202,7 @@ def _open(c: Coordinator, event: Event, round: int, now: float) -> Decision:
         round=round, base=state.bases[max(min(state.bases), round - 1 - c.settings.overlap)], clients=drawn, wanted=wanted,
         clock=state.clock + steps * (round - state.committed - 1), steps=steps,
         fragment=round % fragments if settings.streaming else None,
+        least=c.rules.quorum(wanted) if settings.noise is not None and settings.noise.by == "clients" else 0,
     )  # fmt: skip
     started = () if c.present.started else (Over(what=("start", round, 0)),)
     return Decision(event=event, now=now, records=(record,), notes=started)

@@ -10,6 +10,7 @@ of the weights could, in principle, use its gaps (Mironov 2012).
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -104,12 +105,20 @@ class NoisyFold(Fold):
         hand_over(mean.tensor if self._former is None else held(key, mean.tensor, self._former), among, into)
 
 
-def order(federation: Federation) -> dict[str, Any]:
-    """What clients are told to do about noise, as JSON values; nothing where it is the server's business."""
+def order(federation: Federation, least: int = 0) -> dict[str, Any]:
+    """Return what clients are told to do about noise, as JSON values; nothing where it is the server's business.
+
+    least: updates without which the round does not close, as it was opened.
+    """
     if federation.noise is None or federation.noise.by != "clients":
         return {}
+    return {"noise": {**asdict(federation.noise), "least": least or expected(federation)}}
+
+
+def expected(federation: Federation) -> int:
+    """Count the updates with which a round closes if all that it wants can be drawn."""
     wanted = federation.sampling.per_round or federation.clients
-    return {"noise": {**asdict(federation.noise), "least": max(1, math.ceil(federation.waiting.quorum * wanted))}}
+    return max(1, math.ceil(federation.waiting.quorum * wanted - 1e-9))
 
 
 def protect(
@@ -136,8 +145,95 @@ def protect(
         yield key, wide.to(tensor.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """A mean with noise that all may see: what one round has spent."""
+
+    multiplier: float
+    """Standard deviation of the noise that was on the sum of changes, over the clip."""
+    clients: int = 0
+    """Those that the round's were drawn from, where chance counts."""
+    drawn: int | None = None
+    """How many were drawn, all of whom are in the mean; None: chance does not count."""
+
+
+class Ledger:
+    """What rounds have spent: how many of which `Release`; their order does not matter. A value: `after` makes another."""
+
+    def __init__(self, releases: Mapping[Release, int] | None = None) -> None:
+        self.releases: Mapping[Release, int] = dict(releases or {})
+        self._composed: tuple[Any, Any] | None = None
+        """Two of the library's accountants, once somebody has asked for epsilon: a release by chance takes them half a second."""
+
+    def __bool__(self) -> bool:
+        return bool(self.releases)
+
+    def after(self, one: Release, times: int = 1) -> Ledger:
+        """Return what is spent after so many rounds more."""
+        made = Ledger({**self.releases, one: self.releases.get(one, 0) + times})
+        if self._composed is not None:
+            made._composed = copy.deepcopy(self._composed)
+            _compose(made._composed, one, times)
+        return made
+
+    def epsilon(self, delta: float) -> float:
+        """Compose what was spent. Raises MissingExtraError without dp-accounting.
+
+        How well the weights of all rounds hide whether a client's changes counted or were zero. Where a round drew some of the
+        clients by chance, without replacement, this protects in return. It is counted as for a client that is replaced by
+        another, which moves the sum by up to twice the clip and covers the case above (Wang et al. 2019, arXiv 1808.00087). As
+        what holds without any chance holds too, the smaller of both is returned.
+        """
+        if not self.releases:
+            return 0.0
+        if self._composed is None:
+            dp, rdp = require("dp_accounting", extra="privacy"), require("dp_accounting.rdp", extra="privacy")
+            replaced = dp.NeighboringRelation.REPLACE_ONE
+            self._composed = rdp.RdpAccountant(), rdp.RdpAccountant(neighboring_relation=replaced)
+            for one, times in self.releases.items():
+                _compose(self._composed, one, times)
+        zeroed, replaced = (float(accountant.get_epsilon(delta)) for accountant in self._composed)
+        return min(zeroed, replaced) if any(one.drawn is not None for one in self.releases) else zeroed
+
+    def to_table(self) -> list[dict[str, Any]]:
+        """Return the releases as JSON values, which a round's checkpoint keeps."""
+        return [{**asdict(one), "rounds": times} for one, times in sorted(self.releases.items(), key=repr)]
+
+
+def _compose(accountants: tuple[Any, Any], one: Release, times: int) -> None:
+    dp = require("dp_accounting", extra="privacy")
+    zeroed, replaced = accountants
+    zeroed.compose(dp.GaussianDpEvent(one.multiplier), times)
+    event = dp.GaussianDpEvent(one.multiplier / 2)
+    if one.drawn is not None:
+        event = dp.SampledWithoutReplacementDpEvent(one.clients, one.drawn, event)
+    replaced.compose(event, times)
+
+
+def spent_before(trees: Mapping[str, Any], number: int) -> Ledger:
+    """Return what the rounds up to a checkpoint have spent, of this run and of those that it was forked from.
+
+    Checkpoints of older versions do not say it: then each of their rounds counts with the least noise that it can have had.
+    """
+    if "privacy" in trees:
+        return Ledger(
+            {
+                Release(multiplier=said["multiplier"], clients=said["clients"], drawn=said["drawn"]): said["rounds"]
+                for said in trees["privacy"]
+            }
+        )
+    settings = trees.get("federation", {}).get("settings", {})
+    asked = settings.get("noise")
+    if asked is None or number < 1:
+        return Ledger()
+    parts = 1
+    if asked["by"] == "clients":
+        parts = math.ceil(settings["waiting"]["quorum"] * (settings["sampling"]["per_round"] or settings["clients"]))
+    return Ledger({Release(multiplier=asked["multiplier"] / math.sqrt(max(1, parts))): number})
+
+
 def budget(federation: Federation, clients: int) -> Budget | None:
-    """What a run's noise is counted by; None without noise."""
+    """Return what a run's noise is counted by; None without noise."""
     if federation.noise is None:
         return None
     sampling, waiting = federation.sampling, federation.waiting
@@ -148,12 +244,7 @@ def budget(federation: Federation, clients: int) -> Budget | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What rounds cost: how well the weights of all rounds hide whether a client's changes counted or were zero.
-
-    Where a round draws some of the clients by chance, without replacement, this protects in return. It is counted as for a
-    client that is replaced by another, which moves the sum by up to twice the clip and covers the case above (Wang et al.
-    2019, arXiv 1808.00087). As what holds without any chance holds too, the smaller of both is told.
-    """
+    """What rounds may cost by the settings, and what a round has cost as it went."""
 
     noise: Noise
     clients: int
@@ -162,37 +253,49 @@ class Budget:
     by_chance: bool = True
     """Whether those of a round are a sample of the fixed size ``per_round``; not so if the first to answer are taken."""
 
-    def epsilon(self, rounds: int) -> float:
-        """Spent after so many rounds, at the settings' delta. Raises MissingExtraError without dp-accounting."""
-        if rounds < 1:
-            return 0.0
-        dp = require("dp_accounting", extra="privacy")
-        rdp = require("dp_accounting.rdp", extra="privacy")
-        plain = rdp.RdpAccountant()
-        plain.compose(dp.GaussianDpEvent(self.noise.multiplier), rounds)
-        found = float(plain.get_epsilon(self.noise.delta))
-        if not self.by_chance or self.per_round >= self.clients:
-            return found
-        sampled = rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
-        event = dp.GaussianDpEvent(self.noise.multiplier / 2)
-        sampled.compose(dp.SampledWithoutReplacementDpEvent(self.clients, self.per_round, event), rounds)
-        return min(found, float(sampled.get_epsilon(self.noise.delta)))
+    def release(self, multiplier: float, drawn: int, *, all_drawn: bool) -> Release:
+        """Return what a round has spent. all_drawn: whether just those that chance drew first are in it.
 
-    def rounds(self, most: int) -> int:
-        """How many of ``most`` rounds the settings' epsilon pays for; all without one."""
-        if self.noise.epsilon is None or self.epsilon(most) <= self.noise.epsilon:
+        Where others answered in their place, who took part hangs on who could be reached, and chance does not count.
+        """
+        if all_drawn and self.by_chance and self.per_round < self.clients:
+            return Release(multiplier=multiplier, clients=self.clients, drawn=drawn)
+        return Release(multiplier=multiplier)
+
+    def epsilon(self, rounds: int, before: Ledger | None = None) -> float:
+        """Return what is spent, at the settings' delta, once so many rounds have gone as planned, beyond those ``before``."""
+        before = Ledger() if before is None else before
+        planned = self.release(self.noise.multiplier, self.per_round, all_drawn=True)
+        return (before.after(planned, rounds) if rounds > 0 else before).epsilon(self.noise.delta)
+
+    def rounds(self, most: int, before: Ledger | None = None) -> int:
+        """Count how many of ``most`` rounds the settings' epsilon pays for; all without one."""
+        bound = self.noise.epsilon
+        if bound is None or self.epsilon(most, before) <= bound:
             return most
         low, high = 0, most  # low is paid for, high is not
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.epsilon(middle) <= self.noise.epsilon else (low, middle)
+            low, high = (middle, high) if self.epsilon(middle, before) <= bound else (low, middle)
         return low
 
-    def check(self, rounds: int) -> None:
-        """Raises BudgetError where so many rounds, from the first of the run on, would spend more than the settings' epsilon."""
-        if self.noise.epsilon is not None and (spent := self.epsilon(rounds)) > self.noise.epsilon:
-            raise BudgetError(
-                f"{rounds} rounds would spend epsilon = {spent:.3g} at delta = {self.noise.delta:g}, the budget is "
-                f"{self.noise.epsilon:g}: it pays for {self.rounds(rounds)} rounds; run fewer, or raise noise.multiplier "
-                f"(now {self.noise.multiplier:g}) or noise.epsilon"
-            )
+    def check(self, rounds: int, before: Ledger | None = None) -> None:
+        """Raise BudgetError where so many rounds, beyond those ``before``, would spend more than the settings' epsilon."""
+        if self.noise.epsilon is None or rounds < 1 or (spent := self.epsilon(rounds, before)) <= self.noise.epsilon:
+            return
+        past = f", {sum(before.releases.values())} earlier ones included," if before else ""
+        raise BudgetError(
+            f"{rounds} rounds would spend epsilon = {spent:.3g}{past} at delta = {self.noise.delta:g}, the budget is "
+            f"{self.noise.epsilon:g}: it pays for {self.rounds(rounds, before)} rounds; run fewer, or raise noise.multiplier "
+            f"(now {self.noise.multiplier:g}) or noise.epsilon"
+        )
+
+    def exceeded(self, ledger: Ledger) -> str | None:
+        """Return why a round must not be published that would spend more than the settings' epsilon; None where it may be."""
+        if self.noise.epsilon is None or (spent := ledger.epsilon(self.noise.delta)) <= self.noise.epsilon:
+            return None
+        return (
+            f"it would spend epsilon = {spent:.3g} at delta = {self.noise.delta:g}, the budget is {self.noise.epsilon:g} "
+            "(noise.epsilon): the weights of the round before are the run's last. To go on, fork the run from there with a "
+            "larger budget or more noise"
+        )

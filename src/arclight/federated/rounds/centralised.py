@@ -14,7 +14,7 @@ from arclight import checkpoint
 from arclight.checkpoint import tree
 from arclight.checkpoint.remote import place
 from arclight.federated.errors import FederatedError
-from arclight.federated.rounds.writing import MODULE_ENTRIES
+from arclight.federated.rounds.writing import CARRIED_ENTRIES
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 from arclight.trainer.named import named_weights
 
@@ -25,7 +25,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def entries_of(module: nn.Module) -> dict[str, Any]:
-    """What rounds say of a module; see `MODULE_ENTRIES`."""
+    """What rounds say of a module; see `writing.MODULE_ENTRIES`."""
     parameters = dict(module.named_parameters())
     found: dict[str, Any] = {"buffers": sorted(name for name in named_weights(module) if name not in parameters)}
     if not isinstance(module, HyperparametersMixin):
@@ -44,7 +44,7 @@ def entries_in(path: str | Path) -> dict[str, Any]:
     if not place(path).is_dir():
         return {}
     there = checkpoint.inspect(path).entries
-    return checkpoint.load(path, only=[name for name in MODULE_ENTRIES if name in there])
+    return checkpoint.load(path, only=[name for name in CARRIED_ENTRIES if name in there])
 
 
 def statistics(names: Iterable[str]) -> list[str]:

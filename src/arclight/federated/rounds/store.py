@@ -19,7 +19,7 @@ from arclight.checkpoint.share_loading import open_state
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds import writing
-from arclight.federated.rounds.writing import MODULE_ENTRIES, STATE_KEYS, TENSOR_ENTRIES, TREE_ENTRIES, RoundWriter
+from arclight.federated.rounds.writing import CARRIED_ENTRIES, STATE_KEYS, TENSOR_ENTRIES, TREE_ENTRIES, RoundWriter
 
 FOLDER = "rounds"
 _NAME = re.compile(r"\d{6,}")
@@ -90,7 +90,7 @@ class Rounds:
     def trees(self, number: int, *names: str) -> dict[str, Any]:
         """The entries without tensors, or those of them that are named; fewer where the round does not have all."""
         there = self.open(number).entries
-        wanted = names or (*TREE_ENTRIES, *MODULE_ENTRIES)
+        wanted = names or (*TREE_ENTRIES, *CARRIED_ENTRIES)
         return checkpoint.load(self.path(number), only=[name for name in wanted if name in there])
 
     def stored(self, number: int, entry: str) -> dict[str, torch.Tensor]:

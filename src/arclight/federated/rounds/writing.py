@@ -34,6 +34,8 @@ TENSOR_ENTRIES = (MODEL, "moments", "server")
 TREE_ENTRIES = ("round", "federation", "clients", "sampler", "history")
 MODULE_ENTRIES = ("buffers", "hyper_parameters", "hparams_name", "hparams_type")
 """What a round may say of its module besides: names of weights that are no parameters, and the arguments that it is built with."""
+CARRIED_ENTRIES = (*MODULE_ENTRIES, "privacy")
+"""What goes from round to round and into whatever begins with a round: besides, the noise of all rounds so far."""
 STATE_KEYS = (*TENSOR_ENTRIES, *TREE_ENTRIES)
 """What a round must have to count as complete."""
 

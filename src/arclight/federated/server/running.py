@@ -9,6 +9,7 @@ import logging
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from arclight.checkpoint.tensorfile import DTYPES
 from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
@@ -61,7 +63,7 @@ class Start:
     clock: int = 0
     """Optimizer steps behind them."""
     module: Mapping[str, Any] = field(default_factory=dict)
-    """What every round says of the module; see `MODULE_ENTRIES`."""
+    """What every round says of the module; see `CARRIED_ENTRIES` in `rounds.writing`."""
 
 
 class Run:
@@ -102,6 +104,7 @@ class Run:
             is_stack=Travel(masks=federation.masks).is_stack,
         )
         self._budget = noise.budget(federation, len(self.coordinator.roster))
+        self._spent = noise.Ledger()
         self._progress: dict[str, Any] = {}
         self._since: dict[tuple[str, int], float] = {}
         self._began, self._resumed = time.monotonic(), False
@@ -126,7 +129,7 @@ class Run:
         return self.service.exchange.open(self._round, here)
 
     def __enter__(self) -> Run:
-        if self._budget is not None:
+        if self._budget is not None and not self.rounds.numbers():  # refused before anything is written
             self._budget.check(self.federation.rounds)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._journal = Journal.open(self.folder / "journal.jsonl", inject=self._inject)
@@ -138,6 +141,9 @@ class Run:
                 self.coordinator, self._journal, self._do, told=self._hear, noted=self._note, after=self._tidy
             )
             first = self._first()
+            if self._budget is not None:
+                done = first.round if isinstance(first, events.Begun) else self.coordinator.state.committed
+                self._budget.check(self.federation.rounds - done, self._spent)
             self._shorten()
             self.driver.start(first)
             self._began = time.monotonic()
@@ -215,7 +221,7 @@ class Run:
                 )
             if not found.problems:
                 self.service.fits(self._patiently(partial(self.shelf.put_back, number, base)))
-        self._take_up(self.rounds.trees(committed))
+        self._take_up(self.rounds.trees(committed), committed)
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
         return events.Resumed()
@@ -228,20 +234,30 @@ class Run:
                 raise FederatedError(
                     "a federated run begins with weights: give it a module, its weights, or a checkpoint"
                 )
-            self._module = start.module
-            begin(self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}))
+            self._carry(start.module, 0)
+            begin(self.rounds, 0, start.weights, start.moments, self._trees(0, start.clock, {}, {}, {}, self._spent))
             number = 0
         trees = self.rounds.trees(number)  # a fork, or a run that was killed before its first line
         self.service.history.take_up(number, number - 1)
-        self._take_up(trees)
+        self._take_up(trees, number)
         base = self.service.fits(self.shelf.put(number)).manifest.digest
         clock = int(trees["round"]["clock"])
         return events.Begun(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
 
-    def _take_up(self, trees: Mapping[str, Any]) -> None:
+    def _take_up(self, trees: Mapping[str, Any], number: int) -> None:
         self.service.history.begin_with(trees["history"])
         self._progress = trees["clients"]
+        self._carry(trees, number)
+
+    def _carry(self, trees: Mapping[str, Any], number: int) -> None:
+        """Take along what each round says of the module, and what the noise of earlier rounds has spent."""
         self._module = {name: trees[name] for name in MODULE_ENTRIES if name in trees}
+        self._spent = noise.spent_before(trees, number)
+        if self._spent and "privacy" not in trees:
+            log.warning(
+                "round %d does not say what its noise was, having been written by an older version: epsilon is counted as if "
+                "its %d rounds had had the least noise that their settings allow", number, number
+            )  # fmt: skip
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
@@ -265,21 +281,26 @@ class Run:
                 )
             )
 
+        spent = self._spent_with(fold, given)
+        if self._budget is not None and (why := self._budget.exceeded(spent)) is not None:
+            return events.Stopped(why=f"round {fold.round} is not made: {why}")
+
         def trees(statistics: Statistics, counts: dict[str, int]) -> dict[str, Any]:
             here = history.at(fold.round)
             here.norm, here.drift, here.noise_scale = statistics.norm, statistics.cosines, statistics.noise_scale
             here.contributors, here.clock = [one.client for one in given], fold.clock
-            here.epsilon = None if self._budget is None else self._budget.epsilon(fold.round)
+            if self._budget is not None:
+                here.epsilon = spent.epsilon(self._budget.noise.delta)
             history.took(fold.round, "fold", time.monotonic() - began)
             updates = {update.client: update.digest for update in fold.updates}
-            return self._trees(fold.round, fold.clock, updates, counts, progress)
+            return self._trees(fold.round, fold.clock, updates, counts, progress, spent)
 
         progress = contributed(self._progress, fold.round, fold.updates)
         try:
             stepped = self._stepper.step(fold.round, before, given, trees)
         except UnopenedError as error:
             return events.Unopened(round=fold.round, why=str(error))
-        self._progress = progress
+        self._progress, self._spent = progress, spent
         history.took(fold.round, "fold", time.monotonic() - began)
         base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest
         return events.Committed(
@@ -289,6 +310,22 @@ class Run:
             norm=stepped.statistics.norm,
             drift=stepped.statistics.cosines,
         )
+
+    def _spent_with(self, fold: events.Fold, given: Sequence[Given]) -> noise.Ledger:
+        """Return what the noise of all rounds has spent once this one is published, by what its updates really are."""
+        if self._budget is None:
+            return self._spent
+        multiplier, clients = self._budget.noise.multiplier, {update.client for update in fold.updates}
+        if self._budget.noise.by == "clients":
+            parts = Counter(
+                key for one in given for key, entry in one.manifest.tensors.items()
+                if self.federation.secure is not None or DTYPES[entry.dtype].is_floating_point
+            )  # fmt: skip
+            least = self.coordinator.state.open[fold.round].least or noise.expected(self.federation)
+            multiplier *= math.sqrt(min(parts.values(), default=len(given)) / least)
+        drawn = set(self.coordinator.sampler.draw(fold.round)) == clients
+        one = self._budget.release(multiplier, len(clients), all_drawn=drawn)
+        return self._spent.after(one)
 
     def _weight(self, update: r.UpdateAccepted) -> float:
         """A stale update weighs 1 / sqrt(1 + its age in rounds) of a fresh one (FedBuff, Nguyen et al. 2022)."""
@@ -304,10 +341,17 @@ class Run:
         return events.Measured(round=work.round, samples=samples, metrics=metrics)
 
     def _trees(
-        self, number: int, clock: int, updates: dict[str, str], counts: dict[str, int], progress: dict[str, Any]
+        self,
+        number: int,
+        clock: int,
+        updates: dict[str, str],
+        counts: dict[str, int],
+        progress: dict[str, Any],
+        spent: noise.Ledger,
     ) -> dict[str, Any]:
         return {
             **self._module,
+            **({"privacy": spent.to_table()} if spent or self._budget is not None else {}),
             "round": {"number": number, "clock": clock, "run": self.name, "updates": updates, "counts": counts},
             "federation": {"settings": asdict(self.federation), "strategy": type(self.federation.strategy).__name__},
             "clients": progress,

@@ -234,7 +234,7 @@ class Service:
             deadline=plan.deadline,
             journal_every=asked.journal_every,
             keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
-            privacy={**noise.order(asked), **secure.order(asked, plan.discarded)},
+            privacy={**noise.order(asked, plan.least), **secure.order(asked, plan.discarded)},
             fragment=plan.fragment,
             overlap=asked.overlap,
             lane=asked.lane(plan.round),

@@ -53,6 +53,8 @@ class BaseFinetuning(Callback):
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        if stage == "fit":  # groups of a fit before are not those of this one's optimizers; a resume brings its own
+            self._internal_optimizer_metadata, self._thawed, self._restarting = {}, {}, False
         self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
@@ -219,6 +221,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
         _check_backbone(pl_module)
+        if stage == "fit":
+            self.previous_backbone_lr = None
         super().setup(trainer, pl_module, stage)
 
     def freeze_before_training(self, pl_module: Module) -> None:

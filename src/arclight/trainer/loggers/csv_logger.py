@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
 from arclight.fabric.replacing import replace_text
 from arclight.trainer.loggers.folder_logger import FolderLogger
@@ -31,6 +33,7 @@ class CSVLogger(FolderLogger):
 
     A row is only ever appended. A name seen for the first time adds a column: the file is then replaced
     whole, in one step. Columns are in the order of the alphabet, whatever was logged first.
+    The newest logger of a process has the file: one that wrote it before raises MisconfigurationError for another row.
     """
 
     def __init__(
@@ -86,10 +89,25 @@ class CSVLogger(FolderLogger):
         return {**self.__dict__, "_experiment": None}
 
 
-class ExperimentWriter:
-    """``metrics.csv`` and ``hparams.yaml`` in ``log_dir``, a folder in any place that fsspec knows.
+_writers: weakref.WeakValueDictionary[str, ExperimentWriter] = weakref.WeakValueDictionary()
+"""The newest writer of this process for each file; none for a file whose writer is gone."""
 
-    With ``keep``, rows that are in the file already stay there.
+
+def check_apart(loggers: Sequence[Any]) -> None:
+    """Raise MisconfigurationError for two loggers of one run that would write the same file."""
+    places = [logger.log_dir for logger in loggers if isinstance(logger, CSVLogger)]
+    if shared := {place for place in places if places.count(place) > 1}:
+        raise MisconfigurationError(
+            f"two CSVLoggers of one trainer would write {sorted(shared)[0]}/{ExperimentWriter.NAME_METRICS_FILE} and mix their rows: "
+            "leave one out, or give them save_dir, name or version of their own"
+        )
+
+
+class ExperimentWriter:
+    """Write ``metrics.csv`` and ``hparams.yaml`` in ``log_dir``, a folder in any place that fsspec knows.
+
+    With ``keep``, rows that are in the file already stay there. A process writes a file through its newest writer;
+    rows of other processes are kept, under their columns.
     """
 
     NAME_METRICS_FILE = "metrics.csv"
@@ -108,6 +126,9 @@ class ExperimentWriter:
         self._replayed: list[Row] = []
         """Rows of the resumed step that are in the file and may be logged once more."""
         self._resumed_at = -1
+        self._size_left = -1
+        """Bytes in the file after this writer's newest change."""
+        _writers[self.metrics_file_path] = self
         if not keep:
             self._check_log_dir_exists()
 
@@ -157,6 +178,12 @@ class ExperimentWriter:
         """Write the rows that wait."""
         if not self.metrics:
             return
+        if _writers.setdefault(self.metrics_file_path, self) is not self:
+            raise MisconfigurationError(
+                f"another CSVLogger of this process writes {self.metrics_file_path} by now: log to that one, or give this one "
+                "save_dir, name or version of its own"
+            )
+        self._look_for_others()
         rows = [as_text(row) for row in self.metrics]
         columns = sorted({*self.metrics_keys, *(name for row in rows for name in row)})
         if self._local and columns == self.metrics_keys:
@@ -167,6 +194,21 @@ class ExperimentWriter:
             self._replace(self.metrics_file_path, csv_text(columns, [*old, *rows], header=True))
         self._columns = columns
         self.metrics = []
+        self._size_left = self._size()
+
+    def _look_for_others(self) -> None:
+        """Read the columns again, if another process has changed the file since this one did."""
+        if self._size_left in (-1, self._size()):
+            return
+        rank_zero_warn(
+            f"another process has written to {self.metrics_file_path} as well, and the rows of both are in it: give each run a "
+            "name or version of its own"
+        )
+        self._columns = None
+
+    def _size(self) -> int:
+        path = self.metrics_file_path
+        return int(self._files.size(path)) if self._local and self._files.exists(path) else -1
 
     def resume(self, step: int) -> None:
         """Forget rows later than ``step``, so that the steps to come write them as if nothing had happened.
@@ -174,7 +216,7 @@ class ExperimentWriter:
         Rows at ``step`` stay; those among them that are logged again, because they were written after the
         checkpoint, are not doubled.
         """
-        self.metrics, self._next_step = [], None
+        self.metrics, self._next_step, self._size_left = [], None, -1
         if self._aside is not None:  # it was this run's own file
             self._files.mv(self._aside, self.metrics_file_path)
             self._aside = None
