@@ -259,6 +259,60 @@ def test_a_resumed_run_takes_the_names_of_what_the_killed_one_left(fit: Any, scr
     assert before["epoch=2.ckpt"] != after["epoch=2.ckpt"]
 
 
+@pytest.mark.parametrize("filename", [None, "{epoch}", "best"])
+@pytest.mark.parametrize("source", ["own", "sibling", "explicit"])
+def test_two_callbacks_in_one_folder_keep_apart_through_resumes(
+    fit: Any, scripted: Any, tmp_path: Path, filename: str | None, source: str
+) -> None:
+    """Three fits, two of them resumed: what each callback calls its best is there, and of the epoch that it was."""
+    errors, accuracies = [9.0, 8.0, 7.0, 1.0, 6.0, 5.0, 4.0, 0.5, 3.0], [float(epoch) for epoch in range(9)]
+
+    def pair() -> list[ModelCheckpoint]:
+        settings: dict[str, Any] = {"dirpath": tmp_path / "c", "filename": filename, "save_last": True}
+        return [
+            ModelCheckpoint(monitor="error", **settings),
+            ModelCheckpoint(monitor="accuracy", mode="max", **settings),
+        ]
+
+    path: Any = None
+    for done, until in ((0, 3), (3, 5), (5, 9)):
+        savers, module = pair(), scripted({"error": errors, "accuracy": accuracies})
+        module.validations = done
+        trainer = fit(module, *savers, ckpt_path=path, max_epochs=until)
+        best = [min(range(until), key=errors.__getitem__), until - 1]
+        assert [step_of(saver.best_model_path) for saver in savers] == [4 * (epoch + 1) for epoch in best]
+        assert [float(saver.best_model_score) for saver in savers] == [errors[best[0]], accuracies[best[1]]]
+        assert len({saver.last_model_path for saver in savers}) == 2
+        assert [step_of(saver.last_model_path) for saver in savers] == [4 * until] * 2
+        known = {Path(path).name for saver in savers for path in (saver.best_model_path, saver.last_model_path)}
+        if source != "own":  # the first one's checkpoint cannot know of what the second saves after it at the same step
+            assert names(tmp_path / "c") - known <= {Path(str(path)).name}, "only what it was resumed from stays beside"
+        trainer.save_checkpoint(tmp_path / f"{until}.ckpt")
+        path = {"own": savers[0].last_model_path, "sibling": savers[1].last_model_path}.get(
+            source, tmp_path / f"{until}.ckpt"
+        )
+
+
+def test_files_that_others_write_beside_a_resumed_run_are_left_alone(fit: Any, scripted: Any, tmp_path: Path) -> None:
+    def saver() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "c", save_top_k=-1, filename="{epoch}")
+
+    class Other(al.Callback):
+        """Another process that was resumed from the same checkpoint, one epoch ahead."""
+
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                shutil.copytree(tmp_path / "c/epoch=0.ckpt", tmp_path / "c/epoch=2.ckpt")
+                os.utime(tmp_path / "c/epoch=2.ckpt")  # it was written now
+
+    fit({"val/score": [0.0] * 2}, saver())
+    resumed = saver()
+    fit(scripted(), resumed, Other(), ckpt_path=tmp_path / "c/epoch=0.ckpt", max_epochs=3)
+    assert step_of(tmp_path / "c/epoch=2.ckpt") == 4, "the other's"
+    assert Path(resumed.best_model_path).name == "epoch=2-v1.ckpt"
+    assert names(tmp_path / "c") == {"epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt", "epoch=2-v1.ckpt"}
+
+
 def test_saved_when_training_fails(fit: Any, tmp_path: Path) -> None:
     class Fail(al.Callback):
         def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:

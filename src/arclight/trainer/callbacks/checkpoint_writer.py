@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -82,12 +83,12 @@ class Writer:
         return plan
 
 
-def finish(trainer: Trainer, plan: Plan, folder: str, link: bool) -> None:
-    """Bring ``last`` up to date and drop what the complete checkpoint replaces. For rank 0."""
+def finish(trainer: Trainer, plan: Plan, folder: str, link: bool, keep: Container[str] = ()) -> None:
+    """Bring ``last`` up to date and drop what the complete checkpoint replaces, but for ``keep``. For rank 0."""
     if plan.path and plan.last:
         (link_checkpoint if link else copy_checkpoint)(place(plan.path), place(plan.last))
     resumed = trainer.ckpt_path
     begun_from = "" if resumed is None else str(resumed) if "://" in str(resumed) else os.path.abspath(resumed)
     for path in plan.drop:  # never reach into another run's folder, nor take away what this one began from
-        if is_within(path, folder) and path != begun_from:
+        if is_within(path, folder) and path != begun_from and path not in keep:
             remove_checkpoint(place(path))

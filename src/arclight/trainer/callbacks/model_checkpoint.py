@@ -105,7 +105,7 @@ class ModelCheckpoint(Checkpoint):
         self._fitting = self._validated = self._deferred = False
         self._next_validation: int | float = float("inf")
         self._beat: Beat | None = None
-        self._resumed_from = float("inf")
+        self._resumed_from, self._began = float("inf"), 0
         self._trainer: Trainer | None = None
 
     @property
@@ -184,8 +184,10 @@ class ModelCheckpoint(Checkpoint):
                 )
             record = Record(best=state_dict["best_model_path"])
         self._publish(record)
-        here = record.newest and os.path.dirname(record.newest) == folder
-        self._resumed_from = checkpoint_files.written_at(record.newest) if here else float("inf")
+        resumed = self._trainer.ckpt_path if self._trainer is not None else None
+        points = [record.newest, checkpoint_files.full_path(resumed) if resumed else ""]
+        here = [path for path in points if path and os.path.dirname(path) == folder]
+        self._resumed_from = max(map(checkpoint_files.written_at, here), default=float("inf"))
 
     # -- when --------------------------------------------------------------------------------------------------
 
@@ -194,6 +196,7 @@ class ModelCheckpoint(Checkpoint):
         self._validated = self._deferred = False
         if stage != "fit":
             return
+        self._resumed_from, self._began = float("inf"), time.time_ns()
         self._writer.begin(trainer)
         if not trainer.conventions.run_folders:
             self._adopt_folder(trainer)
@@ -324,7 +327,7 @@ class ModelCheckpoint(Checkpoint):
         if plan is None:
             return
         if trainer.is_global_zero:
-            finish(trainer, plan, str(self.dirpath), link=self.save_last == "link")
+            finish(trainer, plan, str(self.dirpath), link=self.save_last == "link", keep=self._siblings_paths())
         self._publish(plan.record)
         if trainer.is_global_zero and (plan.path or plan.last):
             for logger in trainer.loggers:
@@ -358,10 +361,22 @@ class ModelCheckpoint(Checkpoint):
         return path
 
     def _is_in_use(self, path: str) -> bool:
-        """Whether something is there that no killed run left behind after the point from which this one was resumed."""
+        """Tell whether something is there other than what a run left behind that was killed after the point of resumption.
+
+        Such a file is newer than that point and older than this fit, and in no record: one of this run's, or of
+        another process beside it, is younger.
+        """
         if not checkpoint_files.is_taken(path):
             return False
-        return path in self._record.paths() or checkpoint_files.written_at(path, follow=False) < self._resumed_from
+        if path in self._record.paths() | self._siblings_paths():
+            return True
+        return not self._resumed_from <= checkpoint_files.written_at(path, follow=False) < self._began
+
+    def _siblings_paths(self) -> set[str]:
+        """List what the other ModelCheckpoints of the trainer keep or are writing."""
+        callbacks = self._trainer.callbacks if self._trainer is not None else ()
+        siblings = [other for other in callbacks if isinstance(other, ModelCheckpoint) and other is not self]
+        return {path for other in siblings for path in other._record.paths() | other._latest.paths()}
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
         """Whether a checkpoint with the value ``current`` would be kept."""
