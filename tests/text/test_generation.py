@@ -79,6 +79,25 @@ def test_a_model_in_training_goes_back_to_it() -> None:
     assert all(parameter.grad is None for parameter in ours.parameters())
 
 
+def test_every_module_keeps_its_own_mode() -> None:
+    ours = model().train()
+    ours.layers["1"].eval()  # frozen, as norms and dropout of parts that do not train are
+    before = {name: part.training for name, part in ours.named_modules()}
+    stream = generate(ours, ByteTokenizer(), "a", 5, seed=0, stream=True)
+    next(stream)  # and nobody reads on
+    assert {name: part.training for name, part in ours.named_modules()} == before
+    list(stream)
+    assert {name: part.training for name, part in ours.named_modules()} == before
+    assert any(before.values())
+    assert not all(before.values())
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-20, 1e-38, 1e-45, 1e-60])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 5.0, 3.0], [-9e9, -1e10, -8e9]])
+    assert choose(logits, temperature, None, None, torch.tensor([0.3, 0.999])).tolist() == [1, 2]
+
+
 def test_streams_give_whole_characters() -> None:
     text = "né 日本 🎉!"
     pieces = list(generate(Says(text.encode()), ByteTokenizer(), "?", 100, stream=True))
@@ -152,7 +171,8 @@ def test_what_cannot_be_generated_is_said() -> None:
     tokenizer, ours = ByteTokenizer(), model()
     wrong: list[tuple[str, Any]] = [
         ("temperature must be", {"temperature": -1}), ("top_k must be", {"top_k": 0}), ("top_p must be", {"top_p": 1.5}),
-        ("end every answer", {"stop": ["a", ""]}),
+        ("end every answer", {"stop": ["a", ""]}), ("temperature must be", {"temperature": float("nan")}),
+        ("temperature must be", {"temperature": float("inf")}),
     ]  # fmt: skip
     for match, options in wrong:
         with pytest.raises(ValueError, match=match):
@@ -163,5 +183,11 @@ def test_what_cannot_be_generated_is_said() -> None:
         generate(ours, tokenizer, "a" * 2045, 4)
     with pytest.raises(ValueError, match="another model's"):
         generate(build_model("llama3-debug", vocab_size=100, layers=1), tokenizer, "z", 4)
+    with pytest.raises(ValueError, match="prompt 0 has token -1, the model knows 259"):
+        generate(ours, tokenizer, [[-1]], 2)
+    with pytest.raises(TypeError, match="list of token ids, got 1: put the ids"):
+        generate(ours, tokenizer, [1, 2, 3], 2)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="no option 'topp'; it knows temperature"):
+        generate(ours, tokenizer, "a", 2, topp=1)  # type: ignore[call-overload]
     assert generate(ours, tokenizer, [], 4) == []
     assert isinstance(generate(ours, tokenizer, "", 4, seed=0), str)  # begins with bos

@@ -68,6 +68,32 @@ def test_a_round_trip_keeps_every_bit_and_transformers_opens_it(case: str, folde
     torch.testing.assert_close(model(tokens()), theirs(tokens()).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_transformers_is_read_as_its_folder_is(case: str, folders: Any) -> None:
+    theirs = hf_model(case)
+    ours, same = from_hf(theirs), from_hf(folders[case][0])
+    kept = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    assert kept.keys() == same.state_dict().keys()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in same.state_dict().items())
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.zero_()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in ours.state_dict().items())  # copied
+
+
+def test_a_model_in_memory_keeps_its_type_and_what_is_no_such_model_is_refused(folders: Any) -> None:
+    theirs = hf_model("llama").bfloat16()
+    assert {p.dtype for p in from_hf(theirs).parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in from_hf(theirs, dtype=torch.float32).parameters()} == {torch.float32}
+    given = build_model("llama3-debug", layers=3)
+    with pytest.raises(ValueError, match="dim is 64 in the source, 256 in the model"):
+        from_hf(theirs, given)
+    with pytest.raises(TypeError, match="Llama is no model of transformers"):
+        from_hf(given)
+    with pytest.raises(ValueError, match="is on meta and has no values"):
+        from_hf(theirs.to("meta"))
+
+
 def test_tied_weights_are_written_once_and_stay_tied(folders: Any, tmp_path: Path) -> None:
     model = from_hf(folders["qwen3-tied"][0])
     assert model.output.weight is model.tok_embeddings.weight
@@ -138,7 +164,7 @@ def test_what_does_not_fit_is_named(folders: Any, tmp_path: Path) -> None:
     (tmp_path / "m" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match="must be converted to safetensors"):
         from_hf(tmp_path / "m")
-    with pytest.raises(ValueError, match="layers is 3 in the folder, 6 in the model"):
+    with pytest.raises(ValueError, match="layers is 3 in the source, 6 in the model"):
         from_hf(folders["llama"][0], model=build_model("llama3-debug"))
     with pytest.raises(ValueError, match="the given one is a Qwen3"):
         from_hf(folders["llama"][0], model=build_model("qwen3-debug", layers=1))

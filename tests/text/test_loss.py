@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from arclight.text.loss import IGNORED, cross_entropy, cross_entropy_of_logits
 
@@ -68,3 +73,56 @@ def test_capped_logits() -> None:
     want.backward()
     torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
     torch.testing.assert_close(h.grad.double(), same.grad, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", [-1, -101, 300, 2**40])
+def test_a_label_outside_of_the_vocabulary_is_refused(label: int) -> None:
+    hidden, weight, labels = example()
+    labels[1, 2] = label
+    with pytest.raises(IndexError, match=f"label {label} is outside of the vocabulary of 300"):
+        cross_entropy(hidden, weight, labels)
+
+
+def test_a_label_outside_of_the_vocabulary_gives_nan_where_looking_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arclight.text.loss._check_labels", lambda *_: None)  # as for a device that is not asked
+    hidden, weight, labels = example()
+    labels[1, 2], labels[2, 1] = 300, -1
+    h = hidden.clone().requires_grad_()
+    loss = cross_entropy(h, weight, labels, chunk=7)
+    loss.backward()
+    assert loss.isnan()
+    wrong = torch.zeros_like(labels, dtype=torch.bool)
+    wrong[1, 2] = wrong[2, 1] = True
+    assert h.grad[wrong].isnan().all()
+    assert h.grad[~wrong].isfinite().all()
+
+
+@pytest.fixture
+def two_processes() -> Iterator[None]:
+    """The first of two processes whose messages go nowhere."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_label_of_another_process_is_no_stranger(two_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, labels = example()
+    mesh = init_device_mesh("cpu", (2,))
+    rows = DTensor.from_local(weight[:150], mesh, [Shard(0)], run_check=False)
+    labels[:] = 200  # a row of the second process's
+    assert cross_entropy(hidden, rows, labels).isfinite()
+    labels[1, 2] = 300  # nobody's
+    with pytest.raises(IndexError, match="label 300 is outside of the vocabulary of 300"):
+        cross_entropy(hidden, rows, labels)
+    monkeypatch.setattr("arclight.text.loss._check_labels", lambda *_: None)
+    assert cross_entropy(hidden, rows, labels).isnan()
+
+
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, labels = example()
+    h = hidden.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="no second derivative: use cross_entropy_of_logits"):
+        torch.autograd.grad(cross_entropy(h, weight, labels), h, create_graph=True)
+    (first,) = torch.autograd.grad(cross_entropy_of_logits(h @ weight.T, labels), h, create_graph=True)
+    first.square().sum().backward()
+    assert h.grad.any()

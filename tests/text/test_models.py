@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 
 from arclight.parallel import Normal, draw, initialize
 from arclight.text import build_model
-from arclight.text.flops import active_parameters
+from arclight.text.flops import active_parameters, flops_per_token
+from arclight.text.models import layers
 from arclight.text.models.cache import KVCache
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -136,3 +140,65 @@ def test_a_token_meets_as_many_parameters_as_published(name: str) -> None:
     assert active_parameters(model) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
     table = model.tok_embeddings.weight.numel()
     assert active_parameters(model) - active_parameters(model, embeddings=False) == pytest.approx(table)
+
+
+def test_operations_of_attention_are_those_of_the_keys_that_are_seen() -> None:
+    whole = {"layers": 4, "chunk": None, "dim": 64, "heads": 4}
+    with torch.device("meta"):
+        every, chunked = (build_model("llama4-debug", **whole | {"chunk": chunk}) for chunk in (None, 16))
+    per_key = 12 * every.config.heads * every.config.attention_width
+    assert flops_per_token(every, 128) - flops_per_token(chunked, 128) == per_key * 3 * (
+        128 - 16
+    )  # three of four layers
+    assert flops_per_token(every, 16) == flops_per_token(chunked, 16)
+
+
+def test_text_does_not_pass_through_the_encoder_of_images() -> None:
+    with torch.device("meta"):
+        sees = build_model("llama3-vision-debug")
+    trunk = sum(
+        p.numel() for name, p in sees.named_parameters() if not name.startswith(("vision.", "projector.", "tok_"))
+    )
+    keys = 12 * sees.config.layers * sees.config.heads * sees.config.attention_width * 32
+    assert flops_per_token(sees, 32) == 6 * trunk + keys
+
+
+@pytest.mark.parametrize("name", ["llama3-debug", "deepseek-v3-debug"])
+def test_rotations_are_copied_to_a_device_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_TABLES", {})
+    model, tokens = build_model(name, layers=2), torch.zeros(1, 8, dtype=torch.int64)
+    initialize(model, seed=0)
+    with torch.inference_mode():  # whose tensors no backward may use
+        model(tokens)
+    first = model(tokens)
+    first.sum().backward()
+    (made,) = layers._TABLES.values()
+    monkeypatch.setattr(torch, "arange", functools.partial(_counted, torch.arange, calls := []))
+    assert torch.equal(model(tokens), first)
+    assert not any("dtype" in options for options in calls)  # the places of tokens only, no angles
+    assert next(iter(layers._TABLES.values())) is made
+    with FakeTensorMode() as fake, torch.no_grad():
+        positions = fake.from_tensor(torch.arange(8))
+        assert model.rotation(positions).cos.shape == (1, 8, made.numel())
+    assert next(iter(layers._TABLES.values())) is made
+
+
+def _counted(arange: Any, calls: list[dict[str, Any]], *args: Any, **options: Any) -> Any:
+    calls.append(options)
+    return arange(*args, **options)
+
+
+@pytest.mark.parametrize("name", ["llama3-debug", "llama4-debug"])
+def test_the_newest_token_needs_no_mask_in_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = build_model(name, **SMALL[name]), torch.randint(0, 256, (2, 12))
+    initialize(model, seed=0)
+    model.eval()
+    cache, seen = KVCache(2, 12), []
+    model(tokens[:, :11], cache=cache)
+    monkeypatch.setattr("arclight.text.models.attention.scaled_dot_product_attention", lambda *args, **options: (
+        seen.append(options["attn_mask"]), scaled_dot_product_attention(*args, **options))[1])  # fmt: skip
+    last = model(tokens[:, 11:], cache=cache)
+    assert [mask is None for mask in seen].count(True) == (
+        2 if name == "llama3-debug" else 1
+    )  # not those within chunks
+    torch.testing.assert_close(last, model(tokens)[:, 11:], rtol=0, atol=1e-5)

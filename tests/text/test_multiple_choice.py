@@ -177,3 +177,16 @@ def test_long_contexts_lose_their_beginning() -> None:
 def test_no_questions_score_nothing() -> None:
     found = score_choices([], lambda tokens: tokens, TOKENIZER)
     assert (found.accuracy, found.accuracy_normalised, found.questions) == (0.0, 0.0, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_model_has_no_score(value: float) -> None:
+    asked = [Question("file, row 1", "x", (" a", " b"), 0)]
+    with pytest.raises(FloatingPointError, match="file, row 1: the log-likelihood of choice 0 is NaN"):
+        score_choices(asked, lambda tokens: torch.full((*tokens.shape, 259), value), TOKENIZER)
+
+
+def test_a_tie_is_no_answer() -> None:
+    asked = [Question(str(n), "x", (" a", " b", " c"), n % 3) for n in range(6)]
+    found = score_choices(asked, lambda tokens: torch.zeros(*tokens.shape, 259), TOKENIZER)
+    assert (found.correct, found.correct_normalised) == (0, 0)

@@ -130,10 +130,10 @@ class ContextParallel:
     def _make_spread(self, mask: Any, tokens: int, device: torch.device) -> _Spread:
         length = tokens * self.cp
         whole = dataclasses.replace(mask, index_q=None, index_k=None, **self._whole_ids(mask))
-        index = sequence_index(length, self.cp, self.rank, device)
-        chunks = []
-        for places in index.chunk(2):
-            first, stop = int(places[0]), int(places[-1]) + 1
+        size, chunks = length // (2 * self.cp), []
+        starts = self.rank * size, (2 * self.cp - 1 - self.rank) * size  # as `sequence_index` has them
+        for places, first in zip(sequence_index(length, self.cp, self.rank, device).chunk(2), starts, strict=True):
+            stop = first + size
             begin, end = self._keys(whole, first, stop, length)
             own: dict[str, Any] = {}
             if first if whole.causal else (whole.window or whole.chunk):  # else the triangle, or everything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,12 @@ class Runnable(Protocol):
 
     # Optional: ``scale_losses(share)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on totals
     # times ``share`` (a scalar tensor). A module that adds losses of its own in backward is told here, before each batch.
+
+
+def own_batch_weight(module: Any) -> Callable[[Any], Any] | None:
+    """Return the ``batch_weight`` of a module that has one of its own, else None."""
+    found: Callable[[Any], Any] | None = getattr(module, "batch_weight", None)
+    return None if getattr(found, "is_default", False) else found
 
 
 def batch_loss(module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def active_parameters(model: nn.Module, embeddings: bool = True) -> float:
-    """Parameters that one token passes through: of a mixture's experts only the share that is chosen.
+    """Count the parameters that one token passes through: of a mixture's experts only the share that is chosen.
 
     A module says that share in an attribute ``active_share``. Without ``embeddings`` the table that is only looked up is left out (a
     tied one is multiplied with at the output, and counts).
@@ -28,11 +28,16 @@ def active_parameters(model: nn.Module, embeddings: bool = True) -> float:
 
 
 def flops_per_token(model: nn.Module, sequence: int) -> float:
-    """Operations of forward and backward for a token: 6 N + 12 L H C T.
+    """Count the operations of forward and backward for a token of text: 6 N + 12 H C (sum over layers of keys).
 
-    N: parameters it is multiplied with (of experts, the chosen ones); the second part is attention over T tokens, counted
-    whole although half of it is masked, as publications of MFU do.
+    N: parameters of the trunk that it is multiplied with (of experts, the chosen ones); what is beside the trunk sees other things
+    than tokens. Keys: those of the sequence, or of a layer's window or chunk where that is shorter; counted whole although half of
+    them are masked, as publications of MFU do.
     """
     config: Any = model.config
-    attention: float = 12 * config.layers * config.heads * config.attention_width * sequence
-    return 6 * active_parameters(model, embeddings=False) + attention
+    keys = sum(config.keys(layer, sequence) for layer in range(config.layers))
+    beside = sum(
+        active_parameters(model.get_submodule(name), embeddings=False) for name in getattr(model, "beside", ())
+    )
+    attention: float = 12 * config.heads * config.attention_width * keys
+    return 6 * (active_parameters(model, embeddings=False) - beside) + attention

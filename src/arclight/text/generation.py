@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -51,8 +53,10 @@ def generate(
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
     chosen as likely as they are (temperature 1). With ``stream`` an iterator of pieces comes back, for several prompts of
     lists with a piece for each; pieces hold whole characters, and never a part of a text of ``stop``.
-    Raises ValueError for options out of range, an empty prompt where nothing can begin it, tokens that the model does not know, and
-    a prompt and answer that together are longer than its positions; FloatingPointError where logits are not numbers.
+    Raises TypeError for unknown options and prompts that are neither text nor ids, ValueError for options out of range, an empty
+    prompt where nothing can begin it, tokens that the model does not know, and a prompt and answer that together are longer than its
+    positions; FloatingPointError where logits are not numbers. Modules are in evaluation mode while the model runs, and as they were
+    in between.
     """
     settings = _Settings.of(dict(options))
     if max_new_tokens < 1:
@@ -78,10 +82,16 @@ class _Settings:
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> _Settings:
+        known = [option.name for option in fields(cls)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise TypeError(f"generate has no option {unknown[0]!r}; it knows {', '.join(known)}")
         stop = options.pop("stop", ())
         settings = cls(**options, stop=(stop,) if isinstance(stop, str) else tuple(stop))
         for wrong, what in (
-            (settings.temperature < 0, f"temperature must be 0 or more, got {settings.temperature}"),
+            (
+                not 0 <= settings.temperature < math.inf,
+                f"temperature must be a number from 0 on, got {settings.temperature}",
+            ),
             (settings.top_k is not None and settings.top_k < 1, f"top_k must be at least 1, got {settings.top_k}"),
             (
                 settings.top_p is not None and not 0 < settings.top_p <= 1,
@@ -95,6 +105,10 @@ class _Settings:
 
 
 def _prompt(prompt: str | list[int], tokenizer: Tokenizer, bos: bool) -> list[int]:
+    if not isinstance(prompt, (str, Sequence)):
+        raise TypeError(
+            f"a prompt must be a text or a list of token ids, got {prompt!r}: put the ids of one prompt into a list of lists"
+        )
     ids = tokenizer.encode(prompt, bos=bos) if isinstance(prompt, str) else list(prompt)
     if ids:
         return ids
@@ -106,9 +120,10 @@ def _prompt(prompt: str | list[int], tokenizer: Tokenizer, bos: bool) -> list[in
 
 def _check(ids: list[list[int]], model: Decoder, new: int) -> None:
     for number, prompt in enumerate(ids):
-        if max(prompt) >= model.config.vocab_size:
+        unknown = next((token for token in prompt if not 0 <= token < model.config.vocab_size), None)
+        if unknown is not None:
             raise ValueError(
-                f"prompt {number} has token {max(prompt)}, the model knows {model.config.vocab_size}: the tokenizer is another model's"
+                f"prompt {number} has token {unknown}, the model knows {model.config.vocab_size}: the tokenizer is another model's"
             )
         if len(prompt) + new > model.config.max_positions:
             raise ValueError(
@@ -117,13 +132,20 @@ def _check(ids: list[list[int]], model: Decoder, new: int) -> None:
             )
 
 
+_COLD = 1e-3
+"""Temperatures below which the greatest logit is subtracted before the division."""
+
+
 def choose(logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, chance_B: Tensor) -> Tensor:
-    """A token for each row: the one at which the cumulated probabilities, likeliest first, pass ``chance_B`` in [0, 1)."""
-    if not bool(logits_BV.isfinite().any(-1).all()) or bool(logits_BV.isnan().any()):
+    """Choose a token for each row: the one at which the cumulated probabilities, likeliest first, pass ``chance_B`` in [0, 1)."""
+    if not bool(logits_BV.isfinite().any(-1).all() & ~logits_BV.isnan().any()):  # one wait for the device
         raise FloatingPointError("the model's logits are not numbers: its weights or inputs are broken")
     if temperature == 0:
         return logits_BV.argmax(-1)
-    wide = logits_BV.float() / temperature
+    wide = logits_BV.float()
+    if temperature < _COLD:  # their quotients would be infinite, and the difference of two such is NaN
+        wide, temperature = wide - wide.amax(-1, keepdim=True), max(temperature, torch.finfo(torch.float32).tiny)
+    wide = wide / temperature
     values, tokens = (
         wide.sort(dim=-1, descending=True, stable=True) if top_k is None else wide.topk(min(top_k, wide.shape[-1]), -1)
     )
@@ -191,25 +213,36 @@ def _pieces(
     random.seed() if settings.seed is None else random.manual_seed(settings.seed)
     answers = [_Answer(tokenizer, settings.stop, prompt) for prompt in ids]
     rows = list(range(len(ids)))
-    training = model.training
-    model.eval()
-    try:
-        for step in range(new):
+    never = [token for token in model.placeholders if token < tokenizer.vocab_size]
+    for step in range(new):
+        with _evaluating(model):
             logits = _logits(model, tokens, cache, {} if step else settings.inputs)[:, : tokenizer.vocab_size]
-            logits[:, [token for token in model.placeholders if token < logits.shape[1]]] = -torch.inf
-            chance = torch.rand(len(ids), generator=random)[rows]
-            chosen = choose(logits, settings.temperature, settings.top_k, settings.top_p, chance)
-            pieces = [""] * len(ids)
-            for row, token in zip(rows, chosen.tolist(), strict=True):
-                pieces[row] = answers[row].end() if token == tokenizer.eos else answers[row].push(token)
-                if step == new - 1 and not answers[row].done:
-                    pieces[row] += answers[row].end()
-            yield pieces
-            going = [place for place, row in enumerate(rows) if not answers[row].done]
-            if not going:
-                return
-            if len(going) < len(rows):
-                cache.keep(torch.tensor(going, device=device))
-            rows, tokens = [rows[place] for place in going], chosen[going][:, None]
+        if never:
+            logits[:, never] = -torch.inf
+        chance = torch.rand(len(ids), generator=random)[rows]
+        chosen = choose(logits, settings.temperature, settings.top_k, settings.top_p, chance)
+        pieces = [""] * len(ids)
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            pieces[row] = answers[row].end() if token == tokenizer.eos else answers[row].push(token)
+            if step == new - 1 and not answers[row].done:
+                pieces[row] += answers[row].end()
+        yield pieces
+        going = [place for place, row in enumerate(rows) if not answers[row].done]
+        if not going:
+            return
+        if len(going) < len(rows):
+            cache.keep(torch.tensor(going, device=device))
+        rows, tokens = [rows[place] for place in going], chosen[going][:, None]
+
+
+@contextmanager
+def _evaluating(model: Decoder) -> Iterator[None]:
+    """Put every module in evaluation mode, and afterwards each into its own again: parts may be frozen in one of their own."""
+    training = [part for part in model.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
     finally:
-        model.train(training)
+        for part in training:
+            part.training = True

@@ -23,21 +23,40 @@ CHUNKS = 8
 def cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None = None, softcap: float | None = None
 ) -> Tensor:  # fmt: skip
-    """The sum over labels that are not -100 of -log softmax(hidden weight^T)[label], float32.
+    """Sum -log softmax(hidden weight^T)[label] over the labels that are not -100, in float32.
 
     hidden: (..., D). weight: (V, D), or a DTensor whose rows lie on the processes of one mesh dimension; then every process
     must call this with the same hidden states, and the gradient by them is the part that its rows give, to be summed over
     processes as `arclight.parallel.tensor` does it. labels: (...), int64.
     chunk: rows of logits at a time (default: about four million logits, or an eighth of all). softcap: logits become softcap * tanh(logits / softcap).
     Gradients are computed on the way forward and kept in the place of logits: each matrix product is done once.
+    A label outside of the vocabulary raises IndexError on a CPU; elsewhere, where to look would wait for the device, the loss
+    and the gradients of its row are NaN.
     """
     group, first, rows = None, 0, weight
     if isinstance(weight, DTensor):
         rows, group, first = _own_rows(weight)
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    _check_labels(targets, weight.shape[0])
     size = chunk or max(256, CHUNK_ELEMENTS // rows.shape[0], -(-len(flat) // CHUNKS))
-    total: Tensor = _Chunked.apply(flat, rows, targets, size, group, first, softcap)
+    total: Tensor = _Chunked.apply(flat, rows, targets, size, group, first, weight.shape[0], softcap)
     return total
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    """Raise IndexError for a label without a row of logits, where labels can be read without waiting for a device."""
+    if labels.device.type != "cpu" or type(labels) is not Tensor or torch.compiler.is_compiling():
+        return
+    unknown = _unknown(labels, vocabulary)
+    if bool(unknown.any()):
+        raise IndexError(
+            f"label {int(labels[unknown][0])} is outside of the vocabulary of {vocabulary}: use {IGNORED} where nothing is to be "
+            "predicted, and a tokenizer that has no more tokens than the model"
+        )
+
+
+def _unknown(labels: Tensor, vocabulary: int) -> Tensor:
+    return (labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))
 
 
 def cross_entropy_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
@@ -66,7 +85,8 @@ def _own_rows(weight: DTensor) -> tuple[Tensor, Any, int]:
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, group: Any, first: int, softcap: float | None
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, group: Any, first: int, vocabulary: int,
+        softcap: float | None,
     ) -> Tensor:  # fmt: skip
         dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else None
         w_VD = weight.to(dtype or hidden.dtype)
@@ -79,7 +99,7 @@ class _Chunked(torch.autograd.Function):
                 h_ND, labels_N = hidden[start : start + size].to(w_VD.dtype), labels[start : start + size]
                 logits_NV = (h_ND @ w_VD.T).float()
                 losses_N, d_logits_NV = _losses(
-                    logits_NV, labels_N, group, first, softcap, wants_hidden or wants_weight
+                    logits_NV, labels_N, group, first, vocabulary, softcap, wants_hidden or wants_weight
                 )
                 total += losses_N.sum()
                 if d_logits_NV is None:
@@ -94,14 +114,19 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # only under create_graph: what comes out would count as constant
+            raise RuntimeError(
+                "this cross_entropy keeps gradients and no logits, so it has no second derivative: use cross_entropy_of_logits with "
+                "create_graph=True"
+            )
         d_hidden, d_weight = (None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors)
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 def _losses(
-    logits_NV: Tensor, labels_N: Tensor, group: Any, first: int, softcap: float | None, with_gradient: bool
+    logits_NV: Tensor, labels_N: Tensor, group: Any, first: int, vocabulary: int, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Each row's loss, 0 where its label is ignored, and its gradient by the logits."""
+    """Compute each row's loss and its gradient by the logits: 0 where the label is ignored, NaN where no process has it."""
     slope = None
     if softcap is not None:
         squashed = (logits_NV / softcap).tanh()
@@ -119,9 +144,10 @@ def _losses(
     if group is not None:
         dist.all_reduce(both_2N, group=group)
     sums_N, picked_N = both_2N
-    losses_N = torch.where(valid_N, sums_N.log() - picked_N, 0.0)
+    counted_N = valid_N.to(sums_N.dtype).masked_fill(_unknown(labels_N, vocabulary), torch.nan)
+    losses_N = torch.where(valid_N, (sums_N.log() - picked_N) * counted_N, 0.0)
     if not with_gradient:
         return losses_N, None
-    d_NV = weights_NV.mul_((valid_N / sums_N)[:, None])
+    d_NV = weights_NV.mul_((counted_N / sums_N)[:, None])
     d_NV.scatter_add_(1, index_N1, -own_N.to(d_NV.dtype)[:, None])
     return losses_N, d_NV if slope is None else d_NV * slope

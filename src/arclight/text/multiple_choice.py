@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,9 +37,9 @@ class Scores(NamedTuple):
 
     questions: int
     correct: int
-    """Where the right choice had the greatest log-likelihood."""
+    """Where the right choice alone had the greatest log-likelihood: a tie is no answer."""
     correct_normalised: int
-    """Where it had the greatest for each byte of its text."""
+    """Where it alone had the greatest for each byte of its text."""
     log_likelihoods: list[list[float]]
     """Of each choice of each question: the sum over its tokens, natural logarithm."""
 
@@ -176,9 +177,10 @@ def score_choices(
     max_length: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Scores:
-    """Which choice a model finds likeliest: ``logits`` gives (B, T, V) for token ids (B, T), such as a model itself.
+    """Score every choice by a model: ``logits`` gives (B, T, V) for token ids (B, T), such as a model itself.
 
-    Log-likelihoods are summed in float32 or better. See `choice_batches` for the rest.
+    Log-likelihoods are summed in float32 or better. See `choice_batches` for the rest. Raises FloatingPointError where one is
+    NaN: such a model has no answers that could be counted.
     """
     likelihoods = [[0.0] * len(question.choices) for question in questions]
     for batch in choice_batches(questions, tokenizer, batch_size=batch_size, max_length=max_length):
@@ -192,11 +194,19 @@ def score_choices(
         for question, choice, value in zip(
             batch["questions"].tolist(), batch["choices"].tolist(), sums.tolist(), strict=True
         ):
+            if math.isnan(value):
+                raise FloatingPointError(
+                    f"{questions[question].id}: the log-likelihood of choice {choice} is NaN: the model's weights or inputs are broken"
+                )
             likelihoods[question][choice] = value
     correct = normalised = 0
     for question, values in zip(questions, likelihoods, strict=True):
         lengths = [len(choice.strip().encode()) or 1 for choice in question.choices]
         each = [value / length for value, length in zip(values, lengths, strict=True)]
-        correct += values.index(max(values)) == question.answer
-        normalised += each.index(max(each)) == question.answer
+        correct += _is_best(values, question.answer)
+        normalised += _is_best(each, question.answer)
     return Scores(len(questions), correct, normalised, likelihoods)
+
+
+def _is_best(values: list[float], answer: int) -> bool:
+    return values[answer] == max(values) and values.count(values[answer]) == 1

@@ -90,6 +90,8 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         """
         raise NotImplementedError(f"{type(self).__name__} has no batch_weight(batch)")
 
+    batch_weight.is_default = True  # type: ignore[attr-defined]  # what rooms below know it by
+
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None: ...

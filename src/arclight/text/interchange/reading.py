@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to one of our models."""
+"""From a Hugging Face folder, or a model of transformers, to one of our models."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ from arclight.text.interchange.safetensors_folder import Folder, dtype_named
 
 
 def from_hf(
-    folder: str | Path, model: nn.Module | None = None, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    source: str | Path | nn.Module, model: nn.Module | None = None, *, dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
 ) -> nn.Module:  # fmt: skip
-    """The model in a folder as Hugging Face writes them; nothing is downloaded.
+    """Build the model that ``source`` has: a folder as Hugging Face writes them, or a model of transformers. Nothing is downloaded.
 
     model: fill this one, in its own types: whole, on meta (it moves to ``device``), shared out (each process reads its part
     only), a pipeline stage (its parameters only), or one with more beside the trunk (which stays as it is). Otherwise a new
-    one is made, in ``dtype`` (None: that of config.json).
+    one is made, in ``dtype`` (None: that of config.json, or of the weights of a model). Values are copied, never shared.
     Raises FileNotFoundError where the folder or its files are missing, ValueError where config.json asks for what the family
     here does not do, differs from ``model``'s, or where tensors are missing, left over or of other shapes: all are named.
     """
-    theirs = read_config(Path(folder))
+    theirs = _config_of(source) if isinstance(source, nn.Module) else read_config(Path(source))
     family = family_of_type(theirs.get("model_type") or theirs.get("_class_name", ""))
     ours = family.read(theirs)
     with torch.device("meta"):
         whole = family.model(family.config(**ours))
     if model is None:
         model = whole
+        kept = dtype or _dtype_of(source, theirs)
         for parameter in whole.parameters():
-            parameter.data = parameter.data.to(dtype or dtype_named(theirs.get("dtype") or theirs.get("torch_dtype")))
+            parameter.data = parameter.data.to(kept)
     else:
         _check_same(model, family, ours)
     if any(tensor.is_meta for tensor in tensors(model).values()):
@@ -45,9 +47,30 @@ def from_hf(
                 raise ValueError(f"{child} is on meta and gets no weights from this folder: give it its own first")
         tied = find_shared_parameters(model)
         model = set_shared_parameters(model.to_empty(device=device), tied)
-    source = Folder(Path(folder), family.prefix, _blocks(theirs), family.stem)
-    _fill(model, whole, family, source, (*family.ignored, *family.unread(theirs)))
+    held = source.state_dict() if isinstance(source, nn.Module) else None
+    where = type(source).__name__ if isinstance(source, nn.Module) else Path(source)
+    weights = Folder(where, family.prefix, _blocks(theirs), family.stem, held)
+    _fill(model, whole, family, weights, (*family.ignored, *family.unread(theirs)))
     return model
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """Return what config.json of ``model`` would say. Raises TypeError for one that is not of transformers, ValueError without weights."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_dict", None)):
+        raise TypeError(
+            f"{type(model).__name__} is no model of transformers (it has no config with to_dict): give such a model, or the folder of one"
+        )
+    if meta := next((name for name, tensor in model.state_dict().items() if tensor.is_meta), None):
+        raise ValueError(f"{meta} of {type(model).__name__} is on meta and has no values: load its weights first")
+    theirs: dict[str, Any] = config.to_dict()
+    return theirs
+
+
+def _dtype_of(source: str | Path | nn.Module, theirs: dict[str, Any]) -> torch.dtype:
+    if isinstance(source, nn.Module):
+        return next(p.dtype for p in source.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return dtype_named(theirs.get("dtype") or theirs.get("torch_dtype"))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -64,13 +87,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _check_same(model: nn.Module, family: Family, ours: dict[str, Any]) -> None:
     if family_of_model(model) is not family:
-        raise ValueError(f"the folder has a model of {family.model_type}; the given one is a {type(model).__name__}")
+        raise ValueError(f"the source has a model of {family.model_type}; the given one is a {type(model).__name__}")
     other = {name: (value, own) for name, value in ours.items() if (own := getattr(model.config, name)) != value}
     for name in ("std", "head_dim"):  # how it began says nothing about how it computes; shapes are compared anyway
         other.pop(name, None)
     if other:
         told = ", ".join(
-            f"{name} is {value!r} in the folder, {own!r} in the model" for name, (value, own) in other.items()
+            f"{name} is {value!r} in the source, {own!r} in the model" for name, (value, own) in other.items()
         )
         raise ValueError(f"the given model is another one: {told}")
 
@@ -123,8 +146,8 @@ def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ig
     left = [name for name in sorted(source.names() - used) if not any(piece in name for piece in ignored)]
     unknown = [name for name in targets if name not in everything]
     for what, names in (
-        ("the folder lacks the weights of", missing),
-        ("the folder has weights that the model has no place for:", left),
+        ("it lacks the weights of", missing),
+        ("it has weights that the model has no place for:", left),
         ("the model has weights that its configuration knows nothing of:", unknown),
         ("shapes differ:", wrong),
     ):

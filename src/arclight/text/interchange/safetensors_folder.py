@@ -1,8 +1,10 @@
-"""The weights of a Hugging Face folder, read part by part."""
+"""Read the weights of a Hugging Face folder, or of a model in memory, part by part."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +15,47 @@ from arclight.text.interchange.keys import Bounds
 _SCALE = "_scale_inv"
 
 
+class InMemory:
+    """The tensors of a state dict, read as those of files are."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def part(self, name: str) -> InMemory.Part:
+        return InMemory.Part(self._tensors[name])
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    class Part:
+        """What safetensors calls a slice."""
+
+        def __init__(self, tensor: Tensor) -> None:
+            self._tensor = tensor
+
+        def get_shape(self) -> list[int]:
+            return list(self._tensor.shape)
+
+        def __getitem__(self, places: Any) -> Tensor:
+            return self._tensor[places]
+
+
 class Folder:
-    """Tensors of ``<stem>.safetensors``, or of the shards that ``<stem>.safetensors.index.json`` lists.
+    """Tensors of ``<stem>.safetensors``, or of the shards that ``<stem>.safetensors.index.json`` lists; or those ``held`` in memory.
 
     prefix: names that lack it are found with it, because files of a family's trunk alone leave it out.
     block: height and width of the blocks of 8-bit weights that share a scale, where the folder has such.
     """
 
     def __init__(
-        self, folder: Path, prefix: str = "", block: tuple[int, int] | None = None, stem: str = "model"
+        self, folder: str | Path, prefix: str = "", block: tuple[int, int] | None = None, stem: str = "model",
+        held: dict[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.block = folder, block
-        self._files = WeightFiles(folder, stem)
+        self._files: Any = WeightFiles(folder, stem) if held is None else InMemory(held)
         bare = prefix and not any(name.startswith(prefix) for name in self._files)
         self._names = {prefix + name if bare else name: name for name in self._files}
 
@@ -56,7 +87,8 @@ class Folder:
     def _part(self, name: str, bounds: Bounds) -> Tensor:
         where = self._files.part(self._names[name])
         if tuple(stop - start for start, stop in bounds) == tuple(where.get_shape()):
-            return self._files.tensor(self._names[name])  # which copies nothing
+            whole: Tensor = self._files.tensor(self._names[name])  # which copies nothing
+            return whole
         part: Tensor = where[tuple(slice(*bound) for bound in bounds)]
         return part
 

@@ -44,7 +44,9 @@ class Mask:
 
     @property
     def plain(self) -> bool:
-        """Whether the mask is the lower triangle (or nothing at all) over equal places of queries and keys."""
+        """Whether the mask is the lower triangle over equal places of queries and keys, or nothing at all."""
+        if not self.causal and self.window is None and self.chunk is None:
+            return self.documents_q is None
         tensors = (self.index_q, self.index_k, self.documents_q)
         return self.window is None and self.chunk is None and all(tensor is None for tensor in tensors)
 

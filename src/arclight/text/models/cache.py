@@ -41,7 +41,8 @@ class KVCache:
         """What the next ``new`` tokens see, and their places in their sequences, (T,) or (B, T)."""
         places = torch.arange(self.used, self.used + new, device=device)
         if self.padding is None:
-            return Mask(index_q=places if self.used else None), places
+            # The newest token alone sees all keys: without a mask in full, kernels may choose their fastest way.
+            return Mask(causal=new > 1 or not self.used, index_q=places if self.used else None), places
         columns, padding = torch.arange(self.used + new, device=device)[None], self.padding.to(device)[:, None]
         meant, positions = (columns >= padding).long(), (columns - padding).clamp(min=0)
         mask = Mask(

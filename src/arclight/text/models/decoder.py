@@ -36,6 +36,10 @@ class DecoderConfig:
         """Width of a head, the mean of keys' and values', as operations are counted."""
         return self.dim / self.heads
 
+    def keys(self, layer: int, sequence: int) -> int:
+        """Return how many keys a query of a layer may see in a ``sequence``, as operations are counted."""
+        return sequence
+
     @property
     def std_out(self) -> float:
         return self.std / math.sqrt(2 * self.layers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from arclight.parallel.initial import Normal
 from arclight.text.models.attention import InnerAttention
 from arclight.text.models.decoder import Decoder, DecoderConfig, Surroundings
-from arclight.text.models.layers import FeedForward, RMSNorm, Rotation, rope_frequencies
+from arclight.text.models.layers import FeedForward, RMSNorm, Rotation, kept_on_device, rope_frequencies
 from arclight.text.models.llama import Block
 from arclight.text.models.moe import MoE, MoEConfig
 
@@ -165,6 +166,6 @@ class DeepSeek(Decoder):
 
     def rotation(self, positions: Tensor) -> Rotation:
         width, theta, yarn = self.config.turned_width, self.config.rope_theta, self.config.yarn
-        frequencies = rope_frequencies(width, theta) if yarn is None else yarn.frequencies(width, theta)
+        make = partial(rope_frequencies if yarn is None else yarn.frequencies, width, theta)
         factor = 1.0 if yarn is None else yarn.rotation_factor
-        return Rotation.at(positions, frequencies.to(positions.device), factor)
+        return Rotation.at(positions, kept_on_device((width, theta, yarn), make, positions), factor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from arclight.parallel.initial import Constant, Initial, Normal
 from arclight.text.models.attention import InnerAttention, Mask
 from arclight.text.models.gpt2 import FeedForward
-from arclight.text.models.layers import RMSNorm, Rotation, rope_frequencies
+from arclight.text.models.layers import RMSNorm, Rotation, kept_on_device, rope_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,8 +224,10 @@ class Flux(nn.Module):
 
     def rotation(self, places_SA: Tensor) -> Rotation:
         """Each axis turns its share of a head."""
+        theta = self.config.rope_theta
         angles = [
-            places_SA[:, axis, None].float() * rope_frequencies(width, self.config.rope_theta).to(places_SA.device)
+            places_SA[:, axis, None].float()
+            * kept_on_device((width, theta, None), partial(rope_frequencies, width, theta), places_SA)
             for axis, width in enumerate(self.config.axes)
         ]
         together = torch.cat(angles, -1)[None]

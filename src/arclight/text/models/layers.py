@@ -7,8 +7,9 @@ F hidden width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,25 @@ def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None = Non
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     smooth = ((scaling.original_positions / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+_TABLES: dict[tuple[Any, ...], Tensor] = {}
+
+
+def kept_on_device(key: tuple[Any, ...], make: Callable[[], Tensor], positions: Tensor) -> Tensor:
+    """Return the small table that ``make`` computes on the host, on the device of ``positions``; it is copied there once.
+
+    A copy from pageable memory waits for the device, in each forward and for each generated token. Tensors without data and those of
+    inference mode are made anew, as no other forward could use them.
+    """
+    place = (*key, positions.device)
+    ordinary = type(positions) is Tensor and not positions.is_meta and not torch.compiler.is_compiling()
+    if ordinary and place in _TABLES:
+        return _TABLES[place]
+    table = make().to(positions.device)
+    if ordinary and type(table) is Tensor and not table.is_inference():
+        _TABLES[place] = table
+    return table
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from arclight.parallel.initial import Normal
 from arclight.text.models.attention import InnerAttention
 from arclight.text.models.decoder import Decoder, DecoderConfig, Surroundings
-from arclight.text.models.layers import FeedForward, RMSNorm, RopeScaling, Rotation, rope_frequencies
+from arclight.text.models.layers import FeedForward, RMSNorm, RopeScaling, Rotation, kept_on_device, rope_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,5 +96,5 @@ class Llama(Decoder):
         return Block(config, Attention(config, str(number)), feed_forward)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        frequencies = rope_frequencies(self.config.width, self.config.rope_theta, self.config.rope_scaling)
-        return Rotation.at(positions, frequencies.to(positions.device))
+        key = self.config.width, self.config.rope_theta, self.config.rope_scaling
+        return Rotation.at(positions, kept_on_device(key, lambda: rope_frequencies(*key), positions))

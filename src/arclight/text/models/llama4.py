@@ -20,11 +20,11 @@ from arclight.text.models.moe import MoE, MoEConfig
 class Llama4Config(LlamaConfig):
     moe: MoEConfig
     moe_every: int = 1
-    """Every how manieth layer has experts; the others have a feed-forward part of ``hidden``."""
+    """A layer has experts if its number plus one divides by this; the others have a feed-forward part of ``hidden``."""
     chunk: int | None = 8192
     """Length of the chunks that turning layers attend within; None: they attend to all."""
     whole_every: int = 4
-    """Every how manieth layer attends to all, and does not turn."""
+    """A layer attends to all, and does not turn, if its number plus one divides by this."""
     qk_l2_norm: bool = True
     """Whether turned queries and keys are divided by their root mean square."""
     temperature: float | None = 0.1
@@ -32,12 +32,19 @@ class Llama4Config(LlamaConfig):
     temperature_floor: int = 8192
     """Positions over which they stay the same."""
 
+    def turns(self, layer: int) -> bool:
+        """Return True for a layer with rotary embeddings, which attends within chunks."""
+        return (layer + 1) % self.whole_every != 0
+
+    def keys(self, layer: int, sequence: int) -> int:
+        return min(sequence, self.chunk) if self.chunk is not None and self.turns(layer) else sequence
+
 
 class Llama4Attention(Attention):
     def __init__(self, config: Llama4Config, number: int) -> None:
         super().__init__(config, str(number))
         self.config = config
-        self.turns = (number + 1) % config.whole_every != 0
+        self.turns = config.turns(number)
 
     def forward(self, x_BTD: Tensor, around: Surroundings) -> Tensor:
         q_BTHC, k_BTKC, v_BTKC = (w(x_BTD).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv))

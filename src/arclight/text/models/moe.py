@@ -201,7 +201,8 @@ class Experts(nn.Module):
         w1, w2, w3 = ((w if self.share is None else self.share(w)).to(dtype) for w in (self.w1, self.w2, self.w3))
         x_RD = x_RD.to(dtype)
         if not len(x_RD):  # kernels refuse no rows at all: one of zeros, whose gradients are zeros
-            filled_E = torch.zeros_like(counts_E).index_fill_(0, counts_E.new_tensor([0]), 1)
+            filled_E = torch.zeros_like(counts_E)
+            filled_E[:1].fill_(1)  # an index would be copied from the host
             return _swiglu(F.pad(x_RD, (0, 0, 0, 1)), filled_E, w1, w2, w3)[:0]
         if self.alignment > 1:
             return _aligned(x_RD, counts_E, self.alignment, lambda x, counts: _swiglu(x, counts, w1, w2, w3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from arclight.parallel.context import over_sequences, shard_arguments
 from arclight.parallel.pipeline.running.engine import Engine, signature
 from arclight.parallel.pipeline.running.shared import Shared
 from arclight.parallel.plan import PlanError
-from arclight.parallel.running import Runnable, Split, with_positions
+from arclight.parallel.running import Runnable, Split, own_batch_weight, with_positions
 
 
 class PipelineRunner:
@@ -70,8 +69,8 @@ class PipelineRunner:
         start, which is kind to half types. Alike on all processes that have the same layers.
         """
         weight = torch.ones((), dtype=torch.float64, device=self.line.device)
-        with suppress(AttributeError, NotImplementedError):  # of a module that does not say
-            weight = torch.as_tensor(module.batch_weight(batch), device=self.line.device).double()
+        if (count := own_batch_weight(module)) is not None:
+            weight = torch.as_tensor(count(batch), device=self.line.device).double()
         if self.data is not None:
             dist.all_reduce(weight, group=self.data)
             weight /= dist.get_world_size(self.data)

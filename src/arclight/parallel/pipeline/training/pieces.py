@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.batches import batch_size_of, part_of_batch
 from arclight.parallel.plan import PlanError
+from arclight.parallel.running import own_batch_weight
 
 Reduction = Literal["token_mean", "micro_mean", "sum"]
 """What the loss of a step is of its micro-batches': their mean, each by what it counts (samples, or the module's ``batch_weight``), their
@@ -85,13 +86,11 @@ def _check(module: Any, batch: Any, size: int) -> None:
 
 
 def weights(module: Any, cut: list[tuple[Any, int]]) -> tuple[list[float], bool]:
-    """What each part counts, and whether the module says so (``batch_weight``); else its samples."""
-    try:
-        counted = [module.batch_weight(part) for part, _ in cut]
-    except (AttributeError, NotImplementedError) as error:
-        if hasattr(module, "batch_weight") and not isinstance(error, NotImplementedError):
-            raise
+    """Return what each part counts, and whether the module says so (``batch_weight``); else its samples."""
+    count = own_batch_weight(module)
+    if count is None:
         return [float(size) for _, size in cut], False
+    counted = [count(part) for part, _ in cut]
     if any(isinstance(x, Tensor) for x in counted):
         return torch.stack([torch.as_tensor(x).double() for x in counted]).tolist(), True  # waits for a device once
     return [float(x) for x in counted], True

@@ -359,12 +359,11 @@ class _Call:
     def micro_batches(self, batch: Any, number: int) -> list[Split]:
         return [((piece, repr(piece)), {}, piece) for piece in self.pieces]
 
-    def batch_weight(self, batch: Any) -> Any:
-        """What all processes with the same layers take the mean of, before gradients are summed among them."""
-        if not self.counted:
-            raise NotImplementedError
+    @property
+    def batch_weight(self) -> Callable[[Any], Any] | None:
+        """What all processes with the same layers take the mean of, before gradients are summed among them; None for samples."""
         module: Any = self.steps.module
-        return module.batch_weight(self.args[0])
+        return (lambda _: module.batch_weight(self.args[0])) if self.counted else None
 
     def split_batch(self, batch: Any) -> Split:
         raise NotImplementedError
