@@ -320,3 +320,50 @@ def test_python_calls_per_step(logs: int, ratio: float) -> None:
         trainer().fit(Deep(logs), data[:steps])
 
     assert calls_per_step(ours) <= ratio * calls_per_step(raw)
+
+
+class AsksForTheLastBatch(Mlp):
+    """Notes ``trainer.is_last_batch`` wherever a batch is under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int, bool]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("start", batch_idx, self.trainer.is_last_batch))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append(("step", batch_idx, self.trainer.is_last_batch))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(("end", batch_idx, self.trainer.is_last_batch))
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_the_last_batch_is_known_in_its_step(limit: int | None) -> None:
+    module, total = AsksForTheLastBatch(), limit or 8
+    trainer(max_epochs=2, limit_train_batches=limit).fit(module, batches())
+    epoch = [(where, index, index + 1 == total) for index in range(total) for where in ("start", "step", "end")]
+    assert module.seen == epoch * 2
+
+
+def test_a_schedule_stepped_by_hand_at_the_last_batch() -> None:
+    class ByHand(Mlp):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            if self.trainer.is_last_batch:
+                self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    fitted = trainer(max_epochs=3)
+    fitted.fit(ByHand(), batches())
+    assert fitted.optimizers[0].param_groups[0]["lr"] == 0.125

@@ -5,12 +5,18 @@ import signal
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests import warm
+from torch.utils.data import DataLoader
 
+import arclight as al
 from arclight import checkpoint
+from arclight.fabric.errors import SIGTERMException
+from arclight.trainer import signals
+from arclight.trainer.run import RunFolder
 
 SCRIPT = """
 import os, signal, sys, torch
@@ -81,7 +87,89 @@ def test_a_slurm_job_is_put_back_into_the_queue_and_goes_on_by_itself(
     ended = run(tmp_path, ASK="SIGUSR1", **job)
     assert ended.returncode == 143, ended.stderr
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
-    assert not checkpoint.verify(tmp_path / "hpc_ckpt_1")
+    assert not checkpoint.verify(tmp_path / "run" / "1" / "checkpoints" / "hpc_ckpt_77_1")
     again = run(tmp_path, **job)
     assert again.returncode == 0, again.stderr
     assert same(tmp_path, whole)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"], "it goes on in its own folder"
+    assert not list(tmp_path.rglob("hpc_ckpt_*")), "the next fit of the job must not go on from it"
+
+
+def trainer_of(root: Path, name: str, *callbacks: Any, **settings: Any) -> al.Trainer:
+    return al.Trainer(
+        accelerator="cpu", default_root_dir=root, run_name=name, callbacks=list(callbacks), enable_progress_bar=False,
+        enable_model_summary=False, logger=False, **{"max_epochs": 2, **settings},
+    )  # fmt: skip
+
+
+def test_a_requeued_job_takes_no_checkpoint_of_another_run_or_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = [tmp_path / "mine" / run / "checkpoints" / f"hpc_ckpt_77_{n}" for run, n in (("1", 1), ("2", 10), ("3", 9))]
+    others = [
+        tmp_path / "theirs" / "1" / "checkpoints" / "hpc_ckpt_77_11",
+        tmp_path / "mine" / "4" / "checkpoints" / "hpc_ckpt_78_12",
+        tmp_path / "mine" / "4" / "checkpoints" / "hpc_ckpt_77_5_13",  # of an array
+        tmp_path / "hpc_ckpt_14",
+    ]
+    for path in (*mine, *others):
+        path.mkdir(parents=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    trainer = trainer_of(tmp_path, "mine")
+    assert signals.requeue_checkpoints(trainer) == [mine[0], mine[2], mine[1]]
+    assert signals.requeue_checkpoint(trainer) == mine[1]
+    assert signals.requeue_checkpoint(trainer_of(tmp_path, "new")) is None
+    monkeypatch.setenv("SLURM_JOB_ID", "79")
+    assert signals.requeue_checkpoint(trainer) is None
+    assert signals.requeue_checkpoint(trainer, any_job=True) is not None  # ckpt_path="hpc" asks for it
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
+    assert signals.requeue_checkpoint(trainer) == others[2]
+
+
+class Line(al.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.line(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Terminated(al.Callback):
+    """SIGTERM after each of these steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: al.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.received_sigterm = trainer.should_stop = True
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_checkpoints_at_sigterm_go_when_there_are_newer_ones(tmp_path: Path, asynchronous: bool) -> None:
+    def train(*steps: int, ckpt_path: str | None = "last") -> list[str]:
+        keeps = al.ModelCheckpoint(every_n_epochs=1, save_top_k=1, asynchronous=asynchronous)
+        folder = RunFolder.open(tmp_path / "run" / "1") if ckpt_path not in (None, "last") else None
+        trainer = trainer_of(tmp_path, "run", Terminated(*steps), keeps, run_folder=folder)
+        data = DataLoader(torch.randn(24, 2), batch_size=3)
+        if steps:
+            with pytest.raises(SIGTERMException):
+                trainer.fit(Line(), data, ckpt_path=ckpt_path)
+        else:
+            trainer.fit(Line(), data, ckpt_path=ckpt_path)
+            assert trainer.global_step == 16
+        kept = sorted((tmp_path / "run" / "1" / "checkpoints").iterdir())
+        assert not any(checkpoint.verify(path) for path in kept)
+        return [path.name for path in kept]
+
+    assert train(3, ckpt_path=None) == ["epoch=0-step=3.ckpt"]
+    assert train(5) == ["epoch=0-step=5.ckpt"]
+    assert train(11) == ["epoch=0-step=8.ckpt", "epoch=1-step=11.ckpt"]
+    named = str(tmp_path / "run" / "1" / "checkpoints" / "epoch=1-step=11.ckpt")
+    assert train(13, ckpt_path=named) == ["epoch=0-step=8.ckpt", "epoch=1-step=11.ckpt", "epoch=1-step=13.ckpt"]
+    assert train() == ["epoch=1-step=16.ckpt"]

@@ -86,6 +86,7 @@ def _replay(trainer: Trainer, module: Module, last: int) -> str:
         for index, batch in enumerate(trainer.train_batches(progress.epoch, start), start):
             batch = move(batch) if move is not None else batch
             trainer.logged.batch.set(batch)
+            trainer.is_last_batch = index + 1 == trainer.num_training_batches
             trainer.enter("training_step")
             step(batch, index)
             progress.batch, progress.batches = index + 1, progress.batches + 1

@@ -231,6 +231,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         if move is not None:
             batch = move(batch)
         current.value, current.known_size = batch, None
+        trainer.is_last_batch = index + 1 == total
         if batch_start:
             enter("on_train_batch_start")
             if -1 in [hook(batch, index) for hook in batch_start]:
@@ -246,7 +247,6 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             for scheduler_step in plan.epoch_schedulers:
                 scheduler_step()
         if batch_end:
-            trainer.is_last_batch = index + 1 == total
             enter("on_train_batch_end")
             output = shown(output)
             for hook in batch_end:

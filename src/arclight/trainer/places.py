@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RunPlaces:
-    """A trainer's loggers and folders. Nothing is made before it is asked for."""
+    """Loggers and folders of a trainer. One process makes nothing before it is asked for, several decide when a run begins."""
 
     conventions: Conventions
     strategy: Strategy
@@ -29,19 +30,49 @@ class RunPlaces:
     _logger_choice: Any
     _loggers: list[Any] | None
     _module: Module | None
+    _folder_made_early: bool
+    _agreed: dict[str, str | None]
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder that the numbered folders of such runs lie in."""
+        if self._run_folder is not None:
+            return self._run_folder.name
+        return self.run_name or (type(self._module).__name__.lower() if self._module is not None else "run")
+
+    def agree_on_places(self) -> None:
+        """Decide on all ranks where this run writes, so that a rank may ask for it alone. A collective."""
+        self._agreed = {}
+        if self.strategy.world_size == 1:
+            return
+        if not self.conventions.run_folders:
+            self._agreed = {"log_dir": self.log_dir, "checkpoints": self.checkpoint_folder}
+            return
+        if self._folder_made_early and self.strategy.broadcast(not os.path.isdir(self.run_folder)):
+            self._run_folder = None  # a run before left nothing in it
+        if self._run_folder is None:
+            folder, self._folder_made_early = self.run_folder.path, True
+            for logger in self._loggers or []:
+                if getattr(logger, "needs_folder", False) is True:
+                    logger.use_folder(folder)
+
+    def drop_empty_folder(self) -> None:
+        """Remove the folder that several processes decided on if nobody has written into it."""
+        if self._folder_made_early and self.strategy.is_global_zero:
+            with suppress(OSError):  # it holds something
+                self.run_folder.path.rmdir()
 
     @property
     def run_folder(self) -> RunFolder:
-        """Where this run writes; made when first asked for, the same on every rank."""
+        """Where this run writes, the same on every rank; in one process made when first asked for."""
         if self._run_folder is None:
-            name = self.run_name or (type(self._module).__name__.lower() if self._module is not None else "run")
-            made = str(RunFolder(self.default_root_dir, name).path) if self.strategy.is_global_zero else ""
+            made = str(RunFolder(self.default_root_dir, self.folder_name).path) if self.strategy.is_global_zero else ""
             self._run_folder = RunFolder.open(self.strategy.broadcast(made))
         return self._run_folder
 
     @run_folder.setter
     def run_folder(self, folder: RunFolder) -> None:
-        self._run_folder = folder
+        self._run_folder, self._folder_made_early = folder, False
 
     @property
     def loggers(self) -> list[Any]:
@@ -52,6 +83,7 @@ class RunPlaces:
     @loggers.setter
     def loggers(self, loggers: Iterable[Any] | None) -> None:
         self._loggers = list(loggers or [])
+        self._agreed = {}
         for logger in self._loggers:
             if getattr(logger, "needs_folder", False) is True:
                 logger.use_folder(self.run_folder.path)
@@ -93,6 +125,8 @@ class RunPlaces:
         """The run folder; where there is none the first logger's folder, or ``default_root_dir`` without loggers."""
         if self.conventions.run_folders:
             return str(self.run_folder.path)
+        if "log_dir" in self._agreed:
+            return self._agreed["log_dir"]
         folder = self.loggers[0].log_dir if self.loggers else self.default_root_dir
         return self.strategy.broadcast(folder)  # type: ignore[no-any-return]
 
@@ -101,6 +135,8 @@ class RunPlaces:
         """Where checkpoints go that were given no place, the same on every rank."""
         if self.conventions.run_folders:
             return os.path.realpath(self.run_folder.checkpoints)
+        if "checkpoints" in self._agreed:
+            return str(self._agreed["checkpoints"])
         folder = self.default_root_dir
         if self.loggers:
             logger = self.loggers[0]

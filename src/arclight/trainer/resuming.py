@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arclight.checkpoint import find_last, verify
 from arclight.checkpoint.remote import place
 from arclight.fabric.environments import SLURMEnvironment
 from arclight.trainer.callbacks.checkpoint_files import written_at
 from arclight.trainer.run import RunFolder
-from arclight.trainer.signals import requeue_checkpoint
+from arclight.trainer.signals import requeue_checkpoint, requeue_folder
+from arclight.trainer.states import TrainerFn
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
+
+
+def settle_places(trainer: Trainer, choice: str | Path | Mapping[str, Any] | None) -> None:
+    """Decide where the run writes, before any hook can ask: in the folder of the run that ``ckpt_path`` continues, or one of its own.
+
+    A collective: every rank calls this.
+    """
+    trainer.newest_of_run = None
+    if trainer.conventions.run_folders and trainer._run_folder is None:
+        asked = trainer.ckpt_path if choice is None and trainer._ckpt_path_given else choice
+        if asked == "last":
+            trainer.newest_of_run = _newest_of_run(trainer)
+        elif (
+            asked in (None, "hpc") and _may_be_requeued(trainer) and (found := requeue_checkpoint(trainer)) is not None
+        ):
+            trainer.run_folder = RunFolder.open(found.parent.parent)
+    trainer.agree_on_places()
+
+
+def _may_be_requeued(trainer: Trainer) -> bool:
+    return trainer.state.fn == TrainerFn.FITTING and SLURMEnvironment.detect()
 
 
 def checkpoint_path(trainer: Trainer, choice: str | Path | None, fit_before: bool = False) -> Path | None:
@@ -34,6 +57,7 @@ def checkpoint_path(trainer: Trainer, choice: str | Path | None, fit_before: boo
             )
         choice = trainer.ckpt_path if choice is None else choice
     path = _chosen(trainer, entry_point, choice, fit_before)
+    trainer.ckpt_path_named = path is not None and choice not in (None, "best", "last", "hpc")
     trainer.ckpt_path, trainer._ckpt_path_given = (None if path is None else str(path)), False
     return path
 
@@ -45,14 +69,14 @@ def _chosen(trainer: Trainer, entry_point: str, choice: str | Path | None, fit_b
             f"You can pass `.{entry_point}(ckpt_path='best')` or `'last'`, or the model, to say which and silence this"
         )
         choice = "best"
-    if choice is None and entry_point == "fit" and SLURMEnvironment.detect():
+    if choice is None and _may_be_requeued(trainer):
         choice = "hpc" if requeue_checkpoint(trainer) is not None else None
     if choice is None:
         return None
     if choice == "hpc":
-        if (newest := requeue_checkpoint(trainer)) is None:
+        if (newest := requeue_checkpoint(trainer, any_job=True)) is None:
             raise NoCheckpointError(
-                f'`.{entry_point}(ckpt_path="hpc")` is set but no HPC checkpoint was found in {trainer.default_root_dir}. '
+                f'`.{entry_point}(ckpt_path="hpc")` is set but no HPC checkpoint was found in {requeue_folder(trainer)}. '
                 f"Please pass an exact checkpoint path to `.{entry_point}(ckpt_path=...)`"
             )
         return newest
@@ -93,7 +117,7 @@ def _last(trainer: Trainer, entry_point: str) -> Path | None:
     newest = trainer.strategy.broadcast(_newest_of_callbacks(trainer))
     found = _sound(trainer, newest) if newest is not None else None
     if found is None and trainer.conventions.run_folders:
-        found = _newest_of_run(trainer)
+        found = trainer.newest_of_run or _newest_of_run(trainer)
     if found is None:
         message = (
             f'.{entry_point}(ckpt_path="last") is set, but there is no last checkpoint available. No checkpoint will be loaded. '
@@ -137,9 +161,7 @@ def _newest_of_callbacks(trainer: Trainer) -> Path | None:
 
 
 def _newest_of_run(trainer: Trainer) -> Path | None:
-    folder = trainer._run_folder or RunFolder.newest(
-        trainer.default_root_dir, trainer.run_name or type(trainer.lightning_module).__name__.lower()
-    )
+    folder = trainer._run_folder or RunFolder.newest(trainer.default_root_dir, trainer.folder_name)
     kept = trainer.strategy.broadcast(None if folder is None else folder.checkpoints)
     found = find_last(kept, trainer.strategy) if kept is not None else None
     if found is not None and folder is not None:

@@ -29,7 +29,7 @@ from arclight.trainer.metrics import Metrics
 from arclight.trainer.module import Module
 from arclight.trainer.optimizer_config import configured
 from arclight.trainer.profilers import watching
-from arclight.trainer.resuming import checkpoint_path
+from arclight.trainer.resuming import checkpoint_path, settle_places
 from arclight.trainer.states import RunEnded, TrainerFn, TrainerStatus
 from arclight.trainer.window import Window
 
@@ -121,7 +121,7 @@ def _cudnn_benchmark(choice: bool | None) -> Iterator[None]:
 # -- set-up --------------------------------------------------------------------------------------------------------
 
 
-def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders: Any) -> Module:
+def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, ckpt_path: Any, **loaders: Any) -> Module:
     """Bind module and data to the trainer and let everyone set up. The order is Lightning's."""
     name = TrainerFn("fit" if stage == "train" else stage)
     module = as_module(model if model is not None else trainer.lightning_module, name)
@@ -135,8 +135,9 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, **loaders
         trainer.datamodule = datamodule
         datamodule.trainer = trainer
     trainer.enter("setup")
-    _add_callbacks(trainer, module)
     open_experiments(trainer.own_loggers())
+    settle_places(trainer, ckpt_path)
+    _add_callbacks(trainer, module)
     watching.arm(trainer)
     reporting.lend_log(trainer, module)
     check_module(trainer, module, stage)
@@ -190,6 +191,7 @@ def _finish(trainer: Trainer, module: Module, stage: str) -> None:
     for logger in trainer.loggers if trainer.is_global_zero else []:
         logger.finalize("success")
     _teardown(trainer, module)
+    trainer.drop_empty_folder()
 
 
 def _teardown(trainer: Trainer, module: Module) -> None:
@@ -223,7 +225,7 @@ def fit(
     trainer.batch_iterator, trainer.rng_before_validation = None, None
     trainer.logged = trainer.training_values
     trainer.data_seed = trainer.strategy.broadcast(torch.initial_seed() % (MAX_SEED + 1))
-    module = _attach(trainer, model, datamodule, "train", train=train, validate=val)
+    module = _attach(trainer, model, datamodule, "train", ckpt_path, train=train, validate=val)
     check_validation(trainer, module)
     if (saved := _checkpoint(trainer, ckpt_path)) is not None:
         loops = saved.get("loops", {})
@@ -238,7 +240,7 @@ def fit(
         trainer.strategy.setup_optimizer(optimizer)
     trainer.call("on_fit_start")
     module.zero_grad()  # what a run that was broken off, or anyone else, left there
-    loggers = trainer.loggers  # made on every rank, as all share one run folder; used on rank 0
+    loggers = trainer.loggers  # made on every rank, used on rank 0
     loggers = loggers if trainer.is_global_zero else []
     if trainer.given["enable_autolog_hparams"]:
         log_beginning(loggers, module, hyperparameters_to_log(module, trainer.datamodule))
@@ -248,6 +250,7 @@ def fit(
         for logger in loggers:
             logger.resume(trainer.progress.global_step)
     _train(trainer, module, resumed=saved is not None)
+    signals.drop_requeue_checkpoints(trainer)
     _finish(trainer, module, "fit")
 
 
@@ -363,7 +366,7 @@ def _begin_evaluation(
     loaders, datamodule = told_apart(stage, loaders, None, datamodule)
     trainer.state.fn = TrainerFn(stage)
     fit_before = model is None and trainer._module is not None
-    module = _attach(trainer, model, datamodule, stage, **{stage: loaders})
+    module = _attach(trainer, model, datamodule, stage, ckpt_path, **{stage: loaders})
     path = checkpoint_path(trainer, ckpt_path, fit_before)
     saved = state.load(trainer, path) if path is not None else None
     _place(trainer, module, stage)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.checkpoint.remote import place
 from arclight.fabric.environments import SLURMEnvironment
 from arclight.fabric.errors import SIGTERMException
+from arclight.trainer.callbacks.checkpoint_files import remove_checkpoint, written_at
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -64,53 +65,110 @@ def _requeue_signal(trainer: Trainer) -> signal.Signals | None:
 
 
 def requeue_job(trainer: Trainer) -> None:
-    """Save on every rank, put the SLURM job back into the queue, and end: the job that starts anew goes on from here."""
+    """Save on every rank, put the SLURM job back into the queue, and end: the job that starts again goes on from here."""
     from arclight.trainer import state
 
-    path = next_requeue_checkpoint(trainer)
+    before = requeue_checkpoints(trainer)
+    path = _next_requeue_checkpoint(trainer, before)
     state.save(trainer, path)
+    trainer.checkpoint_io.teardown()  # complete before the queue hears of it
     if trainer.is_global_zero:
-        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-        job = f"{array}_{task}" if array and task else os.environ["SLURM_JOB_ID"]
+        job = _job() or os.environ["SLURM_JOB_ID"]
         if not re.fullmatch("[0-9_-]+", job):
             raise ValueError(
                 f"SLURM_JOB_ID={job!r} is no job number: the job was not put back into the queue; {path} holds its state"
             )
         done = subprocess.run(["scontrol", "requeue", job], check=False)
         trainer.notice(f"saved {path}; scontrol requeue {job} ended with status {done.returncode}")
+        if trainer.conventions.run_folders:
+            for old in before:
+                remove_checkpoint(old)
     raise SIGTERMException
 
 
-def requeue_checkpoint(trainer: Trainer) -> Path | None:
-    """The newest checkpoint of a job that was put back into the queue; None where there is none."""
-    kept = [
-        (int(m[1]), p)
-        for p in Path(trainer.default_root_dir).glob("hpc_ckpt_*")
-        if (m := re.match(r"hpc_ckpt_(\d+)", p.name))
-    ]
-    return max(kept)[1] if kept else None
+def _job() -> str:
+    """What SLURM's queue knows this job by, through every requeue; empty where it is no job."""
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
-def next_requeue_checkpoint(trainer: Trainer) -> Path:
-    newest = requeue_checkpoint(trainer)
-    number = int(newest.name.partition(".")[0].rpartition("_")[2]) + 1 if newest is not None else 1
-    return Path(trainer.default_root_dir) / f"hpc_ckpt_{number}{trainer.checkpoint_io.suffix}"
+def requeue_folder(trainer: Trainer) -> Path:
+    """The folder in, or below, which checkpoints of requeued jobs lie."""
+    if not trainer.conventions.run_folders:
+        return Path(trainer.default_root_dir)
+    if trainer._run_folder is not None:
+        return trainer._run_folder.path.parent
+    return Path(trainer.default_root_dir) / trainer.folder_name
+
+
+def requeue_checkpoints(trainer: Trainer, any_job: bool = False) -> list[Path]:
+    """Checkpoints from which this job goes on when the queue has started it again, the newest last.
+
+    They lie in the folders of runs of this name and are named after the job (by Lightning's convention in ``default_root_dir``, for
+    whichever job). ``any_job``: those of other jobs too.
+    """
+    job = re.escape(_job()) if not any_job else r"[0-9_-]+"
+    own = rf"hpc_ckpt_{job}_(\d+)" if trainer.conventions.run_folders else r"hpc_ckpt_(\d+)"
+    pattern = re.compile(own + re.escape(trainer.checkpoint_io.suffix))
+    found = requeue_folder(trainer).glob(
+        "*/checkpoints/hpc_ckpt_*" if trainer.conventions.run_folders else "hpc_ckpt_*"
+    )
+    kept = [(int(m[1]), path) for path in found if (m := pattern.fullmatch(path.name))]
+    if any_job and trainer.conventions.run_folders:
+        return [path for _, path in sorted((written_at(path), path) for _, path in kept)]
+    return [path for _, path in sorted(kept)]
+
+
+def requeue_checkpoint(trainer: Trainer, any_job: bool = False) -> Path | None:
+    """The newest checkpoint of a job that was put back into the queue, the same on every rank; None where there is none."""
+    kept = requeue_checkpoints(trainer) or (requeue_checkpoints(trainer, any_job=True) if any_job else [])
+    newest: Path | None = trainer.strategy.broadcast(kept[-1] if kept else None)
+    return newest
+
+
+def drop_requeue_checkpoints(trainer: Trainer) -> None:
+    """Remove what this job was to go on from: its fit is done, and another fit of the job must not begin there."""
+    if trainer.is_global_zero and trainer.conventions.run_folders and _job() and SLURMEnvironment.detect():
+        for path in requeue_checkpoints(trainer):
+            remove_checkpoint(path)
+
+
+def _next_requeue_checkpoint(trainer: Trainer, before: list[Path]) -> Path:
+    suffix = trainer.checkpoint_io.suffix
+    number = int(before[-1].name.removesuffix(suffix).rpartition("_")[2]) + 1 if before else 1
+    if not trainer.conventions.run_folders:
+        path = Path(trainer.default_root_dir) / f"hpc_ckpt_{number}{suffix}"
+    else:
+        path = trainer.run_folder.checkpoints / f"hpc_ckpt_{_job()}_{number}{suffix}"
+    shared: Path = trainer.strategy.broadcast(path)
+    return shared
 
 
 def end_by_signal(trainer: Trainer) -> None:
     """Save what a resume needs, on every rank, and end with the status of SIGTERM."""
-    from arclight.trainer import state
-
-    path = checkpoint_folder(trainer)
+    path = _save_at_signal(trainer)
     if path is not None:
-        suffix = trainer.checkpoint_io.suffix
-        name = f"epoch={trainer.current_epoch}-step={trainer.global_step}"
-        if suffix and (keeps := next((c for c in trainer.checkpoint_callbacks if getattr(c, "save_last", None)), None)):
-            name = keeps.CHECKPOINT_NAME_LAST  # one file that ckpt_path="last" finds
-        path = path / f"{name}{suffix}"
-        state.save(trainer, path)
         trainer.notice(f"SIGTERM: saved {path} and ending; ckpt_path={str(path)!r} goes on from there")
     raise SIGTERMException
+
+
+def _save_at_signal(trainer: Trainer) -> Path | str | None:
+    """The checkpoint that was saved, by the callback that will remove it when there is a newer one; None where none are kept."""
+    from arclight.trainer import state
+    from arclight.trainer.callbacks import ModelCheckpoint
+
+    suffix = trainer.checkpoint_io.suffix
+    keeps = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    if not suffix and keeps:
+        return keeps[0].save_interim(trainer)
+    folder = checkpoint_folder(trainer)
+    if folder is None:
+        return None
+    name = f"epoch={trainer.current_epoch}-step={trainer.global_step}"
+    if suffix and (last := next((c for c in keeps if c.save_last), None)):
+        name = last.CHECKPOINT_NAME_LAST  # one file that ckpt_path="last" finds
+    state.save(trainer, folder / f"{name}{suffix}")
+    return folder / f"{name}{suffix}"
 
 
 def checkpoint_folder(trainer: Trainer) -> Path | None:

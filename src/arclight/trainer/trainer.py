@@ -106,7 +106,10 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.default_root_dir = local_root(default_root_dir or ("runs" if self.conventions.run_folders else Path.cwd()))
         self.run_name, self._run_folder = run_name, run_folder
         self._ckpt_path: str | Path | None = None
-        self._ckpt_path_given = False
+        self._ckpt_path_given = self.ckpt_path_named = self._folder_made_early = False
+        self._agreed: dict[str, str | None] = {}
+        self.newest_of_run: Path | None = None
+        """The checkpoint that ``ckpt_path="last"`` found in the run's own folder, before any hook ran."""
         self.callbacks = defaults.default_callbacks(self, callbacks)
         self.profiler = resolve_profiler(profiler)
         self._logger_choice, self._loggers = logger, None

@@ -84,13 +84,16 @@ class Record:
     """Optimizer steps when a save was last due."""
     saved: int = 0
     """Optimizer steps at the last save."""
+    interim: tuple[str, ...] = ()
+    """Checkpoints for a resume only, written where a run was broken off: they go when there is a newer one."""
 
     def paths(self) -> set[str]:
-        return {*self.scores, self.best, self.last, self.newest} - {""}
+        return {*self.scores, self.best, self.last, self.newest, *self.interim} - {""}
 
     def state_dict(self, ranking: Ranking) -> dict[str, Any]:
         """Plain data and scalars, under the names of the callback's attributes."""
-        return self.attributes(ranking) | {"newest_path": self.newest, "judged": self.judged, "saved": self.saved}
+        own = {"newest_path": self.newest, "judged": self.judged, "saved": self.saved, "interim": list(self.interim)}
+        return self.attributes(ranking) | own
 
     def attributes(self, ranking: Ranking) -> dict[str, Any]:
         """The public attributes of the callback that say the same."""
@@ -126,6 +129,7 @@ class Record:
             current_score=None if score is None else float(score),
             judged=state.get("judged", 0),
             saved=state.get("saved", 0),
+            interim=tuple(path for name in state.get("interim", ()) if (path := find(name))),
         )
 
 
@@ -137,6 +141,8 @@ class Plan:
     path: str = ""
     last: str = ""
     drop: tuple[str, ...] = ()
+    superseded: tuple[str, ...] = ()
+    """Interim checkpoints to drop, even the one that the run was resumed from."""
 
     @classmethod
     def after(
@@ -150,12 +156,14 @@ class Plan:
         score: float | None = None,
         keep: bool = False,
         last: str | None = None,
+        needed: str | None = "",
     ) -> Plan:
         """The save at optimizer step ``step``, when ``old`` is the record.
 
         ``rank``: it may be one of the kept (by its ``score``; None: the newest is best); ``keep``: it is written
-        whatever its rank; ``last``: name of the one that is always the newest; ``free_path(name, replaces)`` gives a
-        path that is not in use.
+        whatever its rank, until there is a newer one; ``last``: name of the one that is always the newest;
+        ``free_path(name, replaces)`` gives a path that is not in use; ``needed``: the interim one that a person named to resume
+        from, None where all are needed, as nothing can be resumed from this one.
         """
         path, drop, record = "", "", replace(old, judged=step)
         if keep:
@@ -175,4 +183,8 @@ class Plan:
         record = replace(record, last=newest or old.last, newest=path or newest or old.newest)
         record = replace(record, saved=step if path or newest else old.saved)
         gone = (drop, old.last) if newest else (drop,)
-        return cls(record, path, newest, tuple(name for name in gone if name and name not in (path, newest)))
+        drops = tuple(name for name in gone if name and name not in (path, newest))
+        superseded = () if needed is None or not (path or newest) else tuple(p for p in old.interim if p != needed)
+        left = tuple(name for name in old.interim if name not in superseded)
+        record = replace(record, interim=(*left, path) if keep else left)
+        return cls(record, path, newest, drops, superseded)

@@ -92,3 +92,6 @@ def finish(trainer: Trainer, plan: Plan, folder: str, link: bool, keep: Containe
     for path in plan.drop:  # never reach into another run's folder, nor take away what this one began from
         if is_within(path, folder) and path != begun_from and path not in keep:
             remove_checkpoint(place(path))
+    for path in plan.superseded:
+        if is_within(path, folder):
+            remove_checkpoint(place(path))

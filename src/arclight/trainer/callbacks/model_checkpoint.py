@@ -293,10 +293,21 @@ class ModelCheckpoint(Checkpoint):
         }
         return values | {name: int(values[name]) for name in ("epoch", "step")}
 
-    def _save(self, trainer: Trainer, rank: bool = True, keep: bool = False) -> None:
+    def save_interim(self, trainer: Trainer) -> str | None:
+        """Save all that a resume needs, where a run is broken off; None where this one saves nothing. A collective.
+
+        The checkpoint is removed when there is a newer one to resume from (unless the run was resumed from it by its name).
+        """
+        if not self._fitting:
+            return None
+        self._save(trainer, rank=False, keep=True, weights_only=False)
+        self._settle(trainer)
+        return self._latest.newest
+
+    def _save(self, trainer: Trainer, rank: bool = True, keep: bool = False, weights_only: bool | None = None) -> None:
         """Plan on rank 0, write, and only then let the record speak of it and drop what it replaced.
 
-        ``rank``: it may enter the best k; ``keep``: it is written whatever its rank.
+        ``rank``: it may enter the best k; ``keep``: it is written whatever its rank, until there is a newer one.
         """
         self._settle(trainer)
         self._adopt_folder(trainer)
@@ -311,7 +322,7 @@ class ModelCheckpoint(Checkpoint):
         plan: Plan = trainer.strategy.broadcast(own)
         self._pending = plan.record
         try:
-            self._writer.write(trainer, plan, self.save_weights_only)
+            self._writer.write(trainer, plan, self.save_weights_only if weights_only is None else weights_only)
         except CheckpointError as error:
             raise self._with_what_is_left(error) from error
         finally:
@@ -341,7 +352,8 @@ class ModelCheckpoint(Checkpoint):
         return CheckpointError(f"{error}; {intact}")
 
     def _plan(self, trainer: Trainer, values: Mapping[str, Any], rank: bool, keep: bool) -> Plan:
-        """What this save writes and drops."""
+        """Plan what this save writes and drops."""
+        named = checkpoint_files.full_path(trainer.ckpt_path) if trainer.ckpt_path and trainer.ckpt_path_named else ""
         return Plan.after(
             self._record,
             self._ranking,
@@ -351,6 +363,7 @@ class ModelCheckpoint(Checkpoint):
             score=self._ranking.score(values[str(self.monitor)]) if rank and self._ranks else None,
             keep=keep,
             last=self.CHECKPOINT_NAME_LAST if self.save_last else None,
+            needed=None if self.save_weights_only else named,
         )
 
     def _free_path(self, values: Mapping[str, Any], template: str | None = None, replaces: str = "") -> str:
