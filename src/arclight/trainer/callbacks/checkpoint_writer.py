@@ -93,5 +93,5 @@ def finish(trainer: Trainer, plan: Plan, folder: str, link: bool, keep: Containe
         if is_within(path, folder) and path != begun_from and path not in keep:
             remove_checkpoint(place(path))
     for path in plan.superseded:
-        if is_within(path, folder):
+        if is_within(path, folder) and path not in keep:
             remove_checkpoint(place(path))
