@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy import ExportError, Program, QuantizedModel, export, quantize
+from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, exporting, quantize
 
 
 class Affine(nn.Module):
@@ -54,6 +54,71 @@ def test_a_program_beyond_the_bound_is_refused_and_nothing_is_left(affine: nn.Mo
     assert leftovers(tmp_path) == []
 
 
+class Boxes(nn.Module):
+    """Boxes in pixels and scores, as two outputs or as columns of one; ``broken`` is what a faulty conversion makes of it."""
+
+    def __init__(self, *, joined: bool, broken: bool) -> None:
+        super().__init__()
+        self.joined, self.scale = joined, 0.0 if broken else 1.0
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        boxes, scores = x[..., :4] * 640, x[..., 4:] * self.scale
+        return torch.cat([boxes, scores], -1) if self.joined else (boxes, scores)
+
+
+@pytest.fixture
+def broken_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The converter forgets the scores of ``Boxes``, everything else is as it is."""
+    whole = exporting.capture
+
+    def capture(model: nn.Module, example: tuple[Tensor, ...], **options: bool) -> object:
+        return whole(Boxes(joined=model.joined, broken=True), example, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(exporting, "capture", capture)
+
+
+def columns(predictions: Tensor) -> dict[str, Tensor]:
+    return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.usefixtures("broken_conversion")
+def test_large_outputs_do_not_hide_small_ones(joined: bool, tmp_path: Path) -> None:
+    model, x = Boxes(joined=joined, broken=False), torch.rand(3, 50, 6) * torch.tensor([1, 1, 1, 1, 1e-3, 1e-3])
+    assert (model(x)[..., 4:] if joined else model(x)[1]).max() < 1e-4 * 640  # within the bound of the largest box
+    options = {"parts": columns} if joined else {"output_names": ["boxes", "scores"]}
+    with pytest.raises(ExportError, match="output scores of the program differs"):
+        export(model, tmp_path / "p.onnx", example_inputs=x, **options)  # type: ignore[arg-type]
+    assert leftovers(tmp_path) == []
+
+
+def test_every_output_is_recorded(tmp_path: Path) -> None:
+    x = torch.rand(3, 50, 6)
+    two = export(Boxes(joined=False, broken=False), tmp_path / "2.onnx", example_inputs=x, output_names=["b", "s"])
+    one = export(Boxes(joined=True, broken=False), tmp_path / "1.onnx", example_inputs=x, parts=columns)
+    assert list(two.metadata["parity"]["outputs"]) == ["b", "s"]
+    assert list(one.metadata["parity"]["outputs"]) == ["boxes", "scores"]
+    boxes, scores = one.metadata["parity"]["outputs"].values()
+    assert boxes["largest"] == pytest.approx(640 * float(x[..., :4].max()))
+    assert scores["largest"] == pytest.approx(float(x[..., 4:].max()))
+    assert scores["sqnr_db"] is None  # equal bits
+
+
+def test_quantization_judges_every_output(model: nn.Module, images: Tensor) -> None:
+    class Beside(nn.Module):
+        """A detector, and an output so large that noise in the detector is nothing beside it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.detector = model
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 1e6, self.detector(x)
+
+    with pytest.raises(QuantizeError, match="leaves output 1 a signal-to-noise ratio"):
+        quantize(Beside(), [images], recipe=Int8(min_sqnr_db=90.0))
+
+
 def test_a_refused_export_does_not_touch_the_program_before_it(affine: nn.Module, tmp_path: Path) -> None:
     path, x = tmp_path / "p.onnx", torch.randn(3, 4)
     export(affine, path, example_inputs=x)
@@ -84,7 +149,7 @@ def test_metadata_comes_back(fp32_program: Program) -> None:
     metadata = Program.load(fp32_program.path).metadata
     assert metadata["names"] == ["código", "二维码"]
     assert metadata["image_size"] == 64
-    assert metadata["format"] == 1
+    assert metadata["format"] == 2
     assert metadata["precision"] == "fp32"
     stored = {p.key: p.value for p in onnx.load(fp32_program.path).metadata_props}
     assert json.loads(stored["arclight"]) == metadata

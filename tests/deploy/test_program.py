@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
 import threading
@@ -13,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy import Program, ProgramError, export
+from arclight.deploy import ExportError, Program, ProgramError, export, metadata
 from arclight.deploy.metadata import seal
 
 
@@ -103,10 +106,140 @@ def test_a_changed_weight_is_noticed(copied: Path) -> None:
         Program.load(copied)
 
 
-def test_a_changed_description_is_noticed(copied: Path) -> None:
-    copied.write_bytes(copied.read_bytes().replace(b'"image_size": 64', b'"image_size": 65'))
-    assert Program.load(copied).metadata["image_size"] == 65  # what it says is not sealed, what it computes is
-    copied.write_bytes(copied.read_bytes().replace(b'"format": 1', b'"format": 9'))
+@pytest.fixture
+def no_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that reads the file fails the test."""
+
+    def parses(*_: object, **__: object) -> None:
+        raise AssertionError("the runtime was given a file that was not checked")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", parses)
+
+
+@pytest.mark.usefixtures("no_runtime")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'"image_size": 64', b'"image_size": 65'),
+        (b'"task": "detect"', b'"task": "defect"'),
+        ("código".encode(), "códiga".encode()),
+        (b'"format": 2', b'"format":2 '),
+        (b'"precision": "fp32"', b'"precision": "int8"'),
+    ],
+)
+def test_a_changed_description_is_refused(copied: Path, before: bytes, after: bytes) -> None:
+    content = copied.read_bytes()
+    assert content.count(before) == 1
+    copied.write_bytes(content.replace(before, after))
+    with pytest.raises(ProgramError, match="checksum does not fit"):
+        Program.load(copied)
+
+
+@pytest.mark.usefixtures("no_runtime")
+def test_a_changed_program_is_refused_before_a_runtime_reads_it(copied: Path) -> None:
+    content = bytearray(copied.read_bytes())
+    content[len(content) // 2] ^= 1
+    copied.write_bytes(content)
+    with pytest.raises(ProgramError, match="checksum does not fit"):
+        Program.load(copied)
+
+
+def test_a_program_is_checked_piece_by_piece(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail(f"{self} was read whole"))
+    Program.load(copied)
+    for chunk in (7, 1000):
+        monkeypatch.setattr(metadata, "CHUNK", chunk)
+        assert Program.load(copied).metadata["image_size"] == 64
+
+
+@pytest.mark.filterwarnings("error")
+def test_saving_a_sealed_program_again_breaks_the_seal(copied: Path) -> None:
+    model = onnx.load(copied)
+    model.producer_name = "somebody"
+    onnx.save(model, copied)
+    with pytest.raises(ProgramError, match="checksum does not fit"):
+        Program.load(copied)
+
+
+@pytest.fixture
+def beside(bare: bytes, tmp_path: Path) -> Path:
+    """A program whose weights lie in a file of their own."""
+    path = tmp_path / "beside.onnx"
+    onnx.save(
+        onnx.load_from_string(bare), path, save_as_external_data=True, location="beside.weights", size_threshold=256
+    )
+    return path
+
+
+def change_weights(path: Path) -> None:
+    weights = np.fromfile(path, np.float32) * 7
+    weights.tofile(path)
+
+
+@pytest.mark.parametrize("chunk", [11, 1 << 20])
+def test_weights_beside_a_program_are_sealed(
+    beside: Path, images: Tensor, fp32_program: Program, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "CHUNK", chunk)
+    seal(beside, {"task": "detect"})
+    program = Program.load(beside)
+    assert list(program.metadata["files"]) == ["beside.weights"]
+    assert program.nbytes > (beside.parent / "beside.weights").stat().st_size
+    assert torch.equal(program(images), fp32_program(images))
+    change_weights(beside.parent / "beside.weights")
+    with pytest.raises(ProgramError, match=r"beside\.weights, .*was changed after the export"):
+        Program.load(beside)
+    (beside.parent / "beside.weights").unlink()
+    with pytest.raises(ProgramError, match=r"beside\.weights, .*is missing"):
+        Program.load(beside)
+
+
+def test_weights_outside_the_folder_of_a_program_are_not_sealed(beside: Path, tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    moved = tmp_path / "below" / "p.onnx"
+    moved.write_bytes(beside.read_bytes().replace(b"beside.weights", b"../e.weights"[:14].ljust(14, b"x")))
+    with pytest.raises(ExportError, match="which is no file beside it"):
+        seal(moved, {})
+
+
+def seal_as_before(path: Path, described: dict[str, Any]) -> None:
+    """Append the description as the release before did: its checksum covers the model alone."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    text = json.dumps({"format": 1, **described, "sha256": digest}, ensure_ascii=False)
+    with path.open("ab") as file:
+        model = onnx.ModelProto()
+        model.metadata_props.add(key="arclight", value=text)
+        file.write(model.SerializeToString())
+
+
+def test_a_program_of_the_release_before_loads_with_a_warning(bare: bytes, beside: Path, images: Tensor) -> None:
+    path = beside.parent / "old.onnx"
+    path.write_bytes(bare)
+    seal_as_before(path, {"image_size": 64, "names": ["código"]})
+    with pytest.warns(UserWarning, match="export it again"):
+        program = Program.load(path)
+    assert program.metadata["image_size"] == 64
+    assert program(images).shape == (8, 320, 7)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ProgramError, match="checksum"):
+        Program.load(path)
+    seal_as_before(beside, {})
+    with pytest.raises(ProgramError, match=r"beside\.weights, which its checksum does not cover"):
+        Program.load(beside)
+
+
+def test_a_description_of_any_length_is_found(bare: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "long.onnx"
+    for length in (0, 100, *range(65_420, 65_460, 3), 300_000):
+        path.write_bytes(bare)
+        seal(path, {"names": ["x" * length]})
+        assert len(Program.load(path).metadata["names"][0]) == length
+
+
+def test_a_description_of_another_arclight_is_refused(copied: Path) -> None:
+    copied.write_bytes(copied.read_bytes().replace(b'"format": 2', b'"format": 9'))
     with pytest.raises(ProgramError, match="format 9"):
         Program.load(copied)
     copied.write_bytes(copied.read_bytes().replace(b'{"format"', b'{{"forma"'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import tempfile
@@ -19,7 +20,7 @@ from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, froz
 from arclight.deploy.errors import ExportError, ProgramError
 from arclight.deploy.metadata import check as check_metadata
 from arclight.deploy.metadata import seal
-from arclight.deploy.parity import Parity, compare
+from arclight.deploy.parity import Parity, Parts, compare, worst
 from arclight.deploy.processing import check_name
 from arclight.deploy.program import Program
 from arclight.deploy.quantization import QuantizedModel
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 BATCH_SIZES = (1, 2, 3)
 """Sizes at which a program with a free batch dimension is compared with its model."""
 FLOAT_TOLERANCE = 1e-4
-"""Default bound for float32 programs: largest difference as a share of the largest output."""
+"""Default bound for float32 programs: largest difference as a share of the largest value of the same output."""
 INT8_SQNR_DB = 30.0
 """Default bound for int8 programs: kernels and simulation round ties differently, which must stay below the rounding
 noise of quantization itself."""
@@ -49,13 +50,16 @@ def export(
     dynamic_batch: bool = True,
     metadata: Mapping[str, Any] | None = None,
     max_difference: float | None = None,
+    parts: Parts | None = None,
 ) -> Program:
     """Write ``model`` to one file at ``path``, compare the program with it on real inputs, and return the program.
 
     ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. ``metadata`` is
     stored in the file beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
     absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest
-    output for float32, and 30 dB between the program and the simulated integers of a quantized model.
+    value for float32, and 30 dB between the program and the simulated integers of a quantized model. Every output is
+    judged by itself, or every tensor that ``parts`` takes out of them: ``lambda predictions: {"boxes": predictions[...,
+    :4], "scores": predictions[..., 4:]}``. The file records each.
 
     Raises ExportError, and leaves whatever was at ``path`` as it was, where the model cannot be captured or converted,
     the program differs by more than the bound, or quantized layers would not run on integer kernels.
@@ -79,13 +83,13 @@ def export(
         draft = Path(scratch) / "program.onnx"
         onnx_graph.write(onnx_model, draft)
         sizes = BATCH_SIZES if dynamic_batch else (len(inputs[0]),)
-        parity = _worst(draft, module, inputs, sizes)
+        parity = _parity(draft, module, inputs, sizes, parts)
         _accept(parity, max_difference, int8=quantized is not None)
         against = "simulated int8" if quantized else "fp32"
-        described["parity"] = {"against": against, "batch_sizes": list(sizes), **_finite(parity)}
+        described["parity"] = {"against": against, "batch_sizes": list(sizes), **_described(parity)}
         described["precision"] = "int8" if quantized else "fp32"
         if quantized:
-            described["quantization"] = _quantization_report(quantized, draft, inputs)
+            described["quantization"] = _quantization_report(quantized, draft, inputs, parts)
         described["versions"] = _versions()
         seal(draft, described)
         Program.load(draft, device="cpu")
@@ -94,47 +98,50 @@ def export(
     return Program.load(path, device="cpu")
 
 
-def _worst(draft: Path, module: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Parity:
+def _parity(
+    draft: Path, module: nn.Module, inputs: Inputs, sizes: Sequence[int], parts: Parts | None
+) -> dict[str, Parity]:
+    """Compare the program with ``module`` at each of ``sizes``; the worst of every output, or part, by name."""
     try:
         program = Program.load(draft, device="cpu")
     except ProgramError as error:
         raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from error
-    found = []
+    named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
+    found: dict[str, list[Parity]] = {}
     for size in sizes:
         batch = resized(inputs, size)
         with torch.no_grad():
             expected = as_outputs(module(*batch))
         given = program(*batch)
         try:
-            found.append(compare(expected, as_outputs(given)))
+            for name, parity in compare(expected, as_outputs(given), named).items():
+                found.setdefault(name, []).append(parity)
         except ValueError as error:
             raise ExportError(
                 f"the program does not compute what the model computes at batch size {size}: {error}"
             ) from error
-    return Parity(
-        max_difference=max(p.max_difference for p in found),
-        largest=max(p.largest for p in found),
-        sqnr_db=min(p.sqnr_db for p in found),
-    )
+    return {name: worst(sizes_of_one) for name, sizes_of_one in found.items()}
 
 
-def _accept(parity: Parity, max_difference: float | None, *, int8: bool) -> None:
-    """ExportError where the program is further from the model than allowed."""
-    if max_difference is not None:
-        fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
-    elif int8:
-        fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"int8 programs need {INT8_SQNR_DB:.0f} dB"
-    else:
-        allowed = FLOAT_TOLERANCE * parity.largest
-        fits, limit = parity.max_difference <= allowed, f"{FLOAT_TOLERANCE:.0e} of the largest output is {allowed:.3g}"
-    if not fits:
-        raise ExportError(
-            f"the program differs from the model by up to {parity.max_difference:.3g} in outputs of up to "
-            f"{parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: no program was written"
-        )
+def _accept(found: Mapping[str, Parity], max_difference: float | None, *, int8: bool) -> None:
+    """Raise ExportError where an output of the program is further from the model's than allowed."""
+    for name, parity in found.items():
+        if max_difference is not None:
+            fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
+        elif int8:
+            fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"int8 programs need {INT8_SQNR_DB:.0f} dB"
+        else:
+            allowed = FLOAT_TOLERANCE * parity.largest
+            fits = parity.max_difference <= allowed
+            limit = f"{FLOAT_TOLERANCE:.0e} of its largest value is {allowed:.3g}"
+        if not fits:
+            raise ExportError(
+                f"output {name} of the program differs from the model's by up to {parity.max_difference:.3g} in values "
+                f"of up to {parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: no program was written"
+            )
 
 
-def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs) -> dict[str, Any]:
+def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs, parts: Parts | None) -> dict[str, Any]:
     """What was quantized, how far it is from the float model, and on what kernels it runs."""
     counts = onnx_graph.kernels(draft, draft.parent)
     planned, integer = len(quantized.quantized_layers), sum(counts[name] for name in onnx_graph.INTEGER_KERNELS)
@@ -144,21 +151,25 @@ def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs)
             "would be called int8 without running as int8: keep the modules around operators that it cannot run on "
             "integers in float (Int8.skip), or export the float model"
         )
-    against_float = _worst(draft, quantized.reference, inputs, (len(inputs[0]),))
+    against_float = _parity(draft, quantized.reference, inputs, (len(inputs[0]),), parts)
     return {
         **asdict(quantized.recipe),
         "calibration_batches": quantized.batches,
         "quantized_layers": planned,
         "float_layers": list(quantized.float_layers),
         "integer_kernels": {name: counts[name] for name in sorted(onnx_graph.INTEGER_KERNELS) if counts[name]},
-        "against_float": _finite(against_float),
+        "against_float": _described(against_float),
     }
 
 
-def _finite(parity: Parity) -> dict[str, Any]:
-    """``parity`` for JSON, which has no infinity: the ratio of equal outputs is null."""
-    values = asdict(parity)
-    return {**values, "sqnr_db": None if values["sqnr_db"] == float("inf") else values["sqnr_db"]}
+def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
+    """Write the worst of all outputs, then each, as JSON, which has no infinity: the ratio of equal outputs is null."""
+
+    def values(parity: Parity) -> dict[str, Any]:
+        ratio = None if parity.sqnr_db == math.inf else max(parity.sqnr_db, -999.0)  # noise beside a reference of zeros
+        return {**asdict(parity), "sqnr_db": ratio}
+
+    return {**values(worst(list(found.values()))), "outputs": {name: values(one) for name, one in found.items()}}
 
 
 def _versions() -> dict[str, str]:

@@ -1,36 +1,60 @@
-"""How far two runs of the same model are apart."""
+"""How far two runs of the same model are apart, output by output."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+Parts = Callable[..., Mapping[str, Tensor]]
+"""Takes a model's outputs and names what of them is compared by itself, such as boxes and scores that share a tensor."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """One set of outputs beside its reference."""
+    """One output beside its reference."""
 
     max_difference: float
-    """Largest absolute difference of any element, in the unit of the outputs."""
+    """Largest absolute difference of any element, in the unit of the output."""
     largest: float
     """Largest absolute value in the reference, in the same unit."""
     sqnr_db: float
     """Signal-to-noise ratio, decibels: 20 log10(|reference| / |difference|), infinite for equal outputs."""
 
 
-def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor]) -> Parity:
-    """Every output taken together; ValueError where shapes differ or a finite value has no finite counterpart."""
+def compare(reference: Sequence[Tensor], outputs: Sequence[Tensor], parts: Parts | None = None) -> dict[str, Parity]:
+    """Compare each output, or each of its ``parts``, with its reference; together, a large one would hide a small one.
+
+    Without ``parts`` the names are the places of the outputs: "0", "1". Raises ValueError where shapes differ or a
+    finite value has no finite counterpart.
+    """
     shapes, expected = [tuple(o.shape) for o in outputs], [tuple(r.shape) for r in reference]
     if shapes != expected:
         raise ValueError(f"outputs have shapes {shapes}, the reference has {expected}")
-    wanted = torch.cat([r.detach().double().flatten() for r in reference])
-    given = torch.cat([o.detach().double().flatten() for o in outputs])
+    wanted, given = _named(reference, parts), _named(outputs, parts)
+    return {name: _compare(wanted[name], given[name], name) for name in wanted}
+
+
+def worst(found: Sequence[Parity]) -> Parity:
+    """Return the largest of the differences and the smallest of the ratios."""
+    return Parity(
+        max_difference=max(p.max_difference for p in found),
+        largest=max(p.largest for p in found),
+        sqnr_db=min(p.sqnr_db for p in found),
+    )
+
+
+def _named(outputs: Sequence[Tensor], parts: Parts | None) -> Mapping[str, Tensor]:
+    return parts(*outputs) if parts is not None else {str(place): output for place, output in enumerate(outputs)}
+
+
+def _compare(reference: Tensor, output: Tensor, name: str) -> Parity:
+    wanted, given = reference.detach().double().flatten(), output.detach().double().flatten()
     finite = wanted.isfinite()
     if not torch.equal(finite, given.isfinite()):
-        raise ValueError("outputs and reference are infinite or NaN in different places")
+        raise ValueError(f"output {name} and its reference are infinite or NaN in different places")
     wanted, given = wanted[finite], given[finite]
     difference = given - wanted
     signal, noise = wanted.square().sum(), difference.square().sum()

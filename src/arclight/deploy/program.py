@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from arclight.deploy.errors import ProgramError
-from arclight.deploy.metadata import KEY, unseal
+from arclight.deploy.metadata import KEY, changed, unseal
 from arclight.deploy.processing import Processing, check_name, resolve
 from arclight.fabric.extras import require
 
@@ -80,13 +80,13 @@ class Program:
         missing, damaged, not ONNX, changed since its export, or names a processing outside this package.
         """
         path = Path(path)
-        session = _session(path, threads, device)
-        text = session.get_modelmeta().custom_metadata_map.get(KEY)
-        metadata = unseal(path, text) if text is not None else {}
+        _check_file(path)
+        metadata, text = unseal(path)
         if "processing" in metadata:
             check_name(metadata["processing"])
-        if device == "auto" and _cuda_available() and metadata.get("precision") == "int8":
-            session = _session(path, threads, "cpu")
+        session = _session(path, threads, "cpu" if device == "auto" and metadata.get("precision") == "int8" else device)
+        if session.get_modelmeta().custom_metadata_map.get(KEY) != text:  # the runtime must read what was checked
+            raise changed(path)
         return cls(path, session, metadata, processing)
 
     @property
@@ -96,8 +96,9 @@ class Program:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
-        return self.path.stat().st_size
+        """Size of the file, and of those beside it that hold its weights."""
+        files = (self.path, *(self.path.parent / name for name in self.metadata.get("files", {})))
+        return sum(file.stat().st_size for file in files)
 
     @cached_property
     def processing(self) -> Processing:
@@ -153,13 +154,16 @@ class Program:
         return f"Program({str(self.path)!r}, {self.precision}, {', '.join(described[0])} -> {', '.join(described[1])})"
 
 
-def _session(path: Path, threads: int | None, device: Device) -> Any:
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
+def _check_file(path: Path) -> None:
     if not path.is_file():
         raise ProgramError(f"there is no program at {path}")
     if path.stat().st_size == 0:
         raise ProgramError(f"{path} is empty")
+
+
+def _session(path: Path, threads: int | None, device: Device) -> Any:
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
     runtime = require("onnxruntime", extra="deploy")
     runtime.disable_telemetry_events()
     options = runtime.SessionOptions()

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from arclight.deploy import pt2e
 from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy
 from arclight.deploy.errors import QuantizeError
-from arclight.deploy.parity import compare
+from arclight.deploy.parity import Parts, compare
 from arclight.deploy.quantizer import STEM_CHANNELS, PlacementQuantizer
 from arclight.deploy.quiet import quiet
 from arclight.deploy.settings import Int8
@@ -43,7 +43,7 @@ class QuantizedModel:
     batches: int
     """Calibration batches that were run."""
     sqnr_db: float
-    """Signal-to-noise ratio of the outputs against the float model on the first calibration batch, decibels."""
+    """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch, decibels."""
     seconds: float
     """Wall time that quantization took."""
 
@@ -58,16 +58,18 @@ def quantize(
     *,
     recipe: Int8 | None = None,
     example: Tensor | Sequence[Tensor] | None = None,
+    parts: Parts | None = None,
 ) -> QuantizedModel:
     """``model`` with unsigned 8-bit activations and signed 8-bit weights, ranges taken from ``calibration``.
 
     ``calibration``: batches of the model's positional inputs, each a float32 tensor or a sequence of tensors whose
     first dimension is the batch. ``example`` (default: the first of them) is what the graph is captured on; the batch
-    size stays free. ``model`` itself is not changed, whatever mode and device it is in.
+    size stays free. ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the
+    outputs). ``model`` itself is not changed, whatever mode and device it is in.
 
     Raises QuantizeError for calibration data that is empty or not finite, a ``skip`` that names nothing, a model
-    without a layer to quantize, and outputs noisier than ``recipe.min_sqnr_db``; ExportError for a model that
-    torch.export cannot capture.
+    without a layer to quantize, and an output or part noisier than ``recipe.min_sqnr_db``; ExportError for a model
+    that torch.export cannot capture.
     """
     recipe = recipe or Int8()
     start = time.perf_counter()
@@ -91,10 +93,12 @@ def quantize(
             prepared(*batch)
         with quiet():
             converted = pt2e.convert(prepared)
-        sqnr_db = compare(as_outputs(reference(*batches[0])), as_outputs(converted(*batches[0]))).sqnr_db
+        found = compare(as_outputs(reference(*batches[0])), as_outputs(converted(*batches[0])), parts)
+    noisiest = min(found, key=lambda name: found[name].sqnr_db)
+    sqnr_db = found[noisiest].sqnr_db
     if sqnr_db < recipe.min_sqnr_db:
         raise QuantizeError(
-            f"quantization leaves a signal-to-noise ratio of {sqnr_db:.1f} dB, the recipe asks for "
+            f"quantization leaves output {noisiest} a signal-to-noise ratio of {sqnr_db:.1f} dB, the recipe asks for "
             f"{recipe.min_sqnr_db:.1f}: give calibration data like the real inputs, or keep sensitive modules in float "
             "with skip"
         )

@@ -23,7 +23,7 @@ class Int8(Checked):
     skip: tuple[str, ...] = ()
     """Modules kept in float32, by name: `head` keeps `head` and everything inside it."""
     min_sqnr_db: FiniteFloat = 15.0
-    """Refuse a model whose quantized outputs have a smaller signal-to-noise ratio than this, decibels."""
+    """Refuse a model one of whose quantized outputs has a smaller signal-to-noise ratio than this, decibels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
