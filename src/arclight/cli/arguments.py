@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import arclight
 from arclight.cli.schema import Recipe
 from arclight.recipe import RecipeError, read
 
 R = TypeVar("R", bound=Recipe)
+RECIPE = "recipe.toml"
+"""The name of a run's recipe in its folder."""
 
 
 class UsageError(ValueError):
@@ -54,6 +57,7 @@ def recipe_parser(verb: str, about: str) -> Parser:
 
 def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
     """As `read_as`, for a training run. Of a federated one, what a run without a federation knows of."""
+    arguments = [*map(recipe_file, arguments[:1]), *arguments[1:]]
     if arguments and is_federated(arguments[0]):
         from arclight.cli.federated_schema import FederatedRecipe
 
@@ -84,11 +88,11 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
         print(help_about(schema, parser, "".join(arguments[asked[0] + 1 : asked[0] + 2])))
         raise SystemExit(0)
     words = list(arguments)
-    source = words.pop(0) if words and not words[0].startswith("-") else None
+    source = recipe_file(words.pop(0)) if words and not words[0].startswith("-") else None
     options, overrides = parser.parse_known_args(words)
     options.source = source
     if source is None and not overrides:
-        raise UsageError(f"name a recipe, a .toml or .yaml file (see {parser.prog} --help)")
+        raise UsageError(f"name a recipe, a .toml or .yaml file, or a run folder (see {parser.prog} --help)")
     check_file(source)
     parser.check_spelling(overrides, (field.name for field in dataclasses.fields(schema)))
     # Classes named as package.module:Class are looked for here too, as `python -m` does, after all that is installed.
@@ -111,12 +115,58 @@ def help_about(schema: type[Recipe], parser: Parser, topic: str) -> str:
         raise UsageError(f"--help {topic}: there is no such table in a recipe{near}") from error
 
 
+def shipped_recipes() -> dict[str, Path]:
+    """Find the recipes that come with Arclight, by bare name: in the package, or beside the sources of a checkout."""
+    package = Path(arclight.__file__).parent
+    folders = [package / "recipes", package.parents[1] / "recipes"]
+    found = next((folder for folder in folders if folder.is_dir()), None)
+    return {path.stem: path for path in sorted(found.glob("*.toml"))} if found is not None else {}
+
+
+def recipe_file(source: str) -> str:
+    """Return the file that ``source`` names: itself, the recipe of a run folder, or one that comes with Arclight.
+
+    The latter are found as lm-debug and, where there is no such file, as recipes/lm-debug.toml. Raises UsageError for
+    the folder of a run of somebody's own class, whose settings are no recipe.
+    """
+    path = Path(source)
+    if (path / RECIPE).is_file():
+        return str(path / RECIPE)
+    if (path / "config.toml").is_file():
+        first = (path / "config.toml").read_text(encoding="utf-8").partition("\n")[0]
+        raise UsageError(
+            f"{source} is the run of a class of your own, which has no recipe. It says: {first.lstrip('# ')}"
+        )
+    if source.startswith("-") or path.exists() or path.parent not in (Path(), Path("recipes")):
+        return source
+    name = path.stem if path.suffix == ".toml" else path.name
+    return str(shipped_recipes().get(name, source))
+
+
 def check_file(source: str | None) -> None:
-    """Raises UsageError where ``source`` is no file, and nearly the name of one beside it."""
+    """Raise UsageError where ``source`` is no file, and nearly the name of a recipe beside it or of one that is shipped."""
     path = Path(source or "")
-    others = [other.name for other in path.parent.glob(f"*{path.suffix}")] if path.suffix and not path.exists() else []
-    for near in difflib.get_close_matches(path.name, others, 1):
+    if source is None or path.exists() or ":" in source:
+        return
+    beside = (
+        [other.name for other in path.parent.glob(f"*{path.suffix}") if looks_like_a_recipe(other)]
+        if path.suffix
+        else []
+    )
+    for near in difflib.get_close_matches(path.name, beside, 1):
         raise UsageError(f"there is no file {source}; did you mean {path.with_name(near)}?")
+    for near in difflib.get_close_matches(path.name.removesuffix(".toml"), shipped_recipes(), 1):
+        raise UsageError(f"there is no file {source}; did you mean {near}, which comes with Arclight?")
+
+
+def looks_like_a_recipe(path: Path) -> bool:
+    """Return False for TOML files that are something else, such as pyproject.toml."""
+    if path.suffix != ".toml":
+        return True
+    try:
+        return bool({"task", "federation"} & tomllib.loads(path.read_text(encoding="utf-8")).keys())
+    except (OSError, ValueError):
+        return False
 
 
 @contextmanager

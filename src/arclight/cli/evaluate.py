@@ -6,7 +6,8 @@ from pathlib import Path
 
 from arclight.cli.arguments import UsageError, read_recipe, recipe_parser, write_json
 from arclight.cli.own_module import named_module
-from arclight.cli.train import build_task, make_trainer, run_of
+from arclight.cli.runs import checkpoint_of, described, newest_checkpoint, run_folder
+from arclight.cli.train import build_task, make_trainer
 
 
 def validate(arguments: list[str]) -> None:
@@ -28,23 +29,22 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         return language.answer(arguments)
     parser = recipe_parser(stage, f"Measure a checkpoint on the {'validation' if stage == 'validate' else stage} data.")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="PATH", help="a checkpoint; default: the newest beside a run's recipe.toml"
+        "--checkpoint",
+        type=Path,
+        metavar="PATH",
+        help="a checkpoint, or a run folder for its best; default: the newest of the run that is given",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
     recipe, options = read_recipe(parser, arguments)
-    checkpoint = options.checkpoint or newest_checkpoint(run_of(options))
+    if (checkpoint := options.checkpoint and checkpoint_of(options.checkpoint)) is None:
+        run = run_folder(Path(options.source or ""))
+        if run is None:
+            raise UsageError("which checkpoint? name it with --checkpoint, or give a run folder in place of the recipe")
+        checkpoint = newest_checkpoint(run)
     module, data = build_task(recipe)
     trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
     if trainer.is_global_zero:
+        print(described(checkpoint))
         write_json(options.json, results)
     return None
-
-
-def newest_checkpoint(run: Path | None) -> Path:
-    from arclight.checkpoint import find_last
-
-    found = find_last(run / "checkpoints") if run is not None else None
-    if found is None:
-        raise UsageError("which checkpoint? name it with --checkpoint, or give the recipe.toml of a run that has one")
-    return found

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.runs import checkpoint_of, described
 from arclight.deploy.settings import Int8
 
 if TYPE_CHECKING:
@@ -95,20 +96,10 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
 
 
 def load_detector(path: Path) -> Detector:
-    """The detector in a checkpoint, or in the best checkpoint of a run folder."""
+    """Load the detector in a checkpoint, or in the best checkpoint of a run folder, and say which it is."""
     from arclight.vision.detector import Detector
 
-    return Detector.load_from_checkpoint(best_checkpoint(path) if (path / "checkpoints").is_dir() else path)  # type: ignore[no-any-return]
-
-
-def best_checkpoint(run: Path) -> Path:
-    """The checkpoint that a run kept as its best: the one beside ``last``, or ``last`` itself."""
-    found = sorted(
-        (p for p in (run / "checkpoints").glob("*.ckpt") if p.name != "last.ckpt"), key=lambda p: p.stat().st_mtime
-    )
-    if found:
-        return found[-1]
-    last = run / "checkpoints" / "last.ckpt"
-    if not last.exists():
-        raise UsageError(f"{run} has no checkpoint")
-    return last
+    checkpoint = checkpoint_of(path)
+    detector: Detector = Detector.load_from_checkpoint(checkpoint)
+    print(described(checkpoint))
+    return detector

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import Parser, UsageError, write_json
-from arclight.cli.export import best_checkpoint
+from arclight.cli.runs import checkpoint_of, described, run_folder
 from arclight.deploy.settings import Int8
 
 if TYPE_CHECKING:
@@ -24,21 +24,15 @@ def trained_language(words: list[str]) -> bool:
     return run is not None and (run / "tokenizer").is_dir()
 
 
-def run_folder(path: Path) -> Path | None:
-    """The run that ``path`` is or lies in as a checkpoint."""
-    for folder in (path, path.parent.parent):
-        if (folder / "checkpoints").is_dir():
-            return folder
-    return None
-
-
 def load_run(path: Path) -> LanguageModel:
-    """The model of a run's best checkpoint, or of the checkpoint ``path``, with the run's tokenizer."""
+    """Load a run's best checkpoint, or the checkpoint ``path``, with the run's tokenizer; standard error says which."""
     from arclight.text import LanguageModel, Tokenizer
 
     run = run_folder(path)
     assert run is not None
-    model: LanguageModel = LanguageModel.load_from_checkpoint(best_checkpoint(path) if path == run else path)
+    checkpoint = checkpoint_of(path)
+    model: LanguageModel = LanguageModel.load_from_checkpoint(checkpoint)
+    print(described(checkpoint), file=sys.stderr)
     model.use_tokenizer(Tokenizer.load(run / "tokenizer"))
     return model.eval()
 

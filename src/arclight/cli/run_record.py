@@ -45,7 +45,7 @@ class RunRecord(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         """Not earlier: only now is it known which run a resumed one goes on in."""
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         run = trainer.run_folder
         self.keep(run)

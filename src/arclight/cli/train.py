@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import UsageError, read_recipe, recipe_parser
+from arclight.cli.arguments import RECIPE, UsageError, read_recipe, recipe_parser
 from arclight.cli.own_module import named_module
+from arclight.cli.runs import run_folder
 
 if TYPE_CHECKING:
     from arclight.cli.own_module import OwnRun
@@ -30,12 +29,12 @@ def train(arguments: list[str]) -> None:
         metavar="last|PATH",
         help="go on where a run stopped: last is the newest run of this name, PATH a run folder or a checkpoint",
     )
-    recipe, options = read_recipe(parser, arguments)
+    recipe, options = read_recipe(parser, with_recipe_of_run(arguments))
 
     from arclight.cli.run_record import Preparation, RunRecord
     from arclight.trainer.callbacks import RunReport
 
-    folder, checkpoint = resume_from(options.resume)
+    folder, checkpoint = resume_from(options.resume, recipe, named=arguments[0])
     module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
@@ -45,13 +44,31 @@ def train(arguments: list[str]) -> None:
     return report_places(trainer)
 
 
+def with_recipe_of_run(arguments: list[str]) -> list[str]:
+    """Put the recipe of the run first that ``--resume`` names, where no recipe is named."""
+    if not arguments or not arguments[0].startswith("-"):
+        return arguments
+    flags = [word.partition("=") for word in arguments]
+    for (flag, equals, text), following in zip(flags, [*arguments[1:], ""]):
+        run = run_folder(Path(text if equals else following)) if flag == "--resume" else None
+        if run is not None and (run / RECIPE).is_file():
+            return [str(run / RECIPE), *arguments]
+    return arguments
+
+
 def report_places(trainer: Trainer) -> None:
-    """Say where the run, its best checkpoint and its report are."""
-    if trainer.is_global_zero:
-        print(f"\nThe run is in {trainer.run_folder.path}")
-        if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
-            print(f"The best checkpoint is {os.path.relpath(best) if os.path.exists(best) else best}")
-        print(f"The report is {trainer.run_folder.report}")
+    """Say where the run, its report and its best checkpoint are; the newest one where no value ranked them."""
+    if not trainer.is_global_zero:
+        return
+    if trainer.fast_dev_run:
+        print("\nThe development run came to its end. It wrote nothing")
+        return
+    print(f"\nThe run is in {trainer.run_folder.path}")
+    if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
+        measured = getattr(trainer.checkpoint_callback, "best_model_score", None) is not None
+        near = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
+        print(f"The {'best' if measured else 'newest'} checkpoint is {near}")
+    print(f"The report is {trainer.run_folder.report}")
 
 
 def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
@@ -80,6 +97,24 @@ def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
         return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
     except ValueError as error:
         raise UsageError(f"trainer: {error}") from error
+
+
+def check_there_is_a_run(recipe: Recipe | OwnRun, flag: str) -> None:
+    """Raise UsageError where ``flag last`` would find nothing. The first process looks, before any run folder is made."""
+    from arclight.checkpoint import find_last
+    from arclight.fabric.rank_zero import rank_zero_only
+    from arclight.trainer import RunFolder
+
+    if rank_zero_only.rank != 0:
+        return
+    run = RunFolder.newest(recipe.root, recipe.name)
+    if run is None:
+        raise UsageError(f"{flag} last: there is no run in {recipe.root / recipe.name}: leave {flag} out to start one")
+    if find_last(run.path / "checkpoints") is None:
+        raise UsageError(
+            f"{flag} last: {run.path}, the newest run, was stopped before its first checkpoint: leave {flag} out to start "
+            f"a new one, or name a run before it"
+        )
 
 
 def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
@@ -126,16 +161,28 @@ def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
 
     # the guard first: others must see only what it lets pass
     parts = [recipe.guard, recipe.diloco, recipe.ema, recipe.stopping, recipe.timeline, recipe.checkpoint]
-    return [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
+    stepwise = recipe.checkpoint.build_stepwise()
+    made = [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
+    return made if stepwise is None else [*made, stepwise]
 
 
-def resume_from(place: str | None, flag: str = "--resume") -> tuple[RunFolder | None, str | Path | None]:
-    """The run folder to go on in (None for a new or the newest one) and the checkpoint to start from, as ``flag`` says."""
+def resume_from(
+    place: str | None, recipe: Recipe | OwnRun, flag: str = "--resume", named: str = ""
+) -> tuple[RunFolder | None, str | Path | None]:
+    """Choose the run folder to go on in (None for a new or the newest one) and the checkpoint to start from.
+
+    ``place`` is what ``flag`` says: ``last`` is the run folder ``named`` in place of a recipe, else the newest run of the
+    recipe's name. Raises UsageError if there is nothing to go on from: who asks for it does not want to begin anew.
+    """
     from arclight.checkpoint import find_last, remote
     from arclight.checkpoint.manifest import is_checkpoint
     from arclight.trainer import RunFolder
 
+    if place == "last" and (Path(named) / "checkpoints").is_dir():
+        place = named
     if place is None or place == "last":
+        if place is not None and recipe.checkpoint.folder is None:
+            check_there_is_a_run(recipe, flag)
         return None, place
     if remote.is_remote(address := remote.place(place)):
         kept = address if is_checkpoint(address) else find_last(address)
@@ -152,9 +199,3 @@ def resume_from(place: str | None, flag: str = "--resume") -> tuple[RunFolder | 
         raise UsageError(f"{flag}: {path} is neither a run folder nor a checkpoint")
     inside_a_run = path.parent.name == "checkpoints"
     return (RunFolder.open(path.parent.parent) if inside_a_run else None), path
-
-
-def run_of(options: argparse.Namespace) -> Path | None:
-    """The run folder whose recipe.toml is the recipe, if it is."""
-    folder = Path(options.source).parent if options.source is not None else None
-    return folder if folder is not None and (folder / "checkpoints").is_dir() else None

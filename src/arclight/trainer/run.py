@@ -21,6 +21,7 @@ class RunFolder:
     """
 
     def __init__(self, root: str | Path = "runs", name: str = "run", number: int | None = None) -> None:
+        self._session: dict[str, Any] = {}
         parent = Path(root) / name
         parent.mkdir(parents=True, exist_ok=True)
         self.path = next_folder(parent) if number is None else parent / str(number)
@@ -34,7 +35,7 @@ class RunFolder:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a run folder; runs are folders like runs/<name>/<number>")
         run = cls.__new__(cls)
-        run.path = folder
+        run.path, run._session = folder, {}
         return run
 
     @classmethod
@@ -81,13 +82,16 @@ class RunFolder:
         return self._folder("plots")
 
     def write_environment(self, **facts: Any) -> Path:
-        """Write what the run ran on, and ``facts`` beside it; a resumed run keeps the time it first started."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        started = json.loads(self.environment.read_text())["started"] if self.environment.exists() else now
-        resumed = {"resumed": now} if self.environment.exists() else {}
-        write_atomically(
-            self.environment, json.dumps({"started": started, **resumed, **facts, **environment()}, indent=2) + "\n"
-        )
+        """Write what the run ran on, and ``facts`` beside it; a resumed run keeps the time it first started.
+
+        A second call in one session adds its facts: only an environment that another session has written was resumed.
+        """
+        if not self._session:
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            before = json.loads(self.environment.read_text()) if self.environment.exists() else None
+            self._session = {"started": now} if before is None else {"started": before["started"], "resumed": now}
+        self._session |= facts
+        write_atomically(self.environment, json.dumps({**self._session, **environment()}, indent=2) + "\n")
         return self.environment
 
     def log_handler(self, level: int = logging.INFO) -> logging.Handler:

@@ -117,13 +117,14 @@ class Checkpointing(Checked):
     save_last: bool = True
     """Also keep the newest as `last`."""
     every_n_steps: NonNegativeInt | None = None
-    """Save after every n-th step as well."""
+    """Save after every n-th step as well; of these the newest is kept, or all with save_top_k = -1. They are not ranked."""
     every_n_epochs: NonNegativeInt = 1
     """Save after every n-th epoch."""
     asynchronous: bool | None = None
     """Write in the background, from a copy in host memory; none: where several processes each write their share of the model."""
 
     def build(self) -> ModelCheckpoint:
+        """Make the callback that saves after validation, or at the end of epochs."""
         from arclight.trainer.callbacks import ModelCheckpoint
 
         return ModelCheckpoint(
@@ -132,8 +133,25 @@ class Checkpointing(Checked):
             mode=self.mode,
             save_top_k=self.save_top_k,
             save_last=self.save_last,
+            every_n_epochs=self.every_n_epochs,
+            asynchronous=self.asynchronous,
+        )
+
+    def build_stepwise(self) -> ModelCheckpoint | None:
+        """Make the callback that saves every n-th step; None where `every_n_steps` is none or 0.
+
+        Between two validations nothing has measured the model, so its checkpoints cannot be ranked beside those that were.
+        """
+        from arclight.trainer.callbacks import ModelCheckpoint
+
+        if not self.every_n_steps or self.save_top_k == 0:
+            return None
+        return ModelCheckpoint(
+            dirpath=self.folder,
+            filename="{step}",
+            save_top_k=-1 if self.save_top_k == -1 else 1,
+            save_last=False,
             every_n_train_steps=self.every_n_steps,
-            every_n_epochs=None if self.every_n_steps else self.every_n_epochs,
             asynchronous=self.asynchronous,
         )
 

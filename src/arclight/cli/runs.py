@@ -1,0 +1,74 @@
+"""Run folders as people name them: the run, and which of its checkpoints is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from arclight.cli.arguments import RECIPE, UsageError
+
+
+def run_folder(place: Path) -> Path | None:
+    """Return the run that ``place`` is, or that it belongs to as recipe or checkpoint; None for anything else."""
+    holders = [place, place.parent] if place.name == RECIPE else [place, place.parent.parent]
+    return next((folder for folder in holders if (folder / "checkpoints").is_dir()), None)
+
+
+def checkpoint_of(place: Path) -> Path:
+    """Return the checkpoint ``place``, or the best one of the run in the folder ``place``."""
+    return best_checkpoint(place) if (place / "checkpoints").is_dir() else place
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Return the newest sound checkpoint of a run. Raises UsageError if it has none."""
+    from arclight.checkpoint import find_last
+
+    found = find_last(run / "checkpoints")
+    if found is None:
+        raise UsageError(f"{run} has no checkpoint")
+    return found
+
+
+def best_checkpoint(run: Path) -> Path:
+    """Return the checkpoint that a run recorded as its best, wherever the run was copied to; else its newest.
+
+    Raises UsageError if the run has no checkpoint, or its best one was removed.
+    """
+    newest = newest_checkpoint(run)
+    recorded, _ = _recorded(newest)
+    if recorded is None:
+        return newest
+    for place in (run / "checkpoints" / recorded.name, recorded):
+        if place.exists():
+            return place
+    raise UsageError(
+        f"{run} recorded {recorded.name} as its best checkpoint, which is not there any more: name another one, such as {newest}"
+    )
+
+
+def described(checkpoint: Path) -> str:
+    """Name a checkpoint, and say if it is the best or the newest of its run."""
+    run = run_folder(checkpoint)
+    if run is None:
+        return f"checkpoint {checkpoint}"
+    newest = newest_checkpoint(run)
+    best, monitor = _recorded(newest)
+    if monitor and best is not None and best.name == checkpoint.name:
+        return f"checkpoint {checkpoint}, the best by {monitor}"
+    return f"checkpoint {checkpoint}" + (", the newest" if checkpoint.name == newest.name else "")
+
+
+def _recorded(newest: Path) -> tuple[Path | None, str]:
+    """The best checkpoint in the record that the newest one holds, and the value it was ranked by; empty for none.
+
+    Each checkpoint holds the record of itself and those before it, so the newest has the whole record.
+    """
+    from arclight.checkpoint import inspect, load
+
+    if "callbacks" not in inspect(newest).entries:
+        return None, ""
+    states: dict[str, dict[str, Any]] = load(newest, only=["callbacks"])["callbacks"]
+    for state in states.values():
+        if best := state.get("best_model_path"):
+            return Path(best), str(state.get("monitor") or "")
+    return None, ""
