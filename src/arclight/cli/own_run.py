@@ -72,7 +72,9 @@ def own_parser(verb: str) -> Parser:
 def train(run: OwnRun, text: str, options: Namespace) -> None:
     from arclight.trainer.callbacks import RunReport
 
-    folder, checkpoint = resume_from(options.ckpt_path, run, "--ckpt_path")
+    name = run.name or run.model.target.rpartition(":")[2].rpartition(".")[2].lower()
+    among = run.root / name if run.checkpoint.folder is None else None
+    folder, checkpoint = resume_from(options.ckpt_path, "--ckpt_path", among)
     module, data = build(run)
     if run.plan is not None:
         check_plan(run.plan, module)
@@ -83,7 +85,7 @@ def train(run: OwnRun, text: str, options: Namespace) -> None:
 
 
 def evaluate(stage: str, run: OwnRun, options: Namespace) -> None:
-    _, checkpoint = resume_from(options.ckpt_path, run, "--ckpt_path")
+    _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
     module, data = build(run)
     trainer = make_trainer(run, logger=False, enable_checkpointing=False)
     results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
@@ -94,7 +96,7 @@ def evaluate(stage: str, run: OwnRun, options: Namespace) -> None:
 def predict(run: OwnRun, options: Namespace) -> None:
     import torch
 
-    _, checkpoint = resume_from(options.ckpt_path, run, "--ckpt_path")
+    _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
     module, data = build(run)
     trainer = make_trainer(run, logger=False, enable_checkpointing=False)
     if options.out is not None and trainer.world_size > 1:

@@ -34,7 +34,9 @@ def train(arguments: list[str]) -> None:
     from arclight.cli.run_record import Preparation, RunRecord
     from arclight.trainer.callbacks import RunReport
 
-    folder, checkpoint = resume_from(options.resume, recipe, named=arguments[0])
+    place = arguments[0] if options.resume == "last" and Path(arguments[0], "checkpoints").is_dir() else options.resume
+    among = recipe.root / recipe.name if recipe.checkpoint.folder is None else None
+    folder, checkpoint = resume_from(place, among=among)
     module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
@@ -99,7 +101,7 @@ def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
         raise UsageError(f"trainer: {error}") from error
 
 
-def check_there_is_a_run(recipe: Recipe | OwnRun, flag: str) -> None:
+def check_there_is_a_run(runs: Path, flag: str) -> None:
     """Raise UsageError where ``flag last`` would find nothing. The first process looks, before any run folder is made."""
     from arclight.checkpoint import find_last
     from arclight.fabric.rank_zero import rank_zero_only
@@ -107,9 +109,9 @@ def check_there_is_a_run(recipe: Recipe | OwnRun, flag: str) -> None:
 
     if rank_zero_only.rank != 0:
         return
-    run = RunFolder.newest(recipe.root, recipe.name)
+    run = RunFolder.newest(runs.parent, runs.name)
     if run is None:
-        raise UsageError(f"{flag} last: there is no run in {recipe.root / recipe.name}: leave {flag} out to start one")
+        raise UsageError(f"{flag} last: there is no run in {runs}: leave {flag} out to start one")
     if find_last(run.path / "checkpoints") is None:
         raise UsageError(
             f"{flag} last: {run.path}, the newest run, was stopped before its first checkpoint: leave {flag} out to start "
@@ -162,27 +164,25 @@ def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
     # the guard first: others must see only what it lets pass
     parts = [recipe.guard, recipe.diloco, recipe.ema, recipe.stopping, recipe.timeline, recipe.checkpoint]
     stepwise = recipe.checkpoint.build_stepwise()
-    made = [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
+    made: list[Callback] = [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
     return made if stepwise is None else [*made, stepwise]
 
 
 def resume_from(
-    place: str | None, recipe: Recipe | OwnRun, flag: str = "--resume", named: str = ""
+    place: str | None, flag: str = "--resume", among: Path | None = None
 ) -> tuple[RunFolder | None, str | Path | None]:
     """Choose the run folder to go on in (None for a new or the newest one) and the checkpoint to start from.
 
-    ``place`` is what ``flag`` says: ``last`` is the run folder ``named`` in place of a recipe, else the newest run of the
-    recipe's name. Raises UsageError if there is nothing to go on from: who asks for it does not want to begin anew.
+    ``place`` is what ``flag`` says; ``last`` is for the newest run, which ``among``, if given, must hold. Raises UsageError
+    if there is nothing to go on from: who asks for it does not want to begin anew.
     """
     from arclight.checkpoint import find_last, remote
     from arclight.checkpoint.manifest import is_checkpoint
     from arclight.trainer import RunFolder
 
-    if place == "last" and (Path(named) / "checkpoints").is_dir():
-        place = named
     if place is None or place == "last":
-        if place is not None and recipe.checkpoint.folder is None:
-            check_there_is_a_run(recipe, flag)
+        if place is not None and among is not None:
+            check_there_is_a_run(among, flag)
         return None, place
     if remote.is_remote(address := remote.place(place)):
         kept = address if is_checkpoint(address) else find_last(address)
