@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from arclight.deploy import pt2e
 from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy
 from arclight.deploy.errors import QuantizeError
-from arclight.deploy.parity import Parts, compare
+from arclight.deploy.parity import Parity, Parts, compare
 from arclight.deploy.quantizer import STEM_CHANNELS, PlacementQuantizer
 from arclight.deploy.quiet import quiet
 from arclight.deploy.settings import Int8
@@ -94,14 +94,7 @@ def quantize(
         with quiet():
             converted = pt2e.convert(prepared)
         found = compare(as_outputs(reference(*batches[0])), as_outputs(converted(*batches[0])), parts)
-    noisiest = min(found, key=lambda name: found[name].sqnr_db)
-    sqnr_db = found[noisiest].sqnr_db
-    if sqnr_db < recipe.min_sqnr_db:
-        raise QuantizeError(
-            f"quantization leaves output {noisiest} a signal-to-noise ratio of {sqnr_db:.1f} dB, the recipe asks for "
-            f"{recipe.min_sqnr_db:.1f}: give calibration data like the real inputs, or keep sensitive modules in float "
-            "with skip"
-        )
+    sqnr_db = _accept(found, recipe.min_sqnr_db)
     return QuantizedModel(
         graph=converted,
         reference=reference,
@@ -113,6 +106,18 @@ def quantize(
         sqnr_db=sqnr_db,
         seconds=time.perf_counter() - start,
     )
+
+
+def _accept(found: Mapping[str, Parity], least_db: float) -> float:
+    """Return the ratio of the noisiest output; raise QuantizeError if it is below ``least_db``."""
+    noisiest = min(found, key=lambda name: found[name].sqnr_db)
+    sqnr_db = found[noisiest].sqnr_db
+    if sqnr_db < least_db:
+        raise QuantizeError(
+            f"quantization leaves output {noisiest} a signal-to-noise ratio of {sqnr_db:.1f} dB, the recipe asks for "
+            f"{least_db:.1f}: give calibration data like the real inputs, or keep sensitive modules in float with skip"
+        )
+    return sqnr_db
 
 
 def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> list[Inputs]:
