@@ -60,7 +60,7 @@ class Node:
         link.heed(self._stopping)
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
         self._jobs = Jobs(self._crew.slots, self._stopping)
-        self._teller = Teller(name, self._session, link, self._jobs, self._stopping)
+        self._teller = Teller(name, self._session, link, self._jobs, self._stopping, ask)
         self._folders: dict[str, ClientFolder] = {}
         self._opened = ""
         self._speed: float | None = None

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,26 +23,35 @@ from arclight.federated.privacy.masks import Participant, shift_of, terms
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Close, Fit, Manifest, Message, Secure, Secured, Update
 
-_PAUSE = 0.1
+_PAUSE = 1.0
+"""Seconds between messages to a server that holds no answers back."""
 
 
 class Securing:
-    """One client in one round. ``say`` sends a message made for the session of the moment; ``order`` is what asked for it."""
+    """One client in one round. ``say`` sends a message made for the session of the moment; ``order`` is what asked for it.
+
+    ask: seconds for which the server may hold an answer.
+    """
 
     def __init__(
-        self, node: str, order: Fit, say: Callable[[Callable[[str], Message]], Message], stopping: threading.Event
+        self,
+        node: str,
+        order: Fit,
+        say: Callable[[Callable[[str], Message]], Message],
+        stopping: threading.Event,
+        ask: float = 20.0,
     ) -> None:
         asked = dict(order.privacy["secure"])
         self._clients, self._attempt = int(asked.pop("clients")), int(asked.pop("attempt"))
         self._settings = SecureSum(**asked)
-        self._node, self._order, self._say, self._stopping = node, order, say, stopping
+        self._node, self._order, self._say, self._stopping, self._ask = node, order, say, stopping, ask
         self._me = Participant(order.client)
 
     def masked(self, update: Update, blobs: FolderStore, into: Path) -> Update:
         """The update with its values masked, their blobs below ``into``. Raises ClientError where the others do not come."""
         mine = self._me.keys
         said = self._until(
-            lambda told: told.circle is not None,
+            "circle",
             "the other clients' keys",
             keys={"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()},
         )
@@ -57,13 +66,11 @@ class Securing:
             name: Keys(client=name, **{what: bytes.fromhex(text) for what, text in told.items()})
             for name, told in said.keys.items()
         }
-        letters = self._me.share(circle, keys)
-        said = self._until(
-            lambda told: told.letters is not None,
-            "the other clients' letters",
-            letters={name: text.hex() for name, text in letters.items()},
-        )
+        letters = {name: text.hex() for name, text in self._me.share(circle, keys).items()}
+        said = self._until("letters", "the other clients' letters", letters=letters)
         received = {name: bytes.fromhex(text) for name, text in (said.letters or {}).items()}
+        said = self._until("sure", "the other clients to read their letters", bad=self._me.unreadable(received))
+        received = {name: text for name, text in received.items() if name in (said.sure or ())}
         values = _Terms(update, blobs, self._weight(update), shift_of(self._settings, self._clients), self._settings)
         masked = self._me.mask(received, values)
         shapes = {key: update.manifest.tensors[key].shape for key in values}
@@ -79,7 +86,7 @@ class Securing:
 
     def reveal(self) -> None:
         """Wait until the server says whose values have come, and give this client's parts of their secrets."""
-        said = self._until(lambda told: told.here is not None or told.over, "the round to be closed", patience=None)
+        said = self._until("here", "the round to be closed", patience=None)
         if said.here is None or said.over:
             return
         parts = self._me.reveal(said.here)
@@ -93,22 +100,29 @@ class Securing:
         return min(whole, self._settings.most_weight)
 
     def _until(
-        self, settled: Callable[[Secured], bool], what: str, patience: float | None = 3.0, **said: Any
+        self,
+        settled: Literal["circle", "letters", "sure", "here"],
+        what: str,
+        patience: float | None = 3.0,
+        **said: Any,
     ) -> Secured:
-        """Say it, then ask until the server has settled it. ``patience``: times the settings' that is waited; None waits for ever."""
+        """Say it, and ask until the server has settled what is waited for.
+
+        patience: times the settings' that is waited; None waits for ever, and then the round may be over without it.
+        """
         until = None if patience is None else time.monotonic() + patience * self._settings.patience
-        told = self._hear(**said)
-        while not settled(told):
-            if told.over:
+        while True:
+            began = time.monotonic()
+            told = self._hear(until=settled, wait=self._ask, **said)
+            if told.over and patience is not None:
                 raise ClientError(f"the secure sum of round {self._order.round} goes on without {self._order.client}")
-            if self._stopping.wait(_PAUSE):
+            if told.over or getattr(told, settled) is not None:
+                return told
+            if self._stopping.wait(max(0.0, min(_PAUSE, self._ask) - (time.monotonic() - began))):
                 raise ClosedError("the node was told to stop")
             if until is not None and time.monotonic() > until:
                 raise ClientError(f"{self._order.client} has waited for {what} in round {self._order.round} in vain")
-            told = self._hear()
-        if told.over and patience is not None:
-            raise ClientError(f"the secure sum of round {self._order.round} goes on without {self._order.client}")
-        return told
+            said = {}
 
     def _hear(self, **said: Any) -> Secured:
         answer = self._say(

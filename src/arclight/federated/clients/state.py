@@ -96,7 +96,7 @@ class Finished:
         """One that was finished. Raises FederatedError where it is not there, or damaged."""
         path = self._place(round) / _UPDATE
         try:
-            update = read(path.read_bytes())
+            update = read(path.read_bytes(), stored=True)
         except (OSError, ProtocolError) as error:
             raise FederatedError(f"{path} cannot be read ({error})") from error
         if not isinstance(update, Update):

@@ -32,8 +32,11 @@ _ATTEMPTS = 3
 class Teller:
     """Tells the server what jobs came to. Any number of threads may, of different clients."""
 
-    def __init__(self, node: str, session: Session, link: Link, jobs: Jobs, stopping: threading.Event) -> None:
+    def __init__(
+        self, node: str, session: Session, link: Link, jobs: Jobs, stopping: threading.Event, ask: float = 20.0
+    ) -> None:
         self._node, self._session, self._link, self._jobs, self._stopping = node, session, link, jobs, stopping
+        self._ask = ask
         self._lock = threading.Lock()
         self._committed = -1
         self._keeping = set[ClientFolder]()
@@ -94,7 +97,7 @@ class Teller:
         assert isinstance(job.order, Fit)
         assert isinstance(job.outcome, Update)
         place, finished = job.folder.folder / "masked", job.folder.finished
-        securing = Securing(self._node, job.order, self._session.say, self._stopping)
+        securing = Securing(self._node, job.order, self._session.say, self._stopping, self._ask)
         try:
             masked = securing.masked(job.outcome, finished.blobs(job.round), place)
             if not self.send(job, masked, FolderStore(place)):

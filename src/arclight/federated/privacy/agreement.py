@@ -13,7 +13,8 @@ from arclight.federated.privacy.stream import KEY
 
 _CIPHERS = "cryptography.hazmat.primitives.ciphers.aead"
 _X25519 = "cryptography.hazmat.primitives.asymmetric.x25519"
-_NONCE = 12
+NONCE, TAG = 12, 16
+"""Bytes that `enclose` adds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class Secret:
 
 def enclose(key: bytes, text: bytes, about: bytes) -> bytes:
     """Encrypted and authenticated (ChaCha20-Poly1305), bound to ``about``."""
-    nonce = os.urandom(_NONCE)
+    nonce = os.urandom(NONCE)
     sealed: bytes = require(_CIPHERS, extra="privacy").ChaCha20Poly1305(key).encrypt(nonce, text, about)
     return nonce + sealed
 
@@ -119,7 +120,7 @@ def disclose(key: bytes, sealed: bytes, about: bytes) -> bytes | None:
     wrong = require("cryptography.exceptions", extra="privacy").InvalidTag
     try:
         text: bytes = (
-            require(_CIPHERS, extra="privacy").ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], about)
+            require(_CIPHERS, extra="privacy").ChaCha20Poly1305(key).decrypt(sealed[:NONCE], sealed[NONCE:], about)
         )
     except (wrong, ValueError):
         return None

@@ -4,7 +4,8 @@ After Bonawitz et al. (2017, "Practical Secure Aggregation", protocol for a serv
 with the sparse partners of Bell et al. (2020). A round goes:
 
 1. Each client makes keys and says the public ones (`Participant.keys`); those that do are the round's `Circle`.
-2. Each writes to every partner, sealed, a part of two secrets: its mask key and the seed of its own mask (`share`).
+2. Each writes to every partner, sealed, a part of two secrets: its mask key and the seed of its own mask (`share`). Whoever
+   finds a letter that it cannot open says so (`unreadable`), and one of the two is left out before anything is masked.
 3. Each adds to its values a mask of its own and, for every partner, one that the partner subtracts (`mask`).
 4. The server says whose masked values it has. Each client gives its parts of these clients' own seeds, and of the mask keys of
    those that dropped out (`reveal`), never both of one client. From enough parts the server takes the masks away (`Sum`).
@@ -16,9 +17,10 @@ bits of a plain fold's.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +30,19 @@ import torch
 from arclight.federated.aggregation.chunks import Chunked, lanes
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy import shamir
-from arclight.federated.privacy.agreement import Circle, Keys, Secret, disclose, enclose
+from arclight.federated.privacy.agreement import NONCE, TAG, Circle, Keys, Secret, disclose, enclose
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.privacy.stream import KEY, add_words
+
+log = logging.getLogger(__name__)
 
 _BITS = 62
 """Of the largest sum; the sign is one more."""
 
 OWN = "own"
+
+LETTER = NONCE + 2 * shamir.BYTES + TAG
+"""Bytes of what a client writes to a partner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,16 @@ class Participant:
                 sent[holder] = enclose(self._with(holder), text, self._about(self.client, holder))
         return sent
 
+    def unreadable(self, received: Mapping[str, bytes]) -> tuple[str, ...]:
+        """Name the senders whose letters are not what they should be: this client masks with none of them."""
+        return tuple(sender for sender in received if self._read(sender, received[sender]) is None)
+
+    def _read(self, sender: str, sealed: bytes) -> tuple[int, int] | None:
+        text = disclose(self._with(sender), sealed, self._about(sender, self.client)) if sender in self._keys else None
+        if text is None or len(text) != 2 * shamir.BYTES:
+            return None
+        return int.from_bytes(text[: shamir.BYTES], "big"), int.from_bytes(text[shamir.BYTES :], "big")
+
     def mask(
         self, received: Mapping[str, bytes], values: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,13 +114,11 @@ class Participant:
         for sender, sealed in received.items():
             if sender not in self._keys:
                 raise FederatedError(f"{sender} is no partner of {self.client} and wrote to it")
-            text = disclose(self._with(sender), sealed, self._about(sender, self.client))
-            if text is None or len(text) != 2 * shamir.BYTES:
+            if (parts := self._read(sender, sealed)) is None:
                 raise FederatedError(
                     f"what {sender} wrote to {self.client} was changed on its way, or is not for this round"
                 )
-            seed, key = (int.from_bytes(part, "big") for part in (text[: shamir.BYTES], text[shamir.BYTES :]))
-            self._held[sender] = (seed, key)
+            self._held[sender] = parts
         needed = self._circle.needed(self.client)
         if len(self._held) < needed:
             raise FederatedError(
@@ -171,6 +186,8 @@ class Sum:
         self._seeds: dict[str, dict[int, int]] = {}
         self._parts: dict[str, dict[int, int]] = {}
         self._heard: set[str] = set()
+        self._wrong: set[str] = set()
+        """Partners that gave wrong parts."""
         for client in sorted(self._concerned()):
             left = sum(holder in self.here for holder in circle.holders(client))
             if left < circle.needed(client):
@@ -196,6 +213,11 @@ class Sum:
                 found.setdefault(client, {})[holders.index(revealed.client) + 1] = part
         self._heard.add(revealed.client)
 
+    @property
+    def silent(self) -> list[str]:
+        """Clients of the sum that have given no parts."""
+        return sorted(self.here - self._heard)
+
     def missing(self) -> dict[str, int]:
         """Clients of whose secrets parts are still missing, and how many."""
         found = {}
@@ -209,7 +231,7 @@ class Sum:
         """What takes the masks away. Raises FederatedError naming whose secrets are incomplete or wrong."""
         if short := sorted(self.missing().items()):
             client, count = short[0]
-            silent = ", ".join(sorted(self.here - self._heard)) or "nobody"
+            silent = ", ".join(self.silent) or "nobody"
             raise FederatedError(
                 f"{count} more parts of {client}'s secret are needed to open round {self._circle.number}'s sum; not heard of: {silent}"
             )
@@ -218,18 +240,9 @@ class Sum:
         for client in sorted(self._concerned()):
             public = self._keys[client]
             if client in self.here:
-                seed = shamir.join(self._seeds[client], KEY)
-                if seed is None or hashlib.sha256(seed).digest() != public.seal:
-                    raise FederatedError(
-                        f"the parts of {client}'s seed do not give what it sealed: a partner gave a wrong one"
-                    )
-                seeds[client] = seed
+                seeds[client] = self._joined(client, _sealed(public.seal))
                 continue
-            raw = shamir.join(self._parts[client], KEY)
-            if raw is None or Secret(raw).public != public.mask:
-                raise FederatedError(
-                    f"the parts of {client}'s key do not give its public key: a partner gave a wrong one"
-                )
+            raw = self._joined(client, _of_key(public.mask))
             for partner in self._circle.partners_of(client):
                 if partner in self.here:
                     about = self._circle.about("mask", client, partner)
@@ -237,6 +250,40 @@ class Sum:
                         (Secret(raw).with_other(self._keys[partner].mask, about), 1 if partner < client else -1)
                     )
         return Unmasking(list(seeds.values()), pairs)
+
+    def _joined(self, client: str, is_right: Callable[[bytes], bool]) -> bytes:
+        """Put a client's secret together, without a partner that gives wrong parts if there are enough others.
+
+        Raises FederatedError where no one partner's absence makes it right.
+        """
+        holders, needed = self._circle.holders(client), self._circle.needed(client)
+        parts = (self._seeds if client in self.here else self._parts)[client]
+        trusted = [place for place in parts if holders[place - 1] not in self._wrong] or list(parts)
+        for without in (None, *trusted[:needed]):
+            chosen = [place for place in trusted if place != without][:needed]
+            if len(chosen) < needed:
+                continue
+            secret = shamir.join({place: parts[place] for place in chosen}, KEY)
+            if secret is not None and is_right(secret):
+                if without is not None:
+                    self._wrong.add(holders[without - 1])
+                    log.warning(
+                        "round %d: %s gave a wrong part of %s's secret",
+                        self._circle.number,
+                        holders[without - 1],
+                        client,
+                    )
+                return secret
+        what, other = ("seed", "what it sealed") if client in self.here else ("key", "its public key")
+        raise FederatedError(f"the parts of {client}'s {what} do not give {other}: a partner gave a wrong one")
+
+
+def _sealed(seal: bytes) -> Callable[[bytes], bool]:
+    return lambda seed: hashlib.sha256(seed).digest() == seal
+
+
+def _of_key(public: bytes) -> Callable[[bytes], bool]:
+    return lambda raw: Secret(raw).public == public
 
 
 class Unmasking:

@@ -16,15 +16,15 @@ KEY = 32
 """Bytes of a secret."""
 
 
-def words(key: bytes, label: str) -> Iterator[Array]:
-    """Chunks of `CHUNK` int64 words without end, the same for the same secret and label, none to be told from chance without it.
+def words(key: bytes, label: str, chunk: int = CHUNK) -> Iterator[Array]:
+    """Yield chunks of int64 words without end, the same for the same secret and label, none to be told from chance without it.
 
     The array is overwritten by the next. A secret must not serve twice for the same label; labels are hashed to 96 bits.
     """
     cipher = require("cryptography.hazmat.primitives.ciphers", extra="privacy")
     nonce = bytes(4) + hashlib.sha256(label.encode()).digest()[:12]  # four bytes count blocks of 64
     stream = cipher.Cipher(cipher.algorithms.ChaCha20(key, nonce), mode=None).encryptor()
-    zeros, drawn = bytes(8 * CHUNK), bytearray(8 * CHUNK)
+    zeros, drawn = bytes(8 * chunk), bytearray(8 * chunk)
     while True:
         stream.update_into(zeros, drawn)
         yield np.frombuffer(drawn, dtype="<i8")
@@ -33,7 +33,9 @@ def words(key: bytes, label: str) -> Iterator[Array]:
 def add_words(key: bytes, label: str, sums: torch.Tensor, sign: int = 1) -> None:
     """Add (or subtract) the stream to flat int64 ``sums`` in place, modulo 2^64."""
     flat: Any = sums.numpy()
-    source = words(key, label)
+    source = words(
+        key, label, min(CHUNK, len(flat))
+    )  # the same stream in smaller pieces: tensors may be small, and many
     for start in range(0, len(flat), CHUNK):
         part = flat[start : start + CHUNK]
         drawn = next(source)[: len(part)]

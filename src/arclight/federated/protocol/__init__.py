@@ -1,7 +1,8 @@
 """What clients and server exchange: messages, and manifests of tensors."""
 
-from arclight.federated.protocol.manifest import VERSION, Entry, Manifest, digest_of
+from arclight.federated.protocol.manifest import Entry, Manifest, digest_of
 from arclight.federated.protocol.messages import (
+    VERSION,
     Ask,
     Beat,
     Close,

@@ -15,10 +15,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from arclight.federated.errors import ProtocolError, Reason
-from arclight.federated.protocol.manifest import VERSION, Manifest
+from arclight.federated.protocol.manifest import Manifest
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
+VERSION = 2
+"""Of messages; those of manifests have a version of their own."""
+_STORED = (1, VERSION)
+"""Of updates that nodes have kept."""
 
 Metrics = dict[str, float]
 
@@ -38,8 +43,11 @@ class Message:
         return json.dumps({"kind": self.kind, "version": VERSION, **asdict(self)}, allow_nan=False, sort_keys=True)
 
 
-def read(text: str | bytes) -> Message:
-    """The message in ``text``. Raises ProtocolError for what is none, or is of another version."""
+def read(text: str | bytes, *, stored: bool = False) -> Message:
+    """Return the message in ``text``. Raises ProtocolError for what is none, or is of another version.
+
+    stored: it was kept here, maybe by an older version.
+    """
     from pydantic import ValidationError
 
     try:
@@ -47,7 +55,7 @@ def read(text: str | bytes) -> Message:
         kind, version = said.pop("kind"), said.pop("version")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ProtocolError(f"this is no message: {error!r}") from error
-    if version != VERSION:
+    if version != VERSION and not (stored and version in _STORED):
         raise ProtocolError(f"the other side speaks version {version!r}, this one {VERSION}: install the same arclight")
     if kind not in Message.kinds:
         raise ProtocolError(f"there is no message {kind!r}")
@@ -181,10 +189,16 @@ class Secure(Message):
     """Public keys: ``mask``, ``cipher``, ``seal``."""
     letters: dict[str, str] | None = None
     """By partner, sealed."""
+    bad: tuple[str, ...] | None = None
+    """Partners whose letters could not be opened; said once all were tried."""
     seeds: dict[str, str] | None = None
     """Parts of seeds, by the client that they are of."""
     parts: dict[str, str] | None = None
     """Parts of mask keys of those that dropped out, likewise."""
+    until: Literal["circle", "letters", "sure", "here"] | None = None
+    """What the client waits for: the fields of `Secured` that it needs next."""
+    wait: float = 0.0
+    """How long the answer may be held back until that is settled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,14 +320,16 @@ class Wait(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Secured(Message):
-    """How far a round's secure sum is, as far as it concerns one client; None is what is not settled yet."""
+    """What a client of a round's secure sum has waited for (``Secure.until``); all is None while that is not settled."""
 
     circle: tuple[str, ...] | None = None
     """Clients that take part."""
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Theirs, once there is a circle and until letters are settled."""
+    """Theirs, with the circle."""
     letters: dict[str, str] | None = None
     """To this client, by sender."""
+    sure: tuple[str, ...] | None = None
+    """Clients that mask with each other: those that could read each other's letters."""
     here: tuple[str, ...] | None = None
     """Clients whose masked values are in the sum."""
     over: bool = False

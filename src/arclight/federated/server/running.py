@@ -170,6 +170,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         try:
+            if self.service.exchange is not None:
+                self.service.exchange.close()
             self.driver.close()
             self._write_history()
         finally:

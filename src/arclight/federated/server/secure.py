@@ -6,11 +6,15 @@ open its sum; clients say their parts again when they are asked again.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +25,20 @@ from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fold import Fold, Into, hand_over, mean_of
 from arclight.federated.aggregation.scale import Contribution, Scale
-from arclight.federated.errors import FederatedError, ProtocolError, UnopenedError
-from arclight.federated.privacy.agreement import Circle, Keys
-from arclight.federated.privacy.masks import Revealed, Sum, Unmasking, shift_of
+from arclight.federated.errors import FederatedError, UnopenedError
+from arclight.federated.privacy import shamir
+from arclight.federated.privacy.agreement import Circle, Keys, Secret
+from arclight.federated.privacy.masks import LETTER, Revealed, Sum, Unmasking, shift_of
 from arclight.federated.privacy.settings import SecureSum
+from arclight.federated.privacy.stream import KEY
 from arclight.federated.protocol import Secure, Secured
 from arclight.federated.settings import Federation
+
+log = logging.getLogger(__name__)
+
+_LONGEST_HELD = 60.0
+_LOOK = 0.5
+"""Seconds between looks at who has failed and how long others have waited."""
 
 
 @dataclass
@@ -39,64 +51,218 @@ class _State:
     circle: list[str] | None = None
     letters: dict[str, dict[str, str]] = field(default_factory=dict)
     written: list[str] | None = None
+    bad: dict[str, list[str]] = field(default_factory=dict)
+    """Client to the partners whose letters it could not open."""
+    sure: list[str] | None = None
+    """Clients that mask with each other."""
     here: list[str] | None = None
     revealed: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Clients that the sum goes on without, and why."""
+
+
+class _Book:
+    """A round's state on the disk: a line of all of it, then a line for each change. A last line that was cut off counts for nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.state = path, _State()
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        if lines:
+            said = json.loads(lines[0])
+            self.state = _State(**said)
+            if "sure" not in said:  # an older version's, whose clients masked with all that had written
+                self.state.sure = self.state.written
+            whole = len(lines[0])
+            for line in lines[1:]:
+                if not line.endswith(b"\n"):  # the server was killed while it wrote this: nobody was told of it
+                    break
+                try:
+                    self._apply(*json.loads(line))
+                except ValueError:  # the power failed
+                    break
+                whole += len(line)
+            if whole < sum(map(len, lines)) or not lines[0].endswith(b"\n"):
+                self.begin(self.state)
+
+    def begin(self, state: _State) -> None:
+        """Let the file begin with a state."""
+        replace_text(self.path, json.dumps(asdict(state)) + "\n")
+        self.state = state
+
+    def write(self, name: str, key: str | None, value: Any) -> None:
+        """Write a change down, then make it. Raises OSError where there is no room, and nothing has changed."""
+        lasting = key is None or name == "revealed"  # what others build upon must survive a power failure
+        with self.path.open("ab") as file:
+            size = file.tell()
+            try:
+                file.write(json.dumps([name, key, value]).encode() + b"\n")
+                file.flush()
+                if lasting:
+                    os.fsync(file.fileno())
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)
+                raise
+        self._apply(name, key, value)
+
+    def _apply(self, name: str, key: str | None, value: Any) -> None:
+        if key is None:
+            setattr(self.state, name, value)
+        else:
+            getattr(self.state, name)[key] = value
 
 
 class Exchange:
-    """The secure sums of a run, one round at a time. ``expected``: clients of a round that have not failed, by its number."""
+    """The secure sums of a run, one round at a time. ``expected``: clients of a round that have not failed, by its number.
+
+    A message costs what it brings, whatever the number of clients, and its answer is held until there is one.
+    """
 
     def __init__(self, settings: SecureSum, run: str, path: Path, expected: Callable[[int], Collection[str]]) -> None:
-        self._settings, self._run, self._path, self._expected = settings, run, path, expected
-        self._changed = threading.Condition()
+        self._settings, self._run, self._expected = settings, run, expected
+        lock = threading.RLock()
+        self._settled, self._revealed = threading.Condition(lock), threading.Condition(lock)
         self._since: dict[str, float] = {}
         self._sum: Sum | None = None
-        self._state = _State(**json.loads(path.read_bytes())) if path.exists() else _State()
+        self._book = _Book(path)
+        self._circle: Circle | None = None
+        self._inbox: dict[str, dict[str, str]] | None = None
+        self._look_at = 0.0
+        self._closed = False
+
+    def close(self) -> None:
+        """Answer whoever is held: the server stops."""
+        with self._settled:
+            self._closed = True
+            self._settled.notify_all()
 
     def hear(self, message: Secure) -> Secured:
-        """Take in what a client says, and tell it what is settled. Raises ProtocolError for what it cannot say now."""
-        with self._changed:
-            expected = set(self._expected(message.round))
-            here, asked = (self._state.round, self._state.attempt), (message.round, message.attempt)
-            if asked < here or (asked > here and message.client not in expected):
+        """Take in what a client sends, and answer what it waits for once that is settled, or its time is over."""
+        until = time.monotonic() + min(max(message.wait, 0.0), _LONGEST_HELD)
+        asked = (message.round, message.attempt)
+        with self._settled:
+            here = self._at()
+            if asked < here or (asked > here and message.client not in self._expected(message.round)):
                 return Secured(over=True)
             if asked > here:
-                self._state, self._sum = _State(round=message.round, attempt=message.attempt), None
+                self._book.begin(_State(round=message.round, attempt=message.attempt))
                 self._since.clear()
-            before = json.dumps(asdict(self._state))
-            self._take(message)
-            self._settle(expected)
-            if (after := json.dumps(asdict(self._state))) != before:
-                replace_text(self._path, after)
-                self._changed.notify_all()
-            return self._told(message.client)
+                self._sum = self._circle = self._inbox = None
+                self._settled.notify_all()
+            if self._take(message):
+                self._look_at = 0.0
+            while True:
+                self._settle()
+                if self._at() != asked or self._is_over(message.client):
+                    return Secured(over=True)
+                told = self._told(message.client, message.until)
+                left = until - time.monotonic()
+                if told is not None or left <= 0 or self._closed:
+                    return told or Secured()
+                self._settled.wait(min(left, _LOOK))
 
-    def _take(self, message: Secure) -> None:
-        state, client = self._state, message.client
-        if message.keys is not None and state.circle is None:
-            state.keys.setdefault(client, dict(message.keys))
-        if message.keys is not None and state.keys.get(client, message.keys) != message.keys:
-            raise ProtocolError(f"{client} has given other keys for round {state.round}: its node was started again")
-        if message.letters is not None and state.written is None:
-            if client not in (state.circle or ()):
-                raise ProtocolError(f"{client} is not of round {state.round}'s secure sum")
-            state.letters.setdefault(client, dict(message.letters))
-        if message.seeds is not None and message.parts is not None and client in (state.here or ()):
-            told = {"seeds": message.seeds, "keys": message.parts}
+    def _at(self) -> tuple[int, int]:
+        return self._book.state.round, self._book.state.attempt
+
+    # -- what clients send ---------------------------------------------------------------------------------------------
+
+    def _take(self, message: Secure) -> bool:
+        """Write down what is new in a message; whether anything was. Who sends what cannot be is dropped, and nobody else."""
+        state, client, write = self._book.state, message.client, self._book.write
+        if client in state.dropped:
+            return False
+        try:
+            if message.keys is not None and state.keys.get(client) != message.keys:
+                if state.circle is not None:
+                    raise _Wrong(
+                        "gave other keys than before: its node was started again"
+                        if client in state.keys
+                        else "came late"
+                    )
+                self._check_keys(client, message.keys)
+                write("keys", client, dict(message.keys))
+            elif message.letters is not None and client not in state.letters and state.written is None:
+                self._check_letters(client, message.letters)
+                write("letters", client, dict(message.letters))
+            elif message.bad is not None and client not in state.bad and client in (state.written or ()):
+                write("bad", client, [name for name in message.bad if client in state.letters.get(name, ())])
+            elif message.seeds is not None and message.parts is not None and client not in state.revealed:
+                return self._take_parts(client, {"seeds": message.seeds, "keys": message.parts})
+            else:
+                return False
+        except _Wrong as wrong:
+            log.warning("round %d: the secure sum goes on without %s, which %s", state.round, client, wrong)
+            write("dropped", client, str(wrong))
+        return True
+
+    def _check_keys(self, client: str, said: Mapping[str, str]) -> None:
+        lengths = {"mask": KEY, "cipher": KEY, "seal": KEY}
+        if set(said) != set(lengths) or not all(_is_hex(said[name], size) for name, size in lengths.items()):
+            raise _Wrong(f"gave keys that are none: {', '.join(lengths)} of {KEY} bytes are needed, in hexadecimal")
+        for name in ("mask", "cipher"):
             try:
-                if self._sum is not None:
-                    self._sum.add(_revealed(client, told))
-            except (FederatedError, ValueError) as error:
-                raise ProtocolError(f"{client} gave parts that cannot be: {error}") from error
-            state.revealed.setdefault(client, told)
+                Secret().with_other(bytes.fromhex(said[name]), b"")
+            except FederatedError as error:
+                raise _Wrong(f"gave a key of which everybody knows the secrets: {error}") from error
+            if any(
+                other[name].lower() == said[name].lower() for at, other in self._book.state.keys.items() if at != client
+            ):
+                raise _Wrong("gave another client's keys as its own")
 
-    def _settle(self, expected: set[str]) -> None:
-        state = self._state
-        if state.circle is None and len(state.keys) > 1 and self._have(expected, set(state.keys), "keys"):
-            state.circle = sorted(state.keys)
-        asked = expected & set(state.circle or ())
-        if state.circle is not None and state.written is None and self._have(asked, set(state.letters), "letters"):
-            state.written = sorted(state.letters)
+    def _check_letters(self, client: str, said: Mapping[str, str]) -> None:
+        if client not in (self._book.state.circle or ()):
+            raise _Wrong("wrote letters and gave no keys")
+        partners = self._the_circle().partners_of(client)
+        if set(said) != set(partners) or not all(_is_hex(text, LETTER) for text in said.values()):
+            raise _Wrong(
+                f"wrote letters that are none: {LETTER} bytes to each of {len(partners)} partners are needed, in hexadecimal"
+            )
+
+    def _take_parts(self, client: str, said: dict[str, dict[str, str]]) -> bool:
+        if client not in (self._book.state.here or ()):
+            return False
+        try:
+            if self._sum is not None:
+                self._sum.add(_revealed(client, said))
+        except (FederatedError, ValueError) as error:
+            raise _Wrong(f"gave parts that cannot be: {error}") from error
+        self._book.write("revealed", client, said)
+        self._revealed.notify_all()
+        return True
+
+    # -- what is settled -----------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Close the stage that everybody has come to, or the first has waited long enough at; looked at only now and then."""
+        now, state, write = time.monotonic(), self._book.state, self._book.write
+        if now < self._look_at or state.sure is not None:
+            return
+        self._look_at = now + _LOOK
+        expected = set(self._expected(state.round)) - set(state.dropped)
+        if state.circle is None:
+            come = set(state.keys) - set(state.dropped)
+            if len(come) > 1 and self._have(expected, come, "keys"):
+                write("circle", None, sorted(come))
+        elif state.written is None:
+            come = set(state.letters) - set(state.dropped)
+            if self._have(expected & set(state.circle), come, "letters"):
+                write("written", None, sorted(come))
+        else:
+            come = (set(state.bad) & set(state.written)) - set(state.dropped)
+            if self._have(expected & set(state.written), come, "answers"):
+                for client, why in _blamed({name: state.bad[name] for name in come}).items():
+                    log.warning("round %d: the secure sum goes on without %s, which %s", state.round, client, why)
+                    write("dropped", client, why)
+                    come.discard(client)
+                write("sure", None, sorted(come))
+        if self._stage() != self._since.get("stage"):
+            self._since["stage"] = self._stage()
+            self._look_at = 0.0
+            self._settled.notify_all()
+
+    def _stage(self) -> int:
+        state = self._book.state
+        return sum(one is not None for one in (state.circle, state.written, state.sure, state.here))
 
     def _have(self, all_: set[str], come: set[str], what: str) -> bool:
         """Whether everybody has come, or the first has waited long enough."""
@@ -105,28 +271,39 @@ class Exchange:
         since = self._since.setdefault(what, time.monotonic())
         return all_ <= come or time.monotonic() - since > self._settings.patience
 
-    def _told(self, client: str) -> Secured:
-        state = self._state
-        if state.circle is None:
-            return Secured()
-        letters = None
-        if state.written is not None:
-            letters = {name: sent[client] for name, sent in state.letters.items() if client in sent}
-        here = None if client in state.revealed else state.here
-        left = state.written is not None and client not in state.written
-        over = (
-            client not in state.circle or left or client in state.revealed or (here is not None and client not in here)
+    def _is_over(self, client: str) -> bool:
+        state = self._book.state
+        gone = any(
+            names is not None and client not in names for names in (state.circle, state.written, state.sure, state.here)
         )
-        return Secured(
-            circle=tuple(state.circle),
-            keys={} if state.written is not None else dict(state.keys),
-            letters=letters,
-            here=None if here is None else tuple(here),
-            over=over,
-        )
+        return gone or client in state.dropped or client in state.revealed
+
+    def _told(self, client: str, until: str | None) -> Secured | None:
+        """What a client waits for; None while that is not settled."""
+        state = self._book.state
+        match until:
+            case "circle" if state.circle is not None:
+                return Secured(circle=tuple(state.circle), keys={name: state.keys[name] for name in state.circle})
+            case "letters" if state.written is not None:
+                return Secured(letters=self._letters_to(client))
+            case "sure" if state.sure is not None:
+                return Secured(sure=tuple(state.sure))
+            case "here" if state.here is not None:
+                return Secured(here=tuple(state.here))
+            case None:
+                return Secured()
+        return None
+
+    def _letters_to(self, client: str) -> dict[str, str]:
+        if self._inbox is None:
+            self._inbox = {name: {} for name in self._book.state.circle or ()}
+            for sender in self._book.state.written or ():
+                for receiver, text in self._book.state.letters[sender].items():
+                    self._inbox[receiver][sender] = text
+        return self._inbox[client]
 
     def open(self, number: int, here: Iterable[str]) -> Unmasking:
-        """What takes the masks away from the sum of these clients' values; waits for their parts.
+        """Return what takes the masks away from the sum of these clients' values; waits for their parts.
 
         Raises UnopenedError where too few are left, or do not give them in time.
         """
@@ -136,24 +313,61 @@ class Exchange:
             raise UnopenedError(str(error)) from error
 
     def _open(self, number: int, here: Iterable[str]) -> Unmasking:
-        with self._changed:
-            state, names = self._state, sorted(here)
-            if state.round != number or state.circle is None or state.written is None:
+        with self._settled:
+            state, names = self._book.state, sorted(here)
+            if state.round != number or state.circle is None or state.sure is None:
                 raise FederatedError(
-                    f"round {number} has masked values and what opens them is gone: {self._path} is missing or old"
+                    f"round {number} has masked values and what opens them is gone: {self._book.path} is missing or old"
                 )
-            keys = {name: _keys(name, told) for name, told in state.keys.items()}
-            self._sum = Sum(self._circle(), keys, state.written, names)
+            keys = {name: _keys(name, state.keys[name]) for name in state.circle}
+            opened = self._sum = Sum(self._the_circle(), keys, state.sure, names)
             for client, told in state.revealed.items():  # of before a restart
-                self._sum.add(_revealed(client, told))
-            state.here = names
-            replace_text(self._path, json.dumps(asdict(state)))
-            opened = self._sum
-            self._changed.wait_for(lambda: not opened.missing(), self._settings.patience)
+                opened.add(_revealed(client, told))
+            self._book.write("here", None, names)
+            self._settled.notify_all()
+            self._revealed.wait_for(lambda: self._closed or not opened.missing(), self._settings.patience)
+            if not opened.missing():
+                with contextlib.suppress(FederatedError):  # some part is wrong: others may still come
+                    return opened.open()
+                self._revealed.wait_for(lambda: self._closed or not opened.silent, self._settings.patience)
             return opened.open()
 
-    def _circle(self) -> Circle:
-        return circle_of(self._settings, self._run, self._state.round, self._state.circle or ())
+    def _the_circle(self) -> Circle:
+        if self._circle is None:
+            self._circle = circle_of(self._settings, self._run, self._book.state.round, self._book.state.circle or ())
+        return self._circle
+
+
+class _Wrong(Exception):  # noqa: N818
+    """What a client sent that cannot be, as a sentence without its subject."""
+
+
+def _is_hex(text: str, size: int) -> bool:
+    try:
+        return len(text) == 2 * size and len(bytes.fromhex(text)) == size
+    except ValueError:
+        return False
+
+
+def _blamed(bad: Mapping[str, Collection[str]]) -> dict[str, str]:
+    """Choose whom a sum goes on without, where clients could not open letters; the words say why.
+
+    One of each two. Whoever is of most such pairs goes first: a liar has quarrels with many, whichever side of them it is on. Of
+    two that have no others the one who wrote goes.
+    """
+    pairs = {(reader, writer) for reader, writers in bad.items() for writer in writers}
+    found = {}
+    while pairs:
+        quarrels = Counter(name for pair in pairs for name in pair)
+        wrote = {writer for _, writer in pairs}
+        client = max(quarrels, key=lambda name: (quarrels[name], name in wrote, name))
+        others = sorted({*(a for a, b in pairs if b == client), *(b for a, b in pairs if a == client)})
+        side = (
+            "wrote letters that cannot be opened by" if client in wrote else "says that it cannot open the letters of"
+        )
+        found[client] = f"{side} {', '.join(others[:5])}"
+        pairs = {pair for pair in pairs if client not in pair}
+    return found
 
 
 def circle_of(settings: SecureSum, run: str, number: int, clients: Collection[str]) -> Circle:
@@ -184,6 +398,8 @@ def refuse_in_the_open(federation: Federation) -> None:
 
 
 def _revealed(client: str, told: dict[str, dict[str, str]]) -> Revealed:
+    if any(len(part) > 2 * shamir.BYTES for parts in told.values() for part in parts.values()):
+        raise ValueError(f"a part has at most {shamir.BYTES} bytes")
     seeds, keys = ({name: int(part, 16) for name, part in told[what].items()} for what in ("seeds", "keys"))
     return Revealed(client=client, seeds=seeds, keys=keys)
 

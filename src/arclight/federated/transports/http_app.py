@@ -20,6 +20,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from arclight.fabric.extras import require
 from arclight.federated.blobs.digests import checked
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError, ProtocolError, RefusedError, SessionError
-from arclight.federated.protocol import VERSION, Ask, Join, Wait, read
+from arclight.federated.protocol import VERSION, Ask, Join, Secure, Wait, read
 from arclight.federated.transports.bodies import Refusal
 from arclight.federated.transports.guard import Guard
 from arclight.federated.transports.receiving import PART, Uploads, whole_body
@@ -127,16 +128,18 @@ class App:
             raise
         except ProtocolError as error:
             raise Refusal(403, str(error)) from error
-        if isinstance(message, Ask):
+        if isinstance(message, Ask) or (isinstance(message, Secure) and message.wait > 0):
             return self._hold(message)
         answer = self._server.answer(message)
         if isinstance(message, Join):
             self._guard.joined(message, answer)
         return answer.to_json()
 
-    def _hold(self, ask: Ask) -> str:
+    def _hold(self, ask: Ask | Secure) -> str:
         with self._lock:
-            if self._held >= self._limits.held:
+            if self._held >= self._limits.held and isinstance(ask, Secure):  # taken in, and asked for again
+                ask = replace(ask, wait=0.0)
+            elif self._held >= self._limits.held:
                 return Wait(seconds=_SOON, about="other nodes: the server holds as many asks as it can").to_json()
             self._held += 1
         try:

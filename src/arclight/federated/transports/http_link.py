@@ -18,7 +18,7 @@ from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import FederatedError, LinkError, UntrustedError
-from arclight.federated.protocol import Ask, Join, Message, Welcome, read
+from arclight.federated.protocol import Ask, Join, Message, Secure, Welcome, read
 from arclight.federated.transports.guard import signed_text
 from arclight.federated.transports.http_blobs import HttpBlobs
 from arclight.federated.transports.keys import NodeKey
@@ -93,7 +93,7 @@ class HttpLink:
 
     def send(self, message: Message) -> Message:
         """As `Link.send`. Raises SessionError where the server does not know this node's session any more: join again."""
-        limit = _ANSWER + (message.wait if isinstance(message, Ask) else 0.0)
+        limit = _ANSWER + (message.wait if isinstance(message, Ask | Secure) else 0.0)
         answer = self._patience.call(f"answer {message.kind!r}", lambda: self._attempt(message, limit))
         if isinstance(answer, Welcome):
             self._token = answer.session
