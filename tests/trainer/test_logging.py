@@ -272,20 +272,22 @@ def test_a_long_epoch_is_folded_without_losing_anything() -> None:
     assert float(runner.callback_metrics["max"]) == pytest.approx(max(values))
 
 
-def test_batches_count_with_their_samples() -> None:
-    runner = trainer()
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_batches_count_with_their_samples(accumulate: int) -> None:
+    runner = trainer(accumulate_grad_batches=accumulate)
     runner.fit(Lines(training_step=log("x", on_epoch=True)), [torch.ones(1, 2), torch.ones(3, 2)])
     assert float(runner.callback_metrics["x"]) == 3 / 4
 
 
-def test_the_size_of_a_batch_is_guessed_aloud_or_asked_for() -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_size_of_a_batch_is_guessed_aloud_or_asked_for(accumulate: int) -> None:
     def fit(batch: Any, **options: Any) -> al.Trainer:
         class Any_(Lines):
             def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
                 self.log("x", 1.0, on_epoch=True, **options)
                 return self.net(torch.ones(1, 2)).sum()
 
-        runner = trainer()
+        runner = trainer(accumulate_grad_batches=accumulate)
         runner.fit(Any_(), [batch])
         return runner
 

@@ -25,6 +25,7 @@ def taken_along(trainer: Trainer, result: Any) -> dict[str, Any] | None:
     state, others = trainer.strategy.portable([dict(state), others])
     if not trainer.is_global_zero:
         return None
+    folder = trainer._run_folder
     weights = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return {
         "result": result,
@@ -34,7 +35,7 @@ def taken_along(trainer: Trainer, result: Any) -> dict[str, Any] | None:
         "progress": trainer.progress,
         "metrics": trainer.metrics.state(),
         "callbacks": {c.state_key: c.state_dict() for c in trainer.callbacks},
-        "folder": str(trainer._run_folder.path) if trainer._run_folder is not None else None,
+        "folder": None if folder is None or not folder.path.is_dir() else str(folder.path),  # an empty one is gone
     }
 
 

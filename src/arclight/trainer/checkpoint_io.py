@@ -14,7 +14,7 @@ from arclight.fabric.strategies import Strategy
 from arclight.trainer.fabric_checkpoint import save_file
 
 _RENAMED = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
-_POSITION = ("progress", "logged", "metrics", "precision", "rng", "window", "data")
+_POSITION = ("layout", "progress", "logged", "metrics", "precision", "rng", "window", "data")
 
 
 class CheckpointIO(ABC):

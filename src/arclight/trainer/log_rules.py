@@ -117,17 +117,17 @@ def levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool
 class LogSettings:
     """How the values of one name are kept and shown."""
 
-    on_step: bool
-    on_epoch: bool
-    prog_bar: bool
-    logger: bool
-    reduce: str
-    enable_graph: bool
-    sync_dist: bool
-    sync_group: Any
-    add_dataloader_idx: bool
-    metric_attribute: str | None
-    rank_zero_only: bool
+    on_step: bool = False
+    on_epoch: bool = True
+    prog_bar: bool = False
+    logger: bool = True
+    reduce: str = "mean"
+    enable_graph: bool = False
+    sync_dist: bool = False
+    sync_group: Any = None
+    add_dataloader_idx: bool = True
+    metric_attribute: str | None = None
+    rank_zero_only: bool = False
 
 
 def reduction(reduce_fx: Any) -> str:

@@ -19,6 +19,7 @@ from arclight.trainer import log_rules
 from arclight.trainer.current_batch import Batch
 from arclight.trainer.log_rules import LogSettings
 from arclight.trainer.metric_state import metric_state, restore_metric
+from arclight.trainer.plain import known_fields
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -122,10 +123,13 @@ class Entry:
             self.last = value
         if settings.on_epoch:
             self.pending.append(value)
+            batch = self.batch
             if settings.reduce != "mean":
                 self.weights.append(1)
-            else:
-                self.weights.append(self.batch.known_size or self.batch.weight() if batch_size is None else batch_size)
+            elif batch_size is not None:
+                self.weights.append(batch_size)
+            else:  # a size that somebody else asked for has not been checked
+                self.weights.append((batch.checked and batch.known_size) or batch.weight())
             if len(self.pending) == FLUSH:
                 self._fold()
 
@@ -363,6 +367,7 @@ class LoggedValues:
     def load_state_dict(self, state: dict[str, Any], module: Module) -> None:
         for hook, table in state.items():
             for name, saved in table.items():
-                entry = Entry(hook, name, LogSettings(**saved["settings"], sync_group=None), self.batch)
+                settings = LogSettings(**known_fields(LogSettings, saved["settings"], f"logged value {name!r}"))
+                entry = Entry(hook, name, settings, self.batch)
                 entry.load_state_dict(saved, module)
                 self.table(hook)[name] = entry

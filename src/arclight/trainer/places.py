@@ -59,8 +59,9 @@ class RunPlaces:
     def drop_empty_folder(self) -> None:
         """Remove the folder that several processes decided on if nobody has written into it."""
         if self._folder_made_early and self.strategy.is_global_zero:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # it holds something, or other runs are beside it
                 self.run_folder.path.rmdir()
+                self.run_folder.path.parent.rmdir()
 
     @property
     def run_folder(self) -> RunFolder:

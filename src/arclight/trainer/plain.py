@@ -1,4 +1,4 @@
-"""Encode constructor arguments as plain data, which any checkpoint can hold without pickling a class, and decode them."""
+"""Encode objects as plain data, which any checkpoint can hold without pickling a class, and decode them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from arclight.checkpoint import CheckpointError
+from arclight.fabric.rank_zero import rank_zero_warn
 
 TAG = "__arclight__"
 """The one key that marks a dict as an encoded object; its value says of which kind. A user's dict with this key is escaped."""
@@ -139,6 +140,24 @@ def _build(place: str, values: dict[str, Any], owner: type) -> Any:
         if known.get(name) is False:
             object.__setattr__(built, name, value)  # a frozen one too
     return built
+
+
+def known_fields(cls: Any, saved: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return the items of ``saved`` that are fields of the dataclass ``cls``; a warning names the rest, which a later version wrote.
+
+    Raises CheckpointError, naming it, where a field without a default is missing.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if unknown := [name for name in saved if name not in fields]:
+        rank_zero_warn(
+            f"the checkpoint's {what} has fields that this version does not know: {', '.join(unknown)}; they are left out"
+        )
+    needed = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in saved]:
+        raise CheckpointError(
+            f"the checkpoint's {what} lacks {', '.join(missing)}: it is damaged, resume from another one"
+        )
+    return {name: value for name, value in saved.items() if name in fields}
 
 
 def _place(cls: type) -> str:

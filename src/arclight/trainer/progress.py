@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from arclight.checkpoint import CheckpointError
+from arclight.trainer.plain import known_fields
+
 
 @dataclass
 class Progress:
@@ -31,7 +34,11 @@ class Progress:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        for name, value in state.items():
+        if missing := [name for name in ("epoch", "batch", "global_step") if name not in state]:
+            raise CheckpointError(f"the checkpoint's progress lacks {', '.join(missing)}: resume from another one")
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, field.default)
+        for name, value in known_fields(Progress, state, "progress").items():
             setattr(self, name, value)
         if self.ended:
             self.next_epoch()

@@ -23,10 +23,9 @@ class RunFolder:
     def __init__(self, root: str | Path = "runs", name: str = "run", number: int | None = None) -> None:
         self._session: dict[str, Any] = {}
         parent = Path(root) / name
-        parent.mkdir(parents=True, exist_ok=True)
         self.path = next_folder(parent) if number is None else parent / str(number)
         if number is not None:
-            self.path.mkdir()
+            self.path.mkdir(parents=True)
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -126,7 +125,7 @@ def next_folder(parent: Path) -> Path:
         number += 1
         folder = parent / str(number)
         try:
-            folder.mkdir()
+            folder.mkdir(parents=True)  # the parent too, which a run that wrote nothing may be removing
         except FileExistsError:
             continue
         return folder

@@ -79,6 +79,7 @@ def _telling(trainer: Trainer) -> Iterator[None]:
         if trainer._module is not None:
             trainer._module.__dict__["_entries"] = None
         reporting.take_back_log(trainer)
+        trainer.drop_empty_folder()
         trainer.stage = ""
 
 
@@ -191,7 +192,6 @@ def _finish(trainer: Trainer, module: Module, stage: str) -> None:
     for logger in trainer.loggers if trainer.is_global_zero else []:
         logger.finalize("success")
     _teardown(trainer, module)
-    trainer.drop_empty_folder()
 
 
 def _teardown(trainer: Trainer, module: Module) -> None:

@@ -7,7 +7,8 @@ Its keys are those that Lightning's hooks ``on_save_checkpoint`` and ``on_load_c
     epoch, global_step  for people and tools that read the file; a resume goes by ``loops``
     optimizer_states, lr_schedulers, callbacks, and the data module's state under its class's name
     hyper_parameters    the module's constructor arguments
-    loops               progress: how far training has come
+    loops               layout: number of the layout of all that follows
+                        progress: how far training has come
                         logged: the running epoch's sums, so that its metrics come out the same
                         metrics: the newest epoch values, which plateau schedulers and callbacks go by
                         precision: its name and its state
@@ -42,6 +43,13 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
+LAYOUT = 1
+"""Of what lies below ``loops``. A field that is added needs a default, not another number: readers name what they do not know and go on.
+
+0 is that of checkpoints without a number, 1 that of ``_loops``.
+"""
+
+
 def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
     """The state of ``trainer``. A collective: every rank must call it."""
     module, data = trainer.lightning_module, trainer.datamodule
@@ -51,7 +59,7 @@ def dump(trainer: Trainer, weights_only: bool = False) -> dict[str, Any]:
         "global_step": trainer.global_step,
         key: version,
         "state_dict": module.state_dict(),
-        "loops": {"progress": trainer.progress.state_dict()},
+        "loops": {"layout": LAYOUT, "progress": trainer.progress.state_dict()},
     }
     for callback in trainer.callbacks:
         checkpoint.update(callback.averages() if hasattr(callback, "averages") else {})
@@ -206,6 +214,11 @@ def restore_optimization(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def _restore_loops(trainer: Trainer, loops: dict[str, Any]) -> None:
+    if (layout := loops.get("layout", 0)) > LAYOUT:
+        raise checkpoints.CheckpointError(
+            f"the checkpoint's training state has layout {layout}, this version reads up to {LAYOUT}: update arclight to resume from "
+            "it, or take its weights alone with load_from_checkpoint"
+        )
     trainer.progress.load_state_dict(loops["progress"])
     if trainer.max_epochs not in (-1, None) and trainer.progress.epoch > trainer.max_epochs:
         raise MisconfigurationError(

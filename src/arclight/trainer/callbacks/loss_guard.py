@@ -19,6 +19,7 @@ from arclight.optim import MixedOptimizer
 from arclight.trainer import state
 from arclight.trainer.callback import Callback
 from arclight.trainer.gradients import parameters_of
+from arclight.trainer.plain import known_fields
 from arclight.trainer.reporting import NonFiniteLossError
 from arclight.trainer.spike import TrainingSpikeException
 
@@ -312,7 +313,7 @@ class LossGuard(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._saved = state_dict
         self.in_a_row, self.rollbacks = state_dict["in_a_row"], state_dict["rollbacks"]
-        self.events = [Event(**event) for event in state_dict["events"]]
+        self.events = [Event(**known_fields(Event, event, "LossGuard event")) for event in state_dict["events"]]
 
 
 def _described(event: Event) -> str:
