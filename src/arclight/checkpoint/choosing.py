@@ -76,8 +76,8 @@ def _listed(patterns: Iterable[str]) -> list[str]:
 
 def _below(name: str, pattern: str) -> bool:
     """Whether `name` or something above it matches."""
-    if fnmatchcase(name, pattern):
-        return True
+    if name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern):
+        return True  # by its letters first: a name may hold what stands for others in a pattern
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts)))
 

@@ -47,11 +47,24 @@ def load_weights(path: str | Path) -> dict[str, torch.Tensor]:
     Raises CheckpointError where there are none, or where reading them would need unpickling.
     """
     path = Path(path)
-    if path.is_file():
-        weights: dict[str, torch.Tensor] = read_foreign(path)["model"]
-        return weights
-    state = load(path, only=["model", *({"ema"} & inspect(path).entries.keys())])
-    return {**state["model"], **state.get("ema", {})}
+    state = (
+        read_foreign(path) if path.is_file() else load(path, only=["model", *({"ema"} & inspect(path).entries.keys())])
+    )
+    return {**state["model"], **_averages(path, state["model"], state.get("ema"))}
+
+
+def _averages(path: Path, model: Mapping[str, torch.Tensor], found: Any) -> dict[str, torch.Tensor]:
+    """Averaged weights under the model's names; torch's AveragedModel puts ``module.`` before them and counts itself."""
+    if not _is_state_dict(found):
+        return {}
+    averages = {name: tensor for name, tensor in found.items() if name != "n_averaged" or name in model}
+    if not averages.keys() <= model.keys():
+        averages = {name.removeprefix("module."): tensor for name, tensor in averages.items()}
+    if unknown := sorted(averages.keys() - model.keys()):
+        raise CheckpointError(
+            f"{path} has averaged weights for {unknown[0]}, which its model does not have: they are of another model"
+        )
+    return averages
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
@@ -105,6 +118,9 @@ def _with_model(path: Path, content: Any) -> dict[str, Any]:
         for name in _WEIGHTS:
             if _is_state_dict(content.get(name)):
                 rest = {str(key): value for key, value in content.items() if key != name}
+                if len(rest) < len(content) - 1:
+                    keys = [key for key in content if list(map(str, content)).count(str(key)) > 1]
+                    raise CheckpointError(f"{path} has keys that a checkpoint cannot tell apart, {keys}: rename them")
                 if "model" in rest:
                     raise CheckpointError(
                         f"{path} has weights in {name!r} and something else in 'model': split it first"

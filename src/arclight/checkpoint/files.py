@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
@@ -93,11 +94,13 @@ def open_hashed(path: Path) -> Iterator[HashedFile]:
 
 
 class PlacedFile:
-    """A file read from any place in it."""
+    """A file read from any place in it. It stays open, and so readable where it is replaced or removed, while this is in use."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._path = str(path), path
         self._file = None if remote.is_remote(path) else path.open("rb", buffering=0)
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)
 
     def read_at(self, position: int, target: memoryview) -> None:
         """Fill `target` from byte `position` on; raises EOFError where the file ends before."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.files import MANIFEST
+from arclight.checkpoint.tensorfile import parse_json
 
 NAME, STATE = MANIFEST, "state.json"
 FORMAT, VERSION = "arclight-checkpoint", 1
@@ -104,7 +108,7 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path / NAME} cannot be read: {error.strerror}") from error
     try:
-        body = json.loads(text)
+        body = parse_json(text)
         digest = body.pop("digest")
         form, version = body.pop("format"), body.pop("version")
         if form != FORMAT:
@@ -116,13 +120,48 @@ def read_manifest(path: Path) -> Manifest:
             )
         if digest != _digest({"format": form, "version": version, **body}):
             raise ValueError("its digest differs")
-        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-        body["entries"] = {name: EntrySummary(**entry) for name, entry in body["entries"].items()}
-        return Manifest(**body)
+        return _checked(body)
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path / NAME} is damaged ({error}): {ADVICE}") from error
+
+
+def _checked(body: dict[str, Any]) -> Manifest:
+    """Raise ValueError for values of other types, and for files that are not in the checkpoint's own folder."""
+    files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
+    entries = {name: EntrySummary(**entry) for name, entry in body.pop("entries").items()}
+    manifest = Manifest(**body, files=files, entries=entries)
+    parts: list[Any] = [manifest, *files.values(), *entries.values()]
+    for part in parts:
+        for name, hint in _types(type(part)).items():  # type: ignore[arg-type]
+            if not _is_a(getattr(part, name), hint):
+                raise ValueError(f"{name} is {getattr(part, name)!r:.60}")
+    for name in (*manifest.files, *filter(None, [manifest.data])):
+        if name in (".", "..") or not name.strip() or any(c in "/\\\0" for c in name):
+            raise ValueError(f"{name!r} is no name of a file in it")
+    if STATE not in manifest.files:
+        raise ValueError(f"it does not list {STATE}")
+    if any(record.bytes < 0 for record in manifest.files.values()):
+        raise ValueError("a file has less than no bytes")
+    return manifest
+
+
+@cache
+def _types(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Return whether a value from JSON is of the type that a field has."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(item, inner[1]) for item in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(_is_a(item, inner[0]) for item in value)
+    if origin is types.UnionType:
+        return any(_is_a(value, member) for member in inner)
+    return hint is Any or type(value) is hint
 
 
 ADVICE = (

@@ -40,6 +40,12 @@ def place(path: str | Path) -> Path:
     return Path(name) if protocol in ("file", "local") else cast(Path, RemotePath(text))
 
 
+def resolved(path: str | Path) -> Path:
+    """As `place`, from now on independent of the working directory, which may change before it is used."""
+    found = place(path)
+    return found if is_remote(found) else found.absolute()
+
+
 def is_remote(path: object) -> bool:
     return isinstance(path, RemotePath)
 

@@ -12,7 +12,7 @@ from arclight.checkpoint import files
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import is_checkpoint, read_manifest
 from arclight.checkpoint.remote import place
-from arclight.checkpoint.store import verify
+from arclight.checkpoint.store import is_complete, verify
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
@@ -39,8 +39,8 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
 
 
 def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints of `folder` (unreadable ones count as oldest), and what killed
-    processes left there.
+    """Remove all but the newest `keep` checkpoints of `folder` (those that are unreadable or cut off count as oldest), and what
+    killed processes left there.
 
     protect: paths that stay whatever their age, and do not count. Returns the checkpoints removed, oldest first.
     Folders that are not checkpoints are never touched. Raises ValueError for a negative `keep`.
@@ -51,11 +51,26 @@ def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) 
     files.sweep(folder)
     protected = {place(path).resolve() for path in protect}
     ordered, unreadable = _by_age(folder)
-    candidates = [path for path in (*unreadable, *ordered) if path.resolve() not in protected]
-    doomed = candidates[: max(0, len(candidates) - keep)]
+    ordered = [path for path in ordered if path.resolve() not in protected]
+    unreadable = [path for path in unreadable if path.resolve() not in protected]
+    doomed = _all_but(keep, ordered, unreadable)
     for path in doomed:
         remove(path)
     return doomed
+
+
+def _all_but(keep: int, ordered: list[Path], unreadable: list[Path]) -> list[Path]:
+    """What goes where `keep` of them stay, oldest first. One whose files are cut off counts as unreadable."""
+    older, kept = list(ordered), list[Path]()
+    unreadable = list(unreadable)
+    while older and len(kept) < keep:
+        newest = older.pop()
+        if is_complete(newest, read_manifest(newest)):
+            kept.insert(0, newest)
+        else:
+            unreadable.append(newest)
+    candidates = [*unreadable, *older, *kept]
+    return candidates[: max(0, len(candidates) - keep)]
 
 
 def remove(path: str | Path) -> None:

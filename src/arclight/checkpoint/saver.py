@@ -12,7 +12,7 @@ import torch
 
 from arclight.checkpoint import tree
 from arclight.checkpoint.errors import CheckpointError
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import resolved
 from arclight.checkpoint.shares import ShareSaver, attempt
 from arclight.checkpoint.store import write
 from arclight.checkpoint.tensorfile import as_bytes
@@ -40,13 +40,14 @@ class AsyncSaver:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._in_flight: Future[Path] | None = None
+        self._closed = False
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
         self._shares: ShareSaver | None = None
         self._exchange: Exchange | None = None
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Allocate the buffers for such a state in the background: fresh memory is what makes a first save slow."""
-        self.wait()
+        self._ready()
         encoded = tree.encode(state)
         self._in_flight = self._thread.submit(self._allocate, encoded.files)
 
@@ -56,10 +57,11 @@ class AsyncSaver:
         Waits for the save before, if it is still in flight. The result of the future is the path, once it is complete.
         Raises CheckpointError at once for a state that cannot be kept, and for an error of the save before.
         """
-        self.wait()
+        self._ready()
+        target = resolved(path)
         encoded = tree.encode(state)
         event = self._stage(encoded.files)
-        self._in_flight = self._thread.submit(_write, place(path), lambda: write(place(path), encoded), event)
+        self._in_flight = self._thread.submit(_write, target, lambda: write(target, encoded), event)
         return self._in_flight
 
     def save_shares(self, path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Future[Path]:
@@ -68,7 +70,7 @@ class AsyncSaver:
         Nothing in the background is a collective. The result of rank 0's future comes when the checkpoint is complete, that of
         another rank's when its own part is written. Raises the error of a save before on every rank.
         """
-        _, problem = attempt(self.wait)
+        _, problem = attempt(self._ready)
         if self._shares is None or self._shares.processes is not processes:
             self._shares, self._exchange = ShareSaver(processes), processes.exchange("checkpoint", _PATIENCE)
         job = self._shares.begin(path, state, problem)
@@ -78,8 +80,14 @@ class AsyncSaver:
             if (problem := job.write(self._exchange or (lambda value: [value]))) is not None:
                 raise CheckpointError(problem)
 
-        self._in_flight = self._thread.submit(_write, place(path), write_part, event)
+        self._in_flight = self._thread.submit(_write, job.path, write_part, event)
         return self._in_flight
+
+    def _ready(self) -> None:
+        """Wait for the save before. Raises CheckpointError for its error, and where the saver is closed."""
+        self.wait()
+        if self._closed:
+            raise CheckpointError("this saver is closed and writes nothing more: make another AsyncSaver")
 
     def hurry(self, seconds: float = 10.0) -> None:
         """Something has failed: a save in flight waits no longer than this for other processes' parts."""
@@ -97,6 +105,7 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
+            self._closed = True
             self._thread.shutdown()
             self._buffers.clear()
 

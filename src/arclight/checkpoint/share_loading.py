@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +11,10 @@ import torch
 from arclight.checkpoint import files, tree
 from arclight.checkpoint.choosing import chosen
 from arclight.checkpoint.errors import CheckpointError
-from arclight.checkpoint.manifest import ADVICE, STATE, Manifest, read_manifest
+from arclight.checkpoint.manifest import Manifest
 from arclight.checkpoint.remote import is_remote, place
 from arclight.checkpoint.shares import attempt
-from arclight.checkpoint.store import read_file, verify
+from arclight.checkpoint.store import fitting, read_entries, read_file, read_whole, verify
 from arclight.checkpoint.stored import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import read_header
 from arclight.fabric.batches import map_tensors
@@ -46,11 +45,14 @@ def load_shares(
         files.sweep(path.parent)
     processes.barrier("checkpoint found")
     problems = verify(path, processes) if check else []
-    loaded, problem = attempt(lambda: open_state(path, only, exclude, stored))
-    for reason in (*problems, *processes.all_gather_object(problem)):
+    loaded, problem = attempt(lambda: _opened(path, only, exclude, stored))
+    outcomes = processes.all_gather_object((problem, None if loaded is None else loaded[0]))
+    for reason in (*problems, *(reason for reason, _ in outcomes)):
         if reason is not None:
             raise CheckpointError(reason)
-    state: dict[str, Any] = loaded
+    if len({written for _, written in outcomes}) > 1:
+        raise CheckpointError(f"{path} was replaced while processes opened it: load it when nobody writes it")
+    state: dict[str, Any] = loaded[1]
     return state
 
 
@@ -61,17 +63,24 @@ def open_state(
     stored: Iterable[str] | None = None,
 ) -> dict[str, Any]:
     """As `load_shares`, in one process and without comparing hashes of what is not read. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    entries = read_file(path, STATE, manifest, True, lambda file, size: json.loads(file.read(size)))
-    entries = chosen(path, entries, only, exclude)
-    kept = set(entries) if stored is None else set(stored)
-    try:
-        state = tree.decode(entries, _Files(path, manifest))
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path / STATE} does not fit the tensor files ({error!r}): {ADVICE}") from error
-    return {key: value if key in kept else map_tensors(value, tree.whole_of) for key, value in state.items()}
+    return _opened(path, only, exclude, stored)[1]
+
+
+def _opened(
+    path: Path, only: Iterable[str] | None, exclude: Iterable[str] | None, stored: Iterable[str] | None
+) -> tuple[str, dict[str, Any]]:
+    """When the checkpoint was written, and its state."""
+
+    def read(manifest: Manifest) -> dict[str, Any]:
+        entries = read_entries(path, manifest)
+        with fitting(path):
+            entries = chosen(path, entries, only, exclude)
+            state = tree.decode(entries, _Files(path, manifest))
+        kept = set(entries) if stored is None else set(stored)
+        return {key: value if key in kept else map_tensors(value, tree.whole_of) for key, value in state.items()}
+
+    manifest, state = read_whole(path, read, verified=False)
+    return manifest.created, state
 
 
 class _Files(Mapping[str, Mapping[str, torch.Tensor]]):

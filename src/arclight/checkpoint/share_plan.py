@@ -184,7 +184,9 @@ def _assign(
 ) -> Share:
     writer = min(ranks, key=lambda rank: (load[rank], rank))
     load[writer] += math.prod(box[1]) * getattr(torch, place.dtype).itemsize
-    entry = "".join(c if c.isalnum() or c in "_-" else "_" for c in path[0])
+    entry = "".join(c if c.isalnum() or c in "_-" else "_" for c in path[0])[
+        :64
+    ]  # file systems take 255 bytes of a name
     file = f"{entry}-{writer + 1:05d}-of-{world_size:05d}.safetensors"
     name = wanted = ".".join(path[1:]) or path[0]
     number = 1

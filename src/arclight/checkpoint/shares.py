@@ -18,7 +18,7 @@ import torch
 from arclight.checkpoint import files, tree
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe, is_checkpoint
-from arclight.checkpoint.remote import is_told, place
+from arclight.checkpoint.remote import is_told, place, resolved
 from arclight.checkpoint.share_plan import SharePlan, Taken, make_plan, united
 from arclight.checkpoint.tensorfile import write_tensors
 
@@ -59,7 +59,7 @@ class ShareSaver:
 
         Raises CheckpointError on every process, also where any of them has a `problem` already.
         """
-        path, processes = place(path), self.processes
+        path, processes = resolved(path), self.processes
         staging: Path | None = None
         taken: Taken | None = None
         if problem is None:

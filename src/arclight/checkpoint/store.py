@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,10 +26,18 @@ from arclight.checkpoint.manifest import (
     read_manifest,
 )
 from arclight.checkpoint.remote import place
-from arclight.checkpoint.tensorfile import read_tensors, write_tensors
+from arclight.checkpoint.tensorfile import parse_json, read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
+
+T = TypeVar("T")
+
+_ATTEMPTS = 20
+"""Times that a checkpoint which others replace is read."""
+
+_WRONG = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What values of a file can lead to that are not as they are written. Of RuntimeError the other sorts are the device's."""
 
 
 def save(path: str | Path, state: Mapping[str, Any]) -> Path:
@@ -92,21 +101,62 @@ def load(
     path = place(path)
     if not remote.is_remote(path) and not path.exists() and path.parent.is_dir():
         files.sweep(path.parent)  # a process killed between two renames has left it beside
-    manifest = read_manifest(path)
-    entries = read_file(path, STATE, manifest, verify, lambda file, size: json.loads(file.read(size)))
-    entries = chosen(path, entries, only, exclude)
-    needed = tree.tensors_of(entries)
-    loaded = {
-        name: read_file(path, name, manifest, verify, partial(_wanted, name, needed, map_location))
-        for name in sorted(tree.files_of(entries))
-    }
-    try:
-        state = tree.decode(entries, loaded)
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path / STATE} does not fit the tensor files ({error!r}): {ADVICE}") from error
+
+    def read(manifest: Manifest) -> dict[str, Any]:
+        entries = read_entries(path, manifest, verify)
+        with fitting(path):
+            entries = chosen(path, entries, only, exclude)
+            needed = tree.tensors_of(entries)
+        loaded = {
+            name: read_file(path, name, manifest, verify, partial(_wanted, name, needed, map_location))
+            for name in sorted({file for file, _ in needed})
+        }
+        with fitting(path):
+            return tree.decode(entries, loaded)
+
+    _, state = read_whole(path, read, verify)
     if refuse_nan and isinstance(state.get("model"), dict):
         choosing.refuse_nan(path, nan_names(state["model"]))
     return state
+
+
+def read_whole(path: Path, read: Callable[[Manifest], T], verified: bool) -> tuple[Manifest, T]:
+    """Read a checkpoint by its manifest; again if another has taken its place meanwhile, whose files are not those it names.
+
+    verified: whether `read` compares the hashes of all that it reads, and so never mixes two checkpoints.
+    """
+    for _ in range(_ATTEMPTS):
+        manifest = read_manifest(path)
+        try:
+            found = read(manifest)
+        except CheckpointError:
+            if read_manifest(path) == manifest:
+                raise
+            continue
+        if verified or read_manifest(path) == manifest:
+            return manifest, found
+    raise CheckpointError(
+        f"{path} is replaced faster than it can be read: load it when nobody writes it, or a copy of it"
+    )
+
+
+def read_entries(path: Path, manifest: Manifest, verify: bool = True) -> dict[str, Any]:
+    """The encoded entries of a checkpoint."""
+    entries = read_file(path, STATE, manifest, verify, lambda file, size: parse_json(file.read(size)))
+    if not isinstance(entries, dict):
+        raise _damaged(path / STATE, f"it holds a {type(entries).__name__} instead of entries")
+    return entries
+
+
+@contextmanager
+def fitting(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for whatever is wrong with the encoded entries of a checkpoint, however they came to be so."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _WRONG as error:
+        raise CheckpointError(f"{path / STATE} does not fit the tensor files ({error!r}): {ADVICE}") from error
 
 
 def _wanted(
@@ -129,9 +179,17 @@ def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
 def _problems(path: Path, first: int = 0, step: int = 1) -> list[str]:
     """What is wrong with every `step`-th file, largest first."""
     try:
-        manifest = read_manifest(path)
+        for _ in range(_ATTEMPTS):
+            manifest = read_manifest(path)
+            problems = _problems_by(manifest, path, first, step)
+            if not problems or read_manifest(path) == manifest:
+                break  # else another has taken its place meanwhile
     except CheckpointError as error:
         return [str(error)]
+    return problems
+
+
+def _problems_by(manifest: Manifest, path: Path, first: int, step: int) -> list[str]:
     problems = []
     for name, record in sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))[first::step]:
         try:
@@ -163,11 +221,21 @@ def read_file(
             content = reader(file, record.bytes)
     except OSError as error:
         raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
+    except (*_WRONG, EOFError) as error:
         raise _damaged(path / name, str(error)) from error
     if verify and file.sha256 != record.sha256:
         raise _damaged(path / name, "its SHA-256 differs from the manifest")
     return content
+
+
+def is_complete(path: Path, manifest: Manifest) -> bool:
+    """Return whether every file is there in its size; their content is not read."""
+    try:
+        for name, record in manifest.files.items():
+            _check_size(manifest.at(path, name), record)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _check_size(path: Path, record: FileRecord) -> None:

@@ -89,13 +89,14 @@ def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
     length = int.from_bytes(file.read(8), "little")
     if length > min(_MAX_HEADER, size):
         raise ValueError(f"a header of {length} bytes cannot be")
-    header = json.loads(file.read(length))
+    header = parse_json(file.read(length))
     header.pop("__metadata__", None)
     slots: dict[str, Slot] = {}
     position = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        fits = min(shape, default=0) >= 0 and end - begin == math.prod(shape) * dtype.itemsize
+        check_shape(shape)
+        fits = end - begin == math.prod(shape) * dtype.itemsize
         if begin != position or not fits or 8 + length + end > size:
             raise ValueError(f"the place of tensor {name} cannot be")
         position = end
@@ -103,6 +104,30 @@ def read_header(file: HashedFile, size: int) -> dict[str, Slot]:
     if 8 + length + position != size:
         raise ValueError(f"{size - 8 - length - position} bytes follow the last tensor")
     return slots
+
+
+def check_shape(shape: Any) -> None:
+    """Raise ValueError for what is no shape of a tensor."""
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shape!r} is no shape")
+    if math.prod(size or 1 for size in shape) >= 1 << 56:
+        raise ValueError(f"a tensor of shape {shape} cannot be")
+
+
+def parse_json(text: bytes) -> Any:
+    """Read JSON as the standard has it. Raises ValueError for a key that comes twice, NaN and infinity, which Python lets pass."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            names = [name for name, _ in items]
+            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
+        return found
+
+    def constant(name: str) -> Any:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
 
 
 def read_tensors(
@@ -129,7 +154,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    """Inverse of `as_bytes`; shares memory."""
+    """Inverse of `as_bytes`; shares memory. Raises ValueError for a shape of another size."""
+    check_shape(shape)
+    if math.prod(shape) * dtype.itemsize != raw.numel():
+        raise ValueError(f"{raw.numel()} bytes are no tensor of shape {shape} and {dtype}")
     return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePath
@@ -19,11 +19,15 @@ import numpy as np
 import torch
 
 from arclight.checkpoint.errors import CheckpointError
-from arclight.checkpoint.tensorfile import NAMES, as_bytes, from_bytes
+from arclight.checkpoint.tensorfile import NAMES, as_bytes, check_shape, from_bytes
 
 REST = "state.safetensors"
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _RESERVED = {"state", "manifest"}
+_LONGEST_NAME = 200
+"""Characters of an entry that has a file of its own; file systems take 255 bytes."""
+_LONGEST_INT = 14_000
+"""Bits of an integer that is written in decimal: Python reads and writes at most 4,300 digits."""
 _STEP_NAMES, _EPOCH_NAMES = ("step", "global_step", "steps"), ("epoch", "current_epoch")
 
 
@@ -47,8 +51,8 @@ def encode(state: Mapping[str, Any]) -> Encoded:
     result = Encoded(**counts_of(state))
     rest, taken = Encoder(), set(_RESERVED)
     for name, value in state.items():
-        own_file = _FILE_NAME.fullmatch(name) and name.lower() not in taken and _is_flat(value)
-        if not own_file:
+        fits = len(name) <= _LONGEST_NAME and _FILE_NAME.fullmatch(name) and name.lower() not in taken
+        if not fits or not _is_flat(value):
             result.entries[name] = rest.value(value, (name,))
             continue
         taken.add(name.lower())
@@ -94,6 +98,8 @@ class Encoder:
         self._open: set[int] = set()
 
     def value(self, item: Any, path: tuple[str, ...]) -> Any:
+        if type(item) is int and item.bit_length() > _LONGEST_INT:
+            return {"$": "int", "hex": hex(item)}
         if item is None or type(item) in (bool, int, str):
             return item
         if isinstance(item, torch.Tensor):
@@ -112,7 +118,8 @@ class Encoder:
         if isinstance(item, dict):
             if all(type(key) is str and key != "$" for key in item):
                 return {key: self.value(value, (*path, key)) for key, value in item.items()}
-            pairs = [[self.value(k, (*path, str(k))), self.value(v, (*path, str(k)))] for k, v in item.items()]
+            names = [(*path, _label(key)) for key in item]
+            pairs = [[self.value(k, at), self.value(v, at)] for at, (k, v) in zip(names, item.items(), strict=True)]
             return {"$": "dict", "items": pairs}
         items = [self.value(value, (*path, str(number))) for number, value in enumerate(item)]
         if isinstance(item, list):
@@ -138,7 +145,7 @@ class Encoder:
             case np.generic():
                 raise _unfit(item, path)
             case int():
-                return int(item)
+                return self.value(int(item), path)
             case float():
                 return float(item) if math.isfinite(item) else {"$": "float", "value": repr(float(item))}
             case complex():
@@ -183,6 +190,12 @@ class Encoder:
             name = f"{wanted}#{number}"
         self.tensors[name] = tensor
         return name
+
+
+def _label(key: Any) -> str:
+    """A key as the error about its value names it."""
+    long = isinstance(key, int) and key.bit_length() > _LONGEST_INT
+    return f"integer of {key.bit_length()} bits" if long else str(key)
 
 
 def check_tensor(tensor: torch.Tensor, path: Iterable[str]) -> None:
@@ -254,8 +267,9 @@ def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch
 def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
     """The whole tensor. Raises ValueError where its shares do not cover it."""
     parts = [(files[file][name], offset) for file, name, offset in node["shares"]]
-    if sum(part.numel() for part, _ in parts) != math.prod(node["shape"]):
-        raise ValueError(f"the shares of a tensor of shape {node['shape']} do not cover it")
+    check_shape(node["shape"])
+    if not _cover([(offset, part.shape) for part, offset in parts], node["shape"]):
+        raise ValueError(f"the shares of a tensor of shape {node['shape']} do not cover it once")
     if parts and hasattr(parts[0][0], "joined"):  # of tensors that are still in their files
         joined: torch.Tensor = parts[0][0].joined(parts, node["shape"])
         return joined
@@ -268,10 +282,33 @@ def _decode_spread(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.
     return whole
 
 
+def _cover(boxes: list[tuple[list[int], Sequence[int]]], shape: list[int]) -> bool:
+    """Return whether boxes (offset, shape) make up a whole without gap or overlap."""
+    if any(len(offset) != len(shape) for offset, _ in boxes):
+        return False
+    if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
+        return False
+    if len(boxes) < 2 or not shape:
+        return all(not any(offset) for offset, _ in boxes)
+    low = np.array([offset for offset, _ in boxes])
+    high = low + np.array([tuple(size) for _, size in boxes])
+    if (low < 0).any() or (high > np.array(shape)).any():
+        return False
+    shared = (np.minimum(high[:, None], high) > np.maximum(low[:, None], low)).all(-1)
+    return int(shared.sum()) == int(((high > low).all(-1)).sum())  # each box meets itself alone, an empty one nothing
+
+
 def _decode_array(node: dict[str, Any], inner: Callable[[Any], Any], files: Any) -> np.ndarray[Any, Any]:
     tensor = inner(node["tensor"]) if "tensor" in node else _decode_tensor(node, files)
-    values: np.ndarray[Any, Any] = whole_of(tensor).cpu().numpy().astype(np.dtype(node["array_dtype"]))
+    values: np.ndarray[Any, Any] = whole_of(tensor).cpu().numpy().astype(_numeric(node["array_dtype"]))
     return values
+
+
+def _numeric(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in "biufc":
+        raise ValueError(f"{name} is no type of numbers")
+    return dtype
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -287,6 +324,17 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _complex(real: float, imaginary: float) -> complex:
+    return complex(real, imaginary)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is not a device of this torch") from error
+
+
 _Kind = Callable[[dict[str, Any], Callable[[Any], Any], Mapping[str, Mapping[str, torch.Tensor]]], Any]
 _KINDS: dict[str, _Kind] = {
     "tensors": lambda node, inner, files: _decode_tensors(node, files),
@@ -294,18 +342,19 @@ _KINDS: dict[str, _Kind] = {
     "array": _decode_array,
     "spread": lambda node, inner, files: _decode_spread(node, files),
     "bits": lambda node, inner, files: from_bytes(whole_of(inner(node["of"])), _dtype(node["dtype"]), node["shape"]),
-    "scalar": lambda node, inner, files: np.dtype(node["dtype"]).type(inner(node["value"])),
+    "scalar": lambda node, inner, files: _numeric(node["dtype"]).type(inner(node["value"])),
     "tuple": lambda node, inner, files: tuple(inner(node["items"])),
     "set": lambda node, inner, files: set(inner(node["items"])),
     "frozenset": lambda node, inner, files: frozenset(inner(node["items"])),
     "dict": lambda node, inner, files: {inner(key): inner(value) for key, value in node["items"]},
     "float": lambda node, inner, files: float(node["value"]),
-    "complex": lambda node, inner, files: complex(*inner(node["parts"])),
-    "bytes": lambda node, inner, files: base64.b64decode(node["base64"]),
-    "bytearray": lambda node, inner, files: bytearray(base64.b64decode(node["base64"])),
+    "int": lambda node, inner, files: int(node["hex"], 16),
+    "complex": lambda node, inner, files: _complex(*map(inner, node["parts"])),
+    "bytes": lambda node, inner, files: base64.b64decode(node["base64"], validate=True),
+    "bytearray": lambda node, inner, files: bytearray(base64.b64decode(node["base64"], validate=True)),
     "path": lambda node, inner, files: Path(node["value"]),
     "dtype": lambda node, inner, files: _dtype(node["value"]),
-    "device": lambda node, inner, files: torch.device(node["value"]),
+    "device": lambda node, inner, files: _device(node["value"]),
 }
 
 
@@ -319,9 +368,20 @@ def _count(state: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     progress = state.get("progress")
     for place in (state, progress if isinstance(progress, Mapping) else {}):
         for name in names:
-            if isinstance(place.get(name), int):
-                return int(place[name])
+            if (count := _whole(place.get(name))) is not None:
+                return count
     return None
+
+
+def _whole(value: Any) -> int | None:
+    """The integer in a number of any sort: of Python, of NumPy, or a tensor of one element."""
+    if (type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta) or (
+        isinstance(value, np.generic | np.ndarray) and value.size == 1
+    ):
+        value = value.item()
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else None
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _kind(item: object) -> str:
