@@ -1,15 +1,15 @@
-"""What is said about a stage's data when they arrive: mistakes are errors, what costs time or surprises is a warning."""
+"""Validate the loaders of a stage: raise on mistakes, warn of what costs time or surprises."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from arclight.data.combined import length_of
+from arclight.data.combined import Count, length_of
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warning_kinds import PossibleUserWarning
@@ -19,8 +19,18 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
+class _Share(NamedTuple):
+    """How many batches the loaders of one process have."""
+
+    lengths: list[Count]
+    """Of each of the user's loaders, before they are shared out."""
+    counts: list[Count]
+    """Of each of them, within the limits and of this process's share."""
+    total: Count
+
+
 def check_stage(trainer: Trainer, data: StageData) -> None:
-    """Look at each loader, and at what they come to together."""
+    """Look at each loader, and at what all processes have of them. A collective; what it refuses it refuses on every process."""
     name = {"validate": "val"}.get(data.stage, data.stage) + "_dataloader"
     for loader in data.user_loaders:
         if data.stage != "train" and shuffles(loader):
@@ -30,9 +40,20 @@ def check_stage(trainer: Trainer, data: StageData) -> None:
                 category=PossibleUserWarning,
             )
         _check_workers(trainer, loader, name)
-        _check_length(trainer, loader)
+    own = _Share([length_of(loader) for loader in data.user_loaders], data.counts, data.total)
+    shares = [_Share(*share) for share in trainer.strategy.all_gather_object(tuple(own))]
+    data.runs = any(share.total for share in shares)
+    if data.stage == "train" and data.runs and (without := [r for r, share in enumerate(shares) if share.total == 0]):
+        raise nothing_to_train(without)
+    if len({len(share.lengths) for share in shares}) > 1:
+        raise MisconfigurationError(
+            f"processes have different numbers of loaders from `{name}()`: {[len(share.lengths) for share in shares]} by rank; give "
+            "all of them the same number (a loader may be empty in an evaluation)"
+        )
+    for number, loader in enumerate(data.user_loaders):
+        _check_length(trainer, loader, [share.lengths[number] for share in shares])
     if trainer.strategy.evaluates_together:
-        _check_even(trainer, data)
+        _check_even(trainer, data, shares)
     if data.stage == "train":
         _check_training(trainer, data)
 
@@ -68,25 +89,27 @@ def _check_workers(trainer: Trainer, loader: Any, name: str) -> None:
         )
 
 
-def _check_length(trainer: Trainer, loader: Any) -> None:
-    """On every rank alike: lengths are exchanged where there are several processes."""
-    length, kind = length_of(loader), type(loader).__name__
-    total = sum(trainer.strategy.all_gather_object(length))
-    if length == math.inf:
-        return
-    if total == 0:
+def _check_length(trainer: Trainer, loader: Any, lengths: list[Count]) -> None:
+    """Look at a loader's lengths on all ranks, infinity for one that has none."""
+    length, kind = lengths[trainer.global_rank], type(loader).__name__
+    if sum(lengths) == 0:
         rank_zero_warn(f"Total length of `{kind}` across ranks is zero. Please make sure this was your intention.")
-    elif length == 0:
+    elif 0 in lengths:
+        without = [rank for rank, length in enumerate(lengths) if length == 0]
         allowed = any(
             getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False)
             for owner in (trainer.lightning_module, trainer.datamodule)
         )
         if not allowed:
             raise MisconfigurationError(
-                f"`{kind}` within local rank has zero length. Please make sure that it returns at least 1 batch, or set "
-                "`allow_zero_length_dataloader_with_multiple_devices` on the module or data module"
+                f"`{kind}` within local rank has zero length on rank {_listed(without)}, and batches on others. Please make sure that "
+                "it returns at least 1 batch, or set `allow_zero_length_dataloader_with_multiple_devices` on the module or data module"
             )
-        rank_zero_warn(f"`{kind}` within local rank has zero length while others have batches: batches are uneven")
+        rank_zero_warn(
+            f"`{kind}` has zero length on rank {_listed(without)} while others have batches: batches are uneven"
+        )
+    if length == math.inf:
+        return
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         rank_zero_warn(
             "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when num_workers "
@@ -94,9 +117,9 @@ def _check_length(trainer: Trainer, loader: Any) -> None:
         )
 
 
-def _check_even(trainer: Trainer, data: StageData) -> None:
-    """Raise, on every rank, where one would run more batches than others, which would have left by then."""
-    for counts in zip(*trainer.strategy.all_gather_object(data.counts), strict=True):
+def _check_even(trainer: Trainer, data: StageData, shares: list[_Share]) -> None:
+    """Raise where one process would run more batches than others, which would have left by then."""
+    for counts in zip(*(share.counts for share in shares), strict=True):
         fewest, most = min(counts), max(counts)
         if fewest != most:
             raise MisconfigurationError(
@@ -119,3 +142,15 @@ def _check_training(trainer: Trainer, data: StageData) -> None:
             "logs for the training epoch.",
             category=PossibleUserWarning,
         )
+
+
+def nothing_to_train(ranks: list[int]) -> MisconfigurationError:
+    """Say that some processes have no training batch, for which the others would wait for ever."""
+    return MisconfigurationError(
+        f"rank {_listed(ranks)} has no training batch while others have some, and would be waited for in every step: give every "
+        "process as many batches (a map-style data set in a plain DataLoader is shared out evenly by itself)"
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

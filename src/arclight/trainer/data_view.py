@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
 from arclight.data.combined import Count
 from arclight.trainer import dataloading, limits
 from arclight.trainer.batch_iterator import BatchIterator
+from arclight.trainer.data_checks import nothing_to_train
 from arclight.trainer.dataloading import StageData
 from arclight.trainer.prediction import Predictions
 from arclight.trainer.profilers.watching import watch_items
@@ -127,11 +128,11 @@ class DataView:
         step = trainer.lightning_module.training_step
         if takes_iterator(step):
             start = self.loader_state.pop("fetched", start)
-            fetched = watch_items(trainer, _FETCHING, loader.batches(epoch, start))
+            fetched = _everywhere(trainer, watch_items(trainer, _FETCHING, loader.batches(epoch, start)), total)
             triples = ((batch, index, 0) for index, batch in enumerate(fetched, start))
             self.batch_iterator = BatchIterator(triples, total, start)
             return self.batch_iterator.turns()
-        batches = watch_items(trainer, _FETCHING, loader.batches(epoch, start))
+        batches = _everywhere(trainer, watch_items(trainer, _FETCHING, loader.batches(epoch, start)), total)
         return batches if total == math.inf else islice(batches, int(total) - start)
 
     def next_validation(self) -> Count:
@@ -141,3 +142,17 @@ class DataView:
     def validates_when_epoch_is_over(self) -> bool:
         """Whether the epoch's validation is still due after its last batch."""
         return limits.validates_after_last_batch(cast("Trainer", self))
+
+
+def _everywhere(trainer: Trainer, batches: Iterator[Any], total: Count) -> Iterator[Any]:
+    """Look whether all processes have a first batch, where the number of batches is not known: a collective of each epoch.
+
+    Raises MisconfigurationError on all of them where only some have.
+    """
+    if total != math.inf or trainer.world_size == 1:
+        return batches
+    first = list(islice(batches, 1))
+    having = trainer.strategy.all_gather_object(bool(first))
+    if any(having) and not all(having):
+        raise nothing_to_train([rank for rank, has in enumerate(having) if not has])
+    return chain(first, batches)

@@ -52,6 +52,8 @@ class StageData:
     total: Count = 0
     user_loaders: list[Any] = field(default_factory=list)
     """The user's loaders one by one."""
+    runs: bool = False
+    """Whether a process has batches: then all of them run the stage, some perhaps without a batch."""
     loaded: bool = False
     loaded_at: float = -math.inf
     """The epoch under way when they were asked for."""
@@ -140,7 +142,7 @@ def load(trainer: Trainer, stage: str) -> StageData:
     if data.loaded and not (data.function == "fit" and every and epoch - data.loaded_at >= every):
         return data
     if limits.setting(trainer, stage) == 0 or not has_step(trainer, stage):
-        data.loaded = True
+        data.loaded, data.runs = True, False
         if stage == "train":
             trainer.num_training_batches = 0
         return data

@@ -79,16 +79,18 @@ def _restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
 
 
 def run_evaluation(trainer: Trainer, module: Module, data: StageData) -> list[dict[str, float]]:
-    """One pass over the data; the epoch's values for each loader, none where there is nothing to run."""
-    counts = limits.evaluated(trainer, data.limits)
-    if sum(counts) == 0:
+    """One pass over the data; the epoch's values for each loader, none where no process has a batch.
+
+    A process without batches runs all the same, with every hook but those of batches: others wait for it there.
+    """
+    if not data.runs:
         return []
     hook = _HOOK[trainer.stage]
     _check_arguments(module, hook, len(data.loaders), data.stage)
     values, trainer.eval_batch = reporting.begin_evaluation(trainer), 0
     with without_gradients(trainer), evaluation_mode(module, hook):
         _begin(trainer, hook)
-        counts = limits.evaluated(trainer, data.limits)  # a hook may have had the data loaded anew
+        counts = limits.evaluated(trainer, data.limits)  # now, as a hook may have had the data loaded anew
         trainer.strategy.copy_from_rank_zero(module.buffers())  # all ranks evaluate the model that is saved
         calls = Calls.resolve(trainer, module, hook, len(data.loaders))
         parts: list[dict[str, torch.Tensor]] = []

@@ -18,7 +18,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer import log_rules
 from arclight.trainer.current_batch import Batch
 from arclight.trainer.log_rules import LogSettings
-from arclight.trainer.metric_state import metric_state, restore_metric
+from arclight.trainer.metric_state import held_metric, metric_state, restore_metric
 from arclight.trainer.plain import known_fields
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Entry:
 
     __slots__ = (
         "batch",
+        "double",
         "folded",
         "given",
         "hook",
@@ -61,6 +62,8 @@ class Entry:
         self.given: tuple[Any, ...] = ()
         """The arguments of the call that made this entry: a call with the same ones needs no further check."""
         self.metric: Any = None
+        self.double = False
+        """Whether other processes have logged float64 where this one has logged nothing."""
         self.clear()
 
     def adopt(self, settings: LogSettings) -> None:
@@ -206,13 +209,19 @@ class Entry:
     def dtype(self) -> torch.dtype:
         """The type of shown values: that of the newest one, at least float32."""
         newest = self.pending[-1] if self.pending else self.last
-        return _wide(newest.dtype) if newest is not None else torch.float32
+        empty = torch.float64 if self.double else torch.float32
+        return _wide(newest.dtype) if newest is not None else empty
+
+    def description(self) -> dict[str, Any]:
+        """How it is kept and shown, for a process that has logged nothing under this name."""
+        settings = {name: getattr(self.settings, name) for name in LogSettings.__slots__ if name != "sync_group"}
+        return {"settings": settings, "double": self.dtype == torch.float64}
 
     def state_dict(self) -> dict[str, Any]:
         state = {
             "total": self.total, "weight": self.weight, "last": self.last, "weights": list(self.weights), "folded": self.folded,
             "pending": self._stacked() if self.pending else None,
-            "settings": {name: getattr(self.settings, name) for name in LogSettings.__slots__ if name != "sync_group"},
+            "settings": self.description()["settings"],
         }  # fmt: skip
         return state if self.metric is None else {**state, "metric": metric_state(self.metric)}
 
@@ -340,6 +349,19 @@ class LoggedValues:
                 f"You called `self.log({entry.name!r}, ..., logger=True)` but have no logger configured: Trainer(logger=...) takes one",
                 stacklevel=5,
             )
+
+    def adopt(self, hook: str, name: str, loader: int, description: dict[str, Any], module: Module) -> Entry:
+        """Make the entry of that key for what other processes have logged; ``loader`` is -1 where there is only one.
+
+        Raises MisconfigurationError for a metric that this process does not have.
+        """
+        table = self.tables.setdefault(hook if loader < 0 else f"{hook}/{loader}", {})
+        settings = LogSettings(**description["settings"], sync_group=None)
+        entry = table.setdefault(name, Entry(hook, name, settings, self.batch, loader if loader >= 0 else None))
+        entry.double = description["double"]
+        if settings.metric_attribute is not None:
+            entry.metric = held_metric(module, settings.metric_attribute, name)
+        return entry
 
     def clear(self) -> None:
         """Start a new epoch: last values and sums are forgotten, metrics reset; names stay known."""

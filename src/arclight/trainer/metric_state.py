@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -49,6 +50,20 @@ def restore_metric(module: Module, path: str, state: dict[str, Any] | None) -> A
                 setattr(part, name, _like(value, getattr(part, name), part))
             part._update_count, part._computed = state["updates"][inner], None
     return metric
+
+
+def held_metric(module: Module, path: str, name: str) -> Any:
+    """Return the metric that ``module`` holds at ``path``, to take part in what others logged as ``name``.
+
+    Raises MisconfigurationError where it holds none.
+    """
+    try:
+        return _part(module, path)
+    except AttributeError:
+        raise MisconfigurationError(
+            f"the metric {name!r} is logged on other processes, and computes over all of them, but {type(module).__name__} has no "
+            f"attribute {path!r} on this one: log it on all, or with rank_zero_only=True"
+        ) from None
 
 
 def _with_states(metric: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.trainer.logged import Entry
+from arclight.trainer.logged import Entry, LoggedValues
 from arclight.trainer.metrics import numbers
 
 if TYPE_CHECKING:
     from arclight.fabric.strategies import Strategy
+    from arclight.trainer.module import Module
 
 Key = tuple[str, str, int]
 """Hook, name and loader (-1 where there is only one)."""
@@ -22,34 +22,33 @@ class LoggedNamesDifferError(RuntimeError):
     """Processes logged one name in ways that cannot be put together."""
 
 
-def reduce_epoch(entries: Iterable[Entry], strategy: Strategy) -> list[Entry]:
+def reduce_epoch(values: LoggedValues, strategy: Strategy, module: Module) -> list[Entry]:
     """The ``on_epoch`` entries with new values; the ``result`` of each is set to that over all processes.
 
-    A process that did not log a name adds nothing to it and cannot block the others. A metric computes over processes by
-    itself, so it must be logged on all of them. A collective. Raises LoggedNamesDifferError, on every process, naming the key.
+    A process that did not log a name adds nothing to it, cannot block the others, and knows the result as they do. A metric
+    computes over processes by itself: a process that did not log it takes part with its own. A collective. Raises
+    LoggedNamesDifferError, on every process, naming the key.
     """
-    every = list(entries)
+    every = list(values.entries())
     entries = [e for e in every if e.count and e.reduced != e.count]
     epoch = [e for e in entries if e.settings.on_epoch and e.metric is None]
-    parts: dict[Key, tuple[str, float, float]] = {}
     summaries = {_key(entry): entry.summary() for entry in epoch}
     if strategy.world_size > 1:
-        totals = numbers({str(number): total for number, (total, _) in enumerate(summaries.values())})
-        for entry, total in zip(epoch, totals.values(), strict=True):
-            parts[_key(entry)] = (entry.settings.reduce, total, summaries[_key(entry)][1])
         synced = [e for e in every if _synced_step(e)]
-        metrics = [
-            _key(e) for e in entries if e.settings.on_epoch and e.metric is not None and not e.settings.rank_zero_only
-        ]
+        metrics = [e for e in entries if e.settings.on_epoch and e.metric is not None and not e.settings.rank_zero_only]
         everyone = strategy.all_gather_object(
             {
                 "what": "epoch",
-                "values": parts if strategy.counts else {},
-                "metrics": metrics,
+                "values": _parts(epoch, summaries) if strategy.counts else {},
+                "names": [_key(e) for e in epoch if _is_everyones(e)],
+                "metrics": [_key(entry) for entry in metrics],
                 "steps": _step_values(synced) if strategy.counts else {},
             }
         )
         _check(everyone, "epoch")
+        missing = _missing_entries(values, everyone, strategy, [*epoch, *metrics], module)
+        entries += missing
+        epoch += [entry for entry in missing if entry.metric is None]
         for entry in epoch:
             summaries[_key(entry)] = _over_ranks(entry, [ranks["values"] for ranks in everyone])
         _take_step_values(synced, everyone)
@@ -61,6 +60,39 @@ def reduce_epoch(entries: Iterable[Entry], strategy: Strategy) -> list[Entry]:
         if entry.metric is not None and entry.settings.on_epoch:
             entry.result, entry.reduced = entry.compute_metric(), entry.count
     return [entry for entry in entries if entry.settings.on_epoch]
+
+
+def _parts(epoch: list[Entry], summaries: dict[Key, tuple[torch.Tensor, float]]) -> dict[Key, tuple[str, float, float]]:
+    """Reduction, total and weight of each entry on this process, read in one transfer."""
+    totals = numbers({str(number): total for number, (total, _) in enumerate(summaries.values())})
+    return {
+        _key(entry): (entry.settings.reduce, total, summaries[_key(entry)][1])
+        for entry, total in zip(epoch, totals.values(), strict=True)
+    }
+
+
+def _is_everyones(entry: Entry) -> bool:
+    """Whether the value of an entry is that of all processes."""
+    return not entry.settings.rank_zero_only and entry.settings.sync_group is None
+
+
+def _missing_entries(
+    values: LoggedValues, everyone: list[dict[str, Any]], strategy: Strategy, own: list[Entry], module: Module
+) -> list[Entry]:
+    """Entries for what other processes have logged and this one has not: it may have had no batch.
+
+    A second exchange, of how they are kept and shown, where a process lacks any.
+    """
+    known: list[set[Key]] = [{*rank["names"], *rank["metrics"]} for rank in everyone]
+    wanted = {key for names in known for key in names if not all(key in others for others in known)}
+    if not wanted:
+        return []
+    given = {_key(entry): entry.description() for entry in own if _key(entry) in wanted}
+    described: dict[Key, dict[str, Any]] = {}
+    for descriptions in strategy.all_gather_object(given):
+        described = descriptions | described
+    have = known[strategy.global_rank]
+    return [values.adopt(*key, described[key], module) for key in sorted(wanted) if key not in have]
 
 
 def reduce_steps(entries: Iterable[Entry], strategy: Strategy) -> None:
@@ -121,16 +153,6 @@ def _check(everyone: list[dict[str, Any]], what: str) -> None:
                 f"process {number} exchanges {rank['what']} values while others exchange {what} values: values logged with "
                 f"sync_dist=True, on_step=True must be logged on every process ({_names(everyone)})"
             )
-    unseen = {
-        key[1]: number
-        for number, rank in enumerate(everyone)
-        for key in rank.get("values", {})
-        if key not in everyone[0]["values"]
-    }
-    for name, number in unseen.items():
-        rank_zero_warn(
-            f"{name!r} is logged on process {number} but not on process 0, whose values are the ones that are shown; log it on all"
-        )
     for part in ("values", "steps"):
         seen: dict[Key, tuple[int, str]] = {}
         for number, rank in enumerate(everyone):
@@ -141,14 +163,6 @@ def _check(everyone: list[dict[str, Any]], what: str) -> None:
                         f"{key[1]!r} is logged in {key[0]} with reduce_fx={other!r} on process {first} and with {reduce!r} on "
                         f"process {number}; use one of them on all"
                     )
-    metrics = [set(rank.get("metrics", ())) for rank in everyone]
-    for key in sorted(set().union(*metrics)):
-        without = [number for number, keys in enumerate(metrics) if key not in keys]
-        if without:
-            raise LoggedNamesDifferError(
-                f"the metric {key[1]!r} is logged in {key[0]} on some processes and not on {without}; it computes over all of "
-                "them, so log it on all, or with rank_zero_only=True"
-            )
 
 
 def _names(everyone: list[dict[str, Any]]) -> str:

@@ -106,7 +106,7 @@ def row_of_step(trainer: Trainer, step: int) -> int:
 
 def publish(trainer: Trainer, values: LoggedValues) -> dict[str, torch.Tensor]:
     """Reduce what is new over all ranks and show it; those of the values that loggers are to see."""
-    entries = reduce_epoch(values.entries(), trainer.strategy)
+    entries = reduce_epoch(values, trainer.strategy, trainer.lightning_module)
     if values.in_batches:
         trainer.metrics.take_steps(values)
         values.in_batches = False

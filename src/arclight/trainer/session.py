@@ -326,7 +326,7 @@ def predict(
 ) -> Any:
     """Collect ``predict_step``'s outputs."""
     module, data = _begin_prediction(trainer, model, loaders, datamodule, ckpt_path)
-    if not data.total:
+    if not data.runs:
         _finish(trainer, module, "predict")
         return None
     for _ in predictions(trainer, module, data, keep is not False):
@@ -342,7 +342,7 @@ def predict_iter(
     """Give ``predict_step``'s outputs as they come, keeping none."""
     with _telling(trainer):
         module, data = _begin_prediction(trainer, model, loaders, datamodule, ckpt_path)
-        if data.total:
+        if data.runs:
             try:
                 yield from predictions(trainer, module, data, keep=False)
             except GeneratorExit:  # the caller has seen enough

@@ -1,0 +1,203 @@
+"""One rank that has nothing, or something of another shape, where ranks exchange: no wait without end, the same result on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import Ranks
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import arclight as al
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.callbacks import EarlyStopping, ModelCheckpoint
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pair = Ranks()
+    yield pair
+    pair.close()
+
+
+class Total:
+    """Shaped as a metric that sums over all processes."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.sum = torch.zeros(())
+
+    def compute(self) -> torch.Tensor:
+        whole = self.sum.clone()
+        torch.distributed.all_reduce(whole)
+        return whole
+
+
+class Model(al.Module):
+    """Logs the mean of its batches in every way that there is, and counts its hooks."""
+
+    def __init__(self, metric: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Linear(1, 1).double()
+        self.total = Total() if metric else None
+        self.outputs: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0]).square().mean()
+        self.log("train/loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def _evaluate(self, batch: Any) -> None:
+        self.log("mean", batch[0].mean(), sync_dist=True)
+        self.log("most", batch[0].max(), on_step=True, on_epoch=True, reduce_fx="max", sync_dist=True)
+        if self.total is not None:
+            self.total.sum += batch[0].sum().float()
+            self.log("total", self.total)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("ends", 1.0, reduce_fx="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> torch.Tensor:
+        return batch[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Stream(IterableDataset[Any]):
+    """Keeps to its rank's share of so many numbers, and does not say how many."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        for number in range(rank, self.count, world_size):
+            yield (torch.tensor([float(number)], dtype=torch.float64),)
+
+
+class Own:
+    """A loader of one's own, with a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.ones(1, 1).double(),)] * self.count)
+
+
+def numbers(count: int, kind: str = "map") -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Stream(count), batch_size=1)
+    return DataLoader(TensorDataset(torch.arange(count, dtype=torch.float64)[:, None]), batch_size=1)
+
+
+def make(folder: str | Path | None, *callbacks: Any, **settings: Any) -> al.Trainer:
+    return al.Trainer(
+        **{
+            "max_epochs": 2, "accelerator": "cpu", "devices": 2, "strategy": "ddp", "logger": False, "log_every_n_steps": 1,
+            "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder,
+            "enable_checkpointing": bool(callbacks), **settings,
+        },
+        callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+def read(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def expected(count: int, suffix: str = "") -> dict[str, float]:
+    return {f"mean{suffix}": (count - 1) / 2, f"most_epoch{suffix}": count - 1.0}
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def fit_with(rank: int, folder: str, counts: list[int], kind: str, metric: bool) -> Any:
+    saver = ModelCheckpoint(dirpath=Path(folder) / "c", monitor="ends", save_top_k=-1, filename="{epoch}")
+    stopper = EarlyStopping("ends", patience=9)
+    trainer = make(folder, saver, stopper)
+    loaders = [numbers(count, kind) for count in counts]
+    trainer.fit(Model(metric), numbers(4), loaders[0] if len(loaders) == 1 else loaders)
+    found = read(trainer.callback_metrics)
+    found = {
+        name: value for name, value in found.items() if "train" not in name and not name.startswith(("most/", "most "))
+    }
+    found.pop("most", None)
+    return found, len(saver.best_k_models), stopper.wait_count
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("counts", [[1], [1, 3], [1, 1, 2], [3, 1]])
+def test_a_fit_validates_where_a_rank_has_no_batch(ranks: Ranks, tmp_path: Path, counts: list[int], kind: str) -> None:
+    wanted = {"ends": 2.0}
+    for number, count in enumerate(counts):
+        wanted |= expected(count, f"/dataloader_idx_{number}" if len(counts) > 1 else "")
+    assert ranks(fit_with, str(tmp_path), counts, kind, False) == [(wanted, 2, 1)] * 2
+
+
+def test_a_metric_computes_with_a_rank_that_has_no_batch(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(fit_with, str(tmp_path), [1, 3], "map", True)
+    assert found[0] == found[1]
+    assert (found[0][0]["total/dataloader_idx_0"], found[0][0]["total/dataloader_idx_1"]) == (0.0, 3.0)
+
+
+def evaluate_with(rank: int, folder: str, entry: str, count: int, kind: str) -> Any:
+    trainer = make(folder)
+    loaders = [numbers(count, kind), numbers(3, kind)]
+    if entry == "predict":
+        batches = trainer.predict(Model(), loaders)
+        return [[float(batch) for batch in part] for part in batches]
+    return [read(results) for results in getattr(trainer, entry)(Model(), loaders, verbose=False)]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("entry", ["validate", "test"])
+def test_evaluations_give_all_ranks_the_same_results(ranks: Ranks, tmp_path: Path, entry: str, kind: str) -> None:
+    last = {"ends": 2.0} if entry == "validate" else {}
+    wanted = [expected(1, "/dataloader_idx_0") | last, expected(3, "/dataloader_idx_1") | last]
+    assert ranks(evaluate_with, str(tmp_path), entry, 1, kind) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_a_rank_without_batches_predicts_nothing(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    assert ranks(evaluate_with, str(tmp_path), "predict", 1, kind) == [[[0.0], [0.0, 2.0]], [[], [1.0]]]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, folder: str, kind: str) -> str:
+    own = Own(2 if rank == 0 else 0)
+    train: Any = {
+        "list": list(own), "own": own, "generator": lambda: iter(own), "stream": numbers(1, "stream"), "tree": [own, numbers(4)],
+    }[kind]  # fmt: skip
+    try:
+        make(folder).fit(Model(), train)
+    except MisconfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("kind", ["list", "own", "generator", "stream", "tree"])
+def test_training_is_refused_on_all_ranks_where_one_has_no_batch(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    found = ranks(refused, str(tmp_path), kind)
+    assert found[0] == found[1]
+    assert "rank 1" in found[0], found[0]
