@@ -10,11 +10,13 @@ EXTRAS := vision,text,deploy,serve,federated,dev
 
 setup: $(READY)
 
-# torch goes first and alone, so that no other package decides which build of it is taken.
+# torch goes first and alone, so that no other package decides which build of it is taken. An environment that is there is used, also
+# through a link. It may hold this package under the name it had before, which would bring the command twice.
 $(READY): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch==2.13.0" "numpy>=1.26"
+	$(BIN)/python -m pip uninstall --quiet --yes arclight
 	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	@touch $@
 

@@ -27,6 +27,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from arclight._installed import pip_install
 from arclight._intervals import describe
 from arclight._toml import toml_text
 
@@ -90,7 +91,7 @@ def _parse_yaml(text: str) -> Any:
     try:
         import yaml
     except ModuleNotFoundError as error:
-        raise RecipeError('YAML needs PyYAML: pip install "arclight[vision]", or write the recipe in TOML') from error
+        raise RecipeError(f"YAML needs PyYAML: {pip_install('vision')}, or write the recipe in TOML") from error
     loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a class of our own: the rule below is not for others
     number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")  # to YAML 1.1 3e-4 is text; people mean a number
     loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))

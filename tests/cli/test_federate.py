@@ -21,6 +21,7 @@ import fsspec
 import psutil
 import pytest
 
+from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
 from arclight.cli.federated_progress import Progress
 from arclight.cli.federated_report import federated_report
@@ -292,7 +293,7 @@ def test_what_is_not_installed_is_told_before_a_run_is_begun(
         line = "join http://127.0.0.1:1 --name a --key a.key"
     status, _, err = typed(f"federate {line}")
     assert status == 2
-    assert f'{missing} is not installed; this feature needs it: pip install "arclight[federated]"' in err
+    assert f"{missing} is not installed; this feature needs it: {pip_install('federated')}" in err
     assert not (folder / "runs" / "lines").exists()
 
 

@@ -131,3 +131,33 @@ def test_a_run_is_resumed_by_its_folder_alone(ranked: Path, typed: Typed, line: 
     assert (status, err) == (0, "")
     assert "The run is in runs/tiny/1\n" in out
     assert load_checkpoint("runs/tiny/1/checkpoints/last.ckpt")["progress"]["global_step"] == 16
+
+
+def test_another_kind_of_file_is_no_recipe_to_be_meant(typed: Typed, folder: Path, tiny: Path) -> None:
+    (folder / "pyproject.toml").write_text('[project]\nname = "somebodys"\n')
+    _, _, err = typed("train project.toml")
+    assert err == "arclight: project.toml cannot be read: No such file or directory\n"
+    assert typed("train tinny.toml")[2] == "arclight: there is no file tinny.toml; did you mean tiny.toml?\n"
+    _, _, err = typed("train detect-qrs")
+    assert err == "arclight: there is no file detect-qrs; did you mean detect-qris, which comes with Arclight?\n"
+    _, _, err = typed("federate fed-lmm")
+    assert "did you mean fed-lm" in err
+
+
+@pytest.mark.parametrize("name", ["lm-debug", "lm-debug.toml", "recipes/lm-debug.toml"])
+def test_recipes_that_come_with_arclight_are_found_anywhere(typed: Typed, name: str) -> None:
+    _, _, err = typed(f"train {name} --trainer.max_steps many")
+    assert err.startswith("arclight: --trainer.max_steps: need "), err
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("name = 3\n")  # a file of one's own goes before
+    _, _, err = typed(f"train {name}")
+    assert "name: need text, got 3" in err or "is a .toml or .yaml file" in err
+
+
+def test_lines_of_the_demo_are_whole_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from arclight.cli.demo import Demo
+    from arclight.cli.style import console_of
+
+    place = "a-long-name/" * 30
+    Demo(folder, scenes=1, epochs=1, seed=0, console=console_of()).say(f"program in [{place}]")
+    assert capsys.readouterr().out == f"0:00  program in [{place}]\n"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from arclight import checkpoint
+from arclight._installed import pip_install
 from arclight.cli import doctor
 from arclight.cli.scan import listing
 
@@ -136,7 +137,7 @@ def test_doctor_says_why_something_would_be_slow(monkeypatch: pytest.MonkeyPatch
         "8 threads on 2",
         "/dev/shm",
         "disk",
-        'segno not installed: pip install "arclight[vision]"',
+        f"segno not installed: {pip_install('vision')}",
     ):
         assert word in said
     facts["cpu"] = {"instruction sets": ["AVX2", "VNNI", "BF16"], "torch's threads": 2, "usable cores": 2.0}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from arclight._installed import pip_install
 from arclight.deploy import ProgramError, export
 from arclight.serve import serve
 
@@ -72,4 +73,4 @@ def test_the_room_can_be_imported_without_its_extra():
     blocked = "import sys; sys.modules.update(fastapi=None, uvicorn=None, starlette=None); "
     script = blocked + "import arclight.serve; arclight.serve.Limits(); arclight.serve.serve('x.onnx')"
     result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
-    assert 'pip install "arclight[serve]"' in result.stderr
+    assert pip_install("serve") in result.stderr

@@ -159,8 +159,8 @@ def test_two_processes_write_their_shares(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def store() -> Iterator[str]:
     """The endpoint of a server that speaks S3 on this machine, with the bucket ``bucket``."""
-    pytest.importorskip("moto", reason="moto[server] speaks S3 in this test: pip install 'arclight[dev]'")
-    pytest.importorskip("s3fs", reason="s3fs reaches S3: pip install 'arclight[s3]'")
+    pytest.importorskip("moto", reason="moto[server] speaks S3 in this test: pip install 'arclight-torch[dev]'")
+    pytest.importorskip("s3fs", reason="s3fs reaches S3: pip install 'arclight-torch[s3]'")
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(

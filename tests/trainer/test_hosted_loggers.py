@@ -47,7 +47,9 @@ def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def client(name: str) -> Any:
-    return pytest.importorskip(CLIENTS[name], reason=f'{CLIENTS[name]} is not installed: pip install "arclight[track]"')
+    return pytest.importorskip(
+        CLIENTS[name], reason=f'{CLIENTS[name]} is not installed: pip install "arclight-torch[track]"'
+    )
 
 
 class Learner(al.Module):

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, cast
 
+from arclight._installed import pip_install
 from arclight.checkpoint.errors import CheckpointError
 
 PREFIX = "data-"
@@ -236,7 +237,7 @@ def _system(address: str) -> Any:
     try:
         return fsspec.filesystem(protocol)
     except ImportError as error:
-        extra = "pip install 'arclight[s3]'" if protocol in ("s3", "s3a") else str(error)
+        extra = pip_install("s3") if protocol in ("s3", "s3a") else str(error)
         raise CheckpointError(f"{address}: the file system {protocol}:// is not installed: {extra}") from error
     except ValueError as error:
         raise CheckpointError(f"{address}: {error}") from error

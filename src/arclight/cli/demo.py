@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser
 from arclight.cli.schema import Recipe
+from arclight.cli.style import console_of
 from arclight.cli.train import build_task, callbacks, make_trainer
 from arclight.deploy.settings import Int8
 from arclight.optim.schedule_settings import Cosine
@@ -46,9 +47,7 @@ def demo(arguments: list[str]) -> None:
     )
     options = parser.parse_args(arguments)
 
-    from rich.console import Console
-
-    Demo(options.root, scenes=options.scenes, epochs=options.epochs, seed=options.seed, console=Console()).run()
+    Demo(options.root, scenes=options.scenes, epochs=options.epochs, seed=options.seed, console=console_of()).run()
 
 
 def recipe_for(data: Path, root: Path = Path("runs"), *, epochs: int = EPOCHS, seed: int = 0) -> Recipe:
@@ -84,8 +83,10 @@ class Demo:
         self.report(detector, run, programs, results, reading, latency)
 
     def say(self, text: str) -> None:
+        from rich.markup import escape
+
         minutes, seconds = divmod(int(time.monotonic() - self.begun), 60)
-        self.console.print(f"[dim]{minutes}:{seconds:02d}[/dim]  {text}")
+        self.console.print(f"[dim]{minutes}:{seconds:02d}[/dim]  {escape(text)}", soft_wrap=True)
 
     def draw(self) -> Path:
         """Scenes on disk; ones drawn before with the same settings are used again."""
@@ -208,9 +209,12 @@ class Demo:
         table.add_row("codes read", "", "", f"{rate:.0%} of {reading['codes']}")
         self.console.print(table)
         self.console.print(f"took {seconds / 60:.1f} minutes on {torch.get_num_threads()} threads\n")
-        self.console.print(f"report   {run.report}")
-        self.console.print(f"summary  {self.folder / 'summary.json'}")
-        self.console.print(f"try it   {command()} serve --program {self.folder / 'programs' / 'detector-int8.onnx'}")
+        for name, place in (
+            ("report", run.report),
+            ("summary", self.folder / "summary.json"),
+            ("try it", f"{command()} serve --program {self.folder / 'programs' / 'detector-int8.onnx'}"),
+        ):
+            self.console.print(f"{name:<8} {place}", soft_wrap=True, markup=False)
 
 
 def command() -> str:

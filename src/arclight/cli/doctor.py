@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from arclight._installed import distribution, pip_install
 from arclight.cli.arguments import Parser
+from arclight.cli.style import console_of
 
 INSTRUCTIONS = {
     "AVX2": "avx2",
@@ -43,9 +45,7 @@ def doctor(arguments: list[str]) -> None:
         print(json.dumps({**facts, "remarks": remarks}, indent=2))
         return
 
-    from rich.console import Console
-
-    console = Console()
+    console = console_of()
     for topic, table in facts.items():
         console.print(grid(topic, table))
     console.print("[bold]remarks[/bold]" if remarks else "Nothing here makes Arclight slow.")
@@ -148,12 +148,20 @@ def room(folder: Path) -> dict[str, Any]:
 def extras() -> dict[str, Any]:
     """Extra to the packages that it brings, each with its version, or a mark where it is missing."""
     found: dict[str, list[str]] = {}
-    for requirement in importlib.metadata.requires("arclight") or []:
+    for requirement in requirements():
         package = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
         if package and extra and extra[1] != "dev":
             found.setdefault(extra[1], []).append(f"{package[0]} {version(package[0]) or 'MISSING'}")
     return dict(found)
+
+
+def requirements() -> list[str]:
+    """What the installed distribution asks for; nothing where the package runs from its sources."""
+    try:
+        return importlib.metadata.requires(distribution()) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
 
 
 def version(package: str) -> str | None:
@@ -195,5 +203,5 @@ def advice(facts: dict[str, Any]) -> list[str]:
     for extra in ("vision", "deploy", "serve"):
         missing = [name.split()[0] for name in facts["extras"].get(extra, []) if name.endswith("MISSING")]
         if missing:
-            remarks.append(f'{", ".join(missing)} not installed: pip install "arclight[{extra}]"')
+            remarks.append(f"{', '.join(missing)} not installed: {pip_install(extra)}")
     return remarks

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import Parser, UsageError, read_as, recipe_file, recipe_parser
+from arclight.cli.arguments import Parser, UsageError, read_as, recipe_file, recipe_parser, shipped_recipes
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.errors import FederatedError
 
@@ -55,7 +55,9 @@ def federate(arguments: list[str]) -> None:
         )
     word = recipe_file(arguments[0])
     if not word.startswith("-") and ":" not in word and not Path(word).suffix:
-        near = "".join(f"; did you mean {verb}?" for verb in difflib.get_close_matches(word, VERBS, 1))
+        near = "".join(
+            f"; did you mean {verb}?" for verb in difflib.get_close_matches(word, [*VERBS, *shipped_recipes()], 1)
+        )
         raise UsageError(f"{word} is neither a recipe, as recipes/fed-lm.toml, nor one of {', '.join(VERBS)}{near}")
     parser = run_parser("federate", ABOUT)
     recipe, options = read_as(FederatedRecipe, parser, arguments)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from arclight.cli.plan_report import BAR, GIB, LEAST, REASONS, console_of, short, table_of
+from arclight.cli.plan_report import BAR, GIB, LEAST, REASONS, short, table_of
+from arclight.cli.style import console_of
 from arclight.parallel.pipeline.plans.partition import stages_of
 from arclight.parallel.pipeline.plans.planner import size_words
 from arclight.parallel.pipeline.upstream import schedule_kind

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from arclight.cli.style import console_of
 from arclight.parallel.planning.memory import Memory
 from arclight.parallel.planning.reasons import describe, duration, words
 
@@ -25,8 +24,6 @@ COLOURS = {
     "gathered": "bright_black",
 }  # fmt: skip
 BAR = 40
-WIDTH = 140
-"""Columns of what is written to a file or pipe."""
 LEAST = 1e-3
 """Share of the whole below which a row of zeros is left out."""
 REASONS = 12
@@ -46,14 +43,6 @@ def show(chain: Chain, device: Hardware, limits: Limits, found: Found) -> None:
     console.print(_traffic(best))
     console.print(_time(best))
     console.print(_rejected(found))
-
-
-def console_of() -> Console:
-    """Where it is printed."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    if not console.is_terminal:  # a file or pipe has no edge to break lines at
-        console.width = max(console.width, WIDTH)
-    return console
 
 
 def table_of(title: str, *columns: str) -> Table:

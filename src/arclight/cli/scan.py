@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, write_json
+from arclight.cli.style import console_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,13 +30,11 @@ def scan(arguments: list[str]) -> None:
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="of a video, look at every N-th frame")
     options = parser.parse_args(arguments)
 
-    from rich.console import Console
-
     from arclight.deploy import Program
     from arclight.vision import qris
     from arclight.vision.sources import Frames
 
-    console = Console()
+    console = console_of()
     program = Program.load(options.program) if options.program is not None else None
     detector = (lambda image: program.predict([image])[0]) if program is not None else None
     frames = Frames(options.source, vid_stride=options.stride)

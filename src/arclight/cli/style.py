@@ -4,6 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 140
+"""Columns of tables that are written to a file or pipe, which has no edge to break lines at."""
+
+
+def console_of() -> Console:
+    """Make a console as wide as the terminal; at least ``WIDTH`` columns where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, WIDTH)
+    return console
 
 
 def bold(text: str) -> str:

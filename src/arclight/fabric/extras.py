@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from arclight._installed import pip_install
+
 
 class MissingExtraError(ModuleNotFoundError):
     """A package that an optional feature needs is not installed."""
@@ -18,5 +20,5 @@ def require(module: str, *, extra: str) -> Any:
         if error.name is None or not module.startswith(error.name):
             raise  # the module is there, something inside it is not: that is another fault
         raise MissingExtraError(
-            f'{error.name} is not installed; this feature needs it: pip install "arclight[{extra}]"'
+            f"{error.name} is not installed; this feature needs it: {pip_install(extra)}"
         ) from error

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from arclight._installed import distribution
+
 
 class RunFolder:
     """A folder of its own for a run: number ``n`` counts up, and no two processes ever get the same.
@@ -138,7 +140,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "arclight": package_version("arclight"),
+        "arclight": package_version(distribution()),
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu": cpu_name(),

@@ -24,8 +24,8 @@ DIGEST = hashlib.sha256(BYTES).hexdigest()
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    pytest.importorskip("moto", reason="moto[server] speaks S3 in this test: pip install 'arclight[dev]'")
-    pytest.importorskip("s3fs", reason="s3fs reaches S3: pip install 'arclight[s3]'")
+    pytest.importorskip("moto", reason="moto[server] speaks S3 in this test: pip install 'arclight-torch[dev]'")
+    pytest.importorskip("s3fs", reason="s3fs reaches S3: pip install 'arclight-torch[s3]'")
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

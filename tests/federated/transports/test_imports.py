@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from arclight._installed import pip_install
+
 HEAVY = ("urllib3", "httptools", "starlette", "uvicorn", "cryptography", "fsspec", "flwr")
 
 
@@ -35,4 +37,4 @@ def test_what_is_missing_is_named_with_its_extra() -> None:
         "except MissingExtraError as error:\n"
         "    print(error)\n"
     )
-    assert 'pip install "arclight[federated]"' in run(code)
+    assert pip_install("federated") in run(code)

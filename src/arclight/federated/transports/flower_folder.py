@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from arclight._installed import pip_install
 from arclight.federated.errors import FederatedError
 from arclight.federated.transports.settings import FLOWER_DEFAULTS
 
@@ -56,7 +57,7 @@ app = client_app(client)
 _README = """\
 # {name}
 
-An arclight federation for Flower 1.41. Every machine needs `pip install "arclight[federated,flower]"`, and what the recipe names.
+An arclight federation for Flower 1.41. Every machine needs `{install}`, and what the recipe names.
 
 Telemetry and update checks of Flower are on unless they are turned off, and its SuperLink installs packages at run time:
 
@@ -106,7 +107,13 @@ def write_app(
     inside = folder / package
     inside.mkdir()
     said = "\n".join(f"{key} = {_toml(value)}" for key, value in {**FLOWER_DEFAULTS, **(config or {})}.items())
-    words = {"name": name, "package": package, "publisher": publisher, "config": said}
+    words = {
+        "name": name,
+        "package": package,
+        "publisher": publisher,
+        "config": said,
+        "install": pip_install("federated", "flower"),
+    }
     (folder / "pyproject.toml").write_text(_PROJECT.format(**words), encoding="utf-8")
     (folder / "README.md").write_text(_README.format(**words), encoding="utf-8")
     contents = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from arclight._installed import pip_install
 from arclight.fabric.accelerators.cpu import get_cpu_stats
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import MissingExtraError
@@ -40,7 +41,7 @@ class DeviceStatsMonitor(Callback):
         on_cpu = trainer.strategy.root_device.type == "cpu"
         if not _PSUTIL_AVAILABLE and (self._cpu_stats or (self._cpu_stats is None and on_cpu)):
             raise MissingExtraError(
-                '`DeviceStatsMonitor` cannot log CPU stats as `psutil` is not installed: pip install "arclight[track]"'
+                f"`DeviceStatsMonitor` cannot log CPU stats as `psutil` is not installed: {pip_install('track')}"
             )
         if self._filter_keys is not None and (unknown := self._filter_keys - self._stats(trainer).keys()):
             rank_zero_warn(

@@ -1,0 +1,20 @@
+"""The distribution that this package was installed as, which is not called as it is imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+NAME = "arclight-torch"
+"""Its name on the public index, where another project is called arclight; what is said if nothing is installed."""
+
+
+def distribution() -> str:
+    """Return the name under which this package was installed: that of the distribution whose command it is."""
+    commands = entry_points(group="console_scripts", name="arclight")
+    names = [one.dist.name for one in commands if one.value == "arclight.cli:main" and one.dist is not None]
+    return NAME if NAME in names or not names else names[0]
+
+
+def pip_install(*extras: str) -> str:
+    """Return the command that brings what ``extras`` need."""
+    return f'pip install "{distribution()}[{",".join(extras)}]"'
