@@ -201,3 +201,47 @@ def test_training_is_refused_on_all_ranks_where_one_has_no_batch(ranks: Ranks, t
     found = ranks(refused, str(tmp_path), kind)
     assert found[0] == found[1]
     assert "rank 1" in found[0], found[0]
+
+
+# -- exchanges of tensors ----------------------------------------------------------------------------------------------
+
+
+def exchanged(rank: int, operation: str, kind: str) -> Any:
+    fabric = al.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    tensor = {
+        "same": torch.arange(2.0) + rank, "shape": torch.arange(2.0 + rank), "dimensions": torch.ones(2 + rank, 3 - rank),
+        "empty": torch.ones(3 * (1 - rank)), "type": torch.ones(2, dtype=torch.int64 if rank else torch.float32),
+    }[kind]  # fmt: skip
+    given = {"a": tensor.requires_grad_() if operation == "gradients" else tensor}
+    try:
+        if operation == "all_reduce":
+            return fabric.all_reduce(given)["a"].tolist()
+        return fabric.all_gather(given, sync_grads=operation == "gradients")["a"].tolist()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("shape", r"rank 0 has (2,) float32, rank 1 has (3,) float32"),
+        ("dimensions", r"rank 0 has (2, 3) float32, rank 1 has (3, 2) float32"),
+        ("empty", r"rank 0 has (3,) float32, rank 1 has (0,) float32"),
+        ("type", r"rank 0 has (2,) float32, rank 1 has (2,) int64"),
+    ],
+)
+def test_tensors_of_different_shapes_or_types_are_named_on_all_ranks(
+    ranks: Ranks, operation: str, kind: str, said: str
+) -> None:
+    found = ranks(exchanged, operation, kind)
+    assert found[0] == found[1]
+    assert f"{operation} needs tensors of one shape and type, but {said}" in found[0]
+
+
+def test_tensors_of_one_shape_are_exchanged(ranks: Ranks) -> None:
+    assert ranks(exchanged, "all_gather", "same") == [[[0.0, 1.0], [1.0, 2.0]]] * 2
+    assert ranks(exchanged, "gradients", "same") == [[[0.0, 1.0], [1.0, 2.0]]] * 2
+    assert ranks(exchanged, "all_reduce", "same") == [[0.5, 1.5]] * 2
+    assert "rank 1 has (3,)" in ranks(exchanged, "gradients", "shape")[0]

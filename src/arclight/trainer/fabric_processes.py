@@ -105,6 +105,7 @@ class FabricProcesses:
         self._validate_launched()
 
         def reduce(tensor: torch.Tensor) -> torch.Tensor:
+            self._strategy.check_alike(tensor, group, "all_reduce")
             result = self._strategy.all_reduce(tensor, group=group, reduce_op=reduce_op)
             if isinstance(result, torch.Tensor) and result is not tensor and result.dtype == tensor.dtype:
                 return tensor.detach().copy_(result)

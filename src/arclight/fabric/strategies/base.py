@@ -310,9 +310,17 @@ class Strategy(Checkpointing):
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Every rank's ``tensor``, stacked along a new first dimension; with one process the tensor as it is.
 
-        With ``sync_grads`` a gradient of the result flows back to the rank that each part came from.
+        With ``sync_grads`` a gradient of the result flows back to the rank that each part came from. Raises ValueError on all
+        ranks where shapes or types differ (see :meth:`check_alike`).
         """
         return tensor
+
+    def check_alike(self, tensor: torch.Tensor, group: Any, operation: str) -> None:
+        """Raise ValueError on every rank where ranks give ``operation`` tensors of different shapes or types.
+
+        One exchange of a few bytes for tensors on processors. On other devices that would cost more than the operation:
+        there ranks compare only where ``TORCH_DISTRIBUTED_DEBUG`` is set, to INFO or DETAIL.
+        """
 
     def exchange(self, name: str, timeout: float) -> Exchange | None:
         """How a thread beside the loop tells rank 0 something; None where there is one process."""

@@ -34,6 +34,9 @@ from arclight.fabric.watching import FAILED, follow, start_watch
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a collective waits for the slowest process."""
 
+_DESCRIPTION = 128
+"""Bytes in which ranks tell each other a tensor's shape and type."""
+
 _REDUCE = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -198,7 +201,23 @@ class ParallelStrategy(Strategy):
         dist.all_reduce(result, _REDUCE.get(name, name), group=group)
         return result / dist.get_world_size(group) if name == "mean" else result
 
+    def check_alike(self, tensor: torch.Tensor, group: Any, operation: str) -> None:
+        if tensor.device.type != "cpu" and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() == "OFF":
+            return
+        text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}".encode()[:_DESCRIPTION]
+        own = torch.frombuffer(bytearray(text.ljust(_DESCRIPTION)), dtype=torch.uint8).to(tensor.device)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
+        if any(not torch.equal(part, own) for part in parts):
+            given = [bytes(part.tolist()).decode().strip() for part in parts]
+            said = ", ".join(f"rank {rank} has {one}" for rank, one in enumerate(given))
+            raise ValueError(
+                f"{operation} needs tensors of one shape and type, but {said}: pad them to one shape (and cut the result), or gather "
+                "them as objects: torch.distributed.all_gather_object"
+            )
+
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        self.check_alike(tensor, group, "all_gather")
         if sync_grads and torch.is_grad_enabled():
             from torch.distributed.nn.functional import all_gather
 
