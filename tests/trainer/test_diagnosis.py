@@ -70,3 +70,41 @@ def test_samples_and_tokens_are_counted_beside_the_steps() -> None:
     trainer = al.Trainer(max_epochs=1, enable_progress_bar=False, enable_checkpointing=False, logger=False)
     trainer.fit(Counted(), [{"input_ids": torch.ones(3, 5, dtype=torch.long)}, (torch.ones(2, 4, dtype=torch.long),)])
     assert (trainer.progress.samples, trainer.progress.tokens, trainer.progress.batches) == (5, 23, 2)
+
+
+class Counting(al.Callback):
+    """Counts its hooks within a step, and notes what it finds when the run has failed."""
+
+    def __init__(self) -> None:
+        self.calls = {"before_backward": 0, "after_backward": 0, "before_step": 0, "before_zero_grad": 0}
+        self.end: tuple[int, int, bool] | None = None
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.calls["before_backward"] += 1
+
+    def on_after_backward(self, *_: Any) -> None:
+        self.calls["after_backward"] += 1
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self.calls["before_step"] += 1
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.calls["before_zero_grad"] += 1
+
+    def on_exception(self, trainer: al.Trainer, *_: Any) -> None:
+        self.end = (trainer.global_step, trainer.progress.batches, self in trainer.callbacks)
+
+
+def test_looking_for_the_bad_step_runs_no_hooks_again_and_leaves_the_position(tmp_path: Path) -> None:
+    values = torch.rand(40, 1) + 1
+    values[23] = -1  # in the twelfth batch; the alarm comes at step 20
+    counting = Counting()
+    trainer = al.Trainer(
+        max_epochs=1, log_every_n_steps=20, enable_progress_bar=False, default_root_dir=tmp_path, accelerator="cpu",
+        callbacks=[al.ModelCheckpoint(every_n_train_steps=8, save_last=True), counting],
+    )  # fmt: skip
+    with pytest.raises(NonFiniteLossError, match="first so at step 12"):
+        trainer.fit(Roots(), DataLoader(TensorDataset(values), batch_size=2))
+    assert set(counting.calls.values()) == {16}, "the save at step 16 finds it, and its search is not seen"
+    assert counting.end == (16, 16, True)
+    assert counting in trainer.callbacks

@@ -423,3 +423,36 @@ def test_a_module_in_a_loop_of_ones_own_has_its_optimizers_and_clips_through_fab
     gathered = module.all_gather({"a": 1, "b": [torch.ones(2)]})
     assert gathered["a"] == torch.tensor(1)
     assert torch.equal(gathered["b"][0], torch.ones(2))
+
+
+def test_passes_beside_each_other_count_once_and_are_epochs_of_their_own() -> None:
+    fabric = al.Fabric(accelerator="cpu", devices=1)
+    data = DataLoader(torch.arange(8), 2, shuffle=True)
+    loader = fabric.setup_dataloaders(data)
+    orders = []
+    for epoch in range(6):
+        loader.set_epoch(epoch)
+        orders.append([batch.tolist() for batch in loader])
+    loader.set_epoch(0)
+    pairs = [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=False)]
+    assert [list(side) for side in zip(*pairs, strict=True)] == orders[:2]
+    assert (loader.epoch, loader.batch) == (1, 4)
+
+    loader.set_epoch(0)
+    outer, inner = [], []
+    for batch in loader:
+        outer.append(batch.tolist())
+        inner.append([nested.tolist() for nested in loader])
+        assert loader.batch == 0
+    assert outer == orders[0]
+    assert inner == orders[1:5]
+    assert (loader.epoch, loader.batch) == (5, 0)
+
+    loader.set_epoch(2)
+    left_early = iter(loader)
+    next(left_early)
+    state = loader.state_dict()
+    again = fabric.setup_dataloaders(data)
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == orders[2][1:]
+    assert [batch.tolist() for batch in loader] == orders[3]

@@ -19,7 +19,7 @@ import yaml
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.loggers import CSVLogger, DummyLogger, Logger, TensorBoardLogger, fabric_loggers
-from arclight.trainer.loggers.csv_logger import read_metrics, read_rows
+from arclight.trainer.loggers.csv_logger import ExperimentWriter, read_metrics, read_rows
 
 
 def in_folder(folder: Path, **arguments: Any) -> CSVLogger:
@@ -389,3 +389,45 @@ def test_places_are_expanded_and_versions_are_text_or_number(tmp_path: Path, mon
         (tmp_path / "study" / name).mkdir(parents=True)
     (tmp_path / "study" / "version_99").write_text("a file is no version")
     assert TensorBoardLogger(tmp_path, "study").version == CSVLogger(tmp_path, "study").version == 11
+
+
+# -- rows that a crash cut off -------------------------------------------------------------------------------------
+
+
+def file_with(folder: Path, content: str) -> Path:
+    path = folder / "x" / "version_0" / "metrics.csv"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    return path
+
+
+def row(step: int, **cells: str) -> dict[str, str]:
+    return {"step": str(step), **cells}
+
+
+WHOLE = 'loss,note,step\n1.0,"a, ""b""\nc",0\n2.0,plain,1\n'
+
+
+@pytest.mark.parametrize("cut", range(len(WHOLE) + 1))
+def test_a_row_that_was_cut_off_is_not_glued_to_the_next(tmp_path: Path, cut: int) -> None:
+    """Wherever a killed run stopped writing: its whole rows stay, a part of one does not, and later rows are whole."""
+    path = file_with(tmp_path, WHOLE[:cut])
+    ends = [WHOLE.index("step\n") + 5, WHOLE.index(",0\n") + 3, len(WHOLE)]
+    before = [row(0, loss="1.0", note='a, "b"\nc'), row(1, loss="2.0", note="plain")][
+        : max(0, sum(e <= cut for e in ends) - 1)
+    ]
+    assert read_rows(path) == before
+    writer = ExperimentWriter(str(path.parent), keep=True)
+    for step in (7, 8):
+        writer.log_metrics({"loss": 3.0}, step)
+        writer.save()
+    assert read_rows(path) == [*before, row(7, loss="3.0"), row(8, loss="3.0")]
+
+
+def test_a_resume_after_a_crash_within_a_text_keeps_whole_rows(tmp_path: Path) -> None:
+    path = file_with(tmp_path, WHOLE[: WHOLE.index("c")])
+    writer = ExperimentWriter(str(path.parent), keep=True)
+    writer.resume(5)
+    writer.log_metrics({"note": "x\r\ny\rz", "loss": 1.0}, 6)
+    writer.save()
+    assert read_rows(path) == [row(6, loss="1.0", note="x\ny\nz")]

@@ -17,6 +17,8 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import DDPStrategy, FSDPStrategy
 from arclight.optim import AdamW
 from arclight.trainer.callbacks import LossGuard
+from arclight.trainer.loggers import CSVLogger
+from arclight.trainer.loggers.csv_logger import read_rows
 from arclight.trainer.reporting import NonFiniteLossError
 from arclight.trainer.spike import TrainingSpikeException
 
@@ -202,3 +204,36 @@ def test_settings_that_mean_nothing_are_refused() -> None:
     for options in ({"policy": "pray"}, {"sigma": 0.0}, {"warmup": 200}, {"patience": 0}):
         with pytest.raises(ValueError, match=r"LossGuard needs|is not known"):
             LossGuard(**options)  # type: ignore[arg-type]
+
+
+class Scheduled(Line):
+    """A rate that halves with every step, a value logged with every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("batch", float(batch_idx))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_going_back_takes_schedules_rows_and_saves_along(tmp_path: Path, every: int) -> None:
+    """Back from the sixth batch to step 2: step 3 is the seventh batch, and steps 3 to 5 are scheduled, logged and saved once more."""
+    saving = al.ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=2, save_top_k=-1, monitor="batch")
+    logger = CSVLogger(tmp_path / "log")
+    trainer = al.Trainer(
+        accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, logger=logger, log_every_n_steps=every, max_epochs=1,
+        callbacks=[saving, guard(tmp_path, policy="rollback", margin=3)],
+    )  # fmt: skip
+    trainer.fit(Scheduled(True), DataLoader(Samples({11: NAN}), 2, shuffle=False))
+    assert trainer.global_step == 8
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**8)
+    rows = {int(row["step"]): int(float(row["batch"])) for row in read_rows(Path(logger.log_dir) / "metrics.csv")}
+    expected = {1: 0, 2: 1, 3: 6, 4: 7, 5: 8, 6: 9, 7: 10, 8: 11}
+    assert rows == {step: batch for step, batch in expected.items() if step % every == 0}
+    saved = [checkpoint.load(path)["progress"] for path in (tmp_path / "kept").iterdir()]
+    steps = sorted((progress["global_step"], progress["batches"]) for progress in saved)
+    assert steps == [(2, 2), (4, 4), (4, 8), (6, 10), (8, 12)]

@@ -146,3 +146,6 @@ class Checkpoint(Callback):
     """A callback that saves the state that others have changed; the trainer calls it after all others."""
 
     runs_last = True
+
+    def forget_later_steps(self, trainer: Trainer) -> None:
+        """Go on from an earlier step of the same fit, which training has gone back to. Every rank calls this."""

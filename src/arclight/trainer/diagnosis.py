@@ -28,10 +28,11 @@ MOST = 1000
 
 
 def diagnose(trainer: Trainer) -> str:
-    """One sentence: the first step whose loss is no number, its samples, the first module whose output is none.
+    """Name, in one sentence, the first step whose loss is NaN or infinite, its samples, and the first module that gave such an output.
 
-    Resume being exact, running on from the newest checkpoint meets the same batches with the same random draws. This changes
-    the trainer, whose run is over. Only for one process and a module that the trainer optimizes; an empty text otherwise.
+    Resume being exact, running on from the newest checkpoint meets the same batches with the same random draws. Hooks of callbacks do not
+    run again, and the trainer's position and metrics stay as they are; the module, its optimizers and the data do not, as the run is
+    over. Only for one process and a module that the trainer optimizes; an empty text otherwise.
     """
     module, checkpoint = trainer.lightning_module, _checkpoint(trainer)
     if trainer.world_size > 1 or not module.automatic_optimization or checkpoint is None:
@@ -43,15 +44,29 @@ def diagnose(trainer: Trainer) -> str:
     if last - saved["loops"]["progress"]["batches"] > MOST:
         return f"run from {checkpoint} with log_every_n_steps=1 to find the first such step"
     try:
-        state.load_weights(module, saved["state_dict"])
-        state.restore(trainer, saved)
-        dataloading.restore_position(trainer)
-        found = _replay(trainer, module, last)
+        with _without_callbacks(trainer):
+            state.load_weights(module, saved["state_dict"])
+            state.restore(trainer, saved)
+            dataloading.restore_position(trainer)
+            found = _replay(trainer, module, last)
     except Exception as error:  # whatever it is, the user is to hear of the loss first
         return f"running on from {checkpoint} to find where it began ended with {type(error).__name__}: {error}"
     return (
         f"{found}; {checkpoint} is from before" if found else f"running on from {checkpoint}, it did not happen again"
     )
+
+
+@contextmanager
+def _without_callbacks(trainer: Trainer) -> Iterator[None]:
+    """Within, only callbacks that make the step are there; afterwards all are, with the position and metrics of before."""
+    callbacks, position = trainer.callbacks, dict(vars(trainer.progress))
+    metrics, trainer.metrics = trainer.metrics, trainer.metrics.copy()
+    trainer.callbacks = [callback for callback in callbacks if hasattr(callback, "build_step")]
+    try:
+        yield
+    finally:
+        trainer.callbacks, trainer.metrics = callbacks, metrics
+        vars(trainer.progress).update(position)
 
 
 def _checkpoint(trainer: Trainer) -> Path | None:
@@ -63,7 +78,7 @@ def _checkpoint(trainer: Trainer) -> Path | None:
 
 
 def _replay(trainer: Trainer, module: Module, last: int) -> str:
-    """Train on without callbacks until a loss is no number, or up to batch ``last`` of all."""
+    """Train on until a loss is NaN or infinite, or up to batch ``last`` of all."""
     from arclight.fabric.seeding import set_rng_state
 
     if trainer.pending_rng is not None:

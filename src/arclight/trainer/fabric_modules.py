@@ -218,7 +218,8 @@ class FabricDataLoader:
     """A loader as an iterable: each pass is the next epoch, each batch arrives on ``device``.
 
     With a :class:`ResumableLoader` it can also resume, by ``state_dict`` and ``load_state_dict``, in the middle of an
-    epoch. Other attributes are the user's loader's.
+    epoch. Of passes beside each other (``zip(loader, loader)``) each is an epoch of its own, and position and state are those of
+    the newest. Other attributes are the user's loader's.
     """
 
     def __init__(self, dataloader: Any, device: torch.device | None = None) -> None:
@@ -227,6 +228,8 @@ class FabricDataLoader:
         self._device = device
         self.epoch = self.batch = 0
         self._resumed = False
+        self._newest: object = None
+        """The pass whose position `epoch` and `batch` are."""
 
     @property
     def device(self) -> torch.device | None:
@@ -236,17 +239,20 @@ class FabricDataLoader:
         return len(self._dataloader if self._resumable is None else self._resumable)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
-        self.epoch, self.batch = epoch, 0
+        """Set the epoch of the next pass."""
+        self.epoch, self.batch, self._newest = epoch, 0, None
 
     def __iter__(self) -> Iterator[Any]:
         if self.batch and not self._resumed:
-            self.set_epoch(self.epoch + 1)  # the pass before was left early
+            self.set_epoch(self.epoch + 1)  # the pass before was left early, or goes on beside this one
         self._resumed = False
+        self._newest = this = object()
         for batch in self._batches():
-            self.batch += 1
+            if self._newest is this:
+                self.batch += 1
             yield batch if self._device is None else move_batch(batch, self._device)
-        self.set_epoch(self.epoch + 1)
+        if self._newest is this:
+            self.set_epoch(self.epoch + 1)
 
     def _batches(self) -> Iterator[Any]:
         if self._resumable is not None:
@@ -266,7 +272,7 @@ class FabricDataLoader:
         return {"epoch": self.epoch, "batch": self.batch, "loader": state, **seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.batch, self._resumed = state["epoch"], state["batch"], True
+        self.epoch, self.batch, self._resumed, self._newest = state["epoch"], state["batch"], True, None
         if self._resumable is not None:
             self._resumable.reseed(state.get("seed", self._resumable.seed))
             self._resumable.load_state_dict(state["loader"])

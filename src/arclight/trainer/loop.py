@@ -222,7 +222,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     batch_start, batch_end, batch_save = plan.batch_start, plan.batch_end, plan.batch_save
     total, validate_at, max_steps = trainer.num_training_batches, trainer.next_validation(), trainer.step_limit
     log_every = trainer.log_every_n_steps or sys.maxsize  # 0: never
-    log_at = progress.global_step // log_every * log_every + log_every
+    logged_at = progress.global_step // log_every * log_every
     clock, show_at, scheduled, stop = time.monotonic, 0.0, False, trainer.strategy.stop
     timed = timed_validation(trainer)
     enter("training_step")
@@ -252,9 +252,11 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             for hook in batch_end:
                 hook(output, batch, index)
             enter("training_step")
-        if progress.global_step >= log_at:
-            log_at += log_every
+        if progress.global_step - logged_at >= log_every:
+            logged_at += log_every
             reporting.log_step(trainer)
+        elif progress.global_step < logged_at:  # a callback has gone back to an earlier step
+            logged_at = progress.global_step // log_every * log_every
         for hook in batch_save:
             hook(output, batch, index)
         if progress.batch == validate_at or (timed is not None and timed()):

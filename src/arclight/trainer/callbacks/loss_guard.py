@@ -98,7 +98,7 @@ class LossGuard(Callback):
 
     * ``skip``: training goes on with the next batch; the step counts, for schedules too. After ``patience`` bad
       updates in a row it ends with NonFiniteLossError.
-    * ``rollback``: weights, optimizers and schedules go back to the newest checkpoint of a ModelCheckpoint that is ``margin`` steps
+    * ``rollback``: weights, optimizers, schedules and logged rows go back to the newest checkpoint of a ModelCheckpoint that is ``margin`` steps
       older than the bad update, and training goes on with the data that comes next: the batches since then, the bad ones among
       them, are not met again. ``patience`` is then the number of rollbacks from which on training ends.
     * ``stop``: the run ends with NonFiniteLossError or TrainingSpikeException; the weights are those before the bad update.
@@ -267,7 +267,7 @@ class LossGuard(Callback):
                 file.write(json.dumps(asdict(event), default=str) + "\n")
 
     def _roll_back(self, trainer: Trainer, module: Module, event: Event) -> None:
-        """Weights, optimizers, schedules and the count of steps as they were; data, random draws and callbacks go on."""
+        """Restore weights, optimizers, schedules, the count of steps and the loggers' rows; data, random draws and callbacks go on."""
         self.rollbacks += 1
         if self.rollbacks >= self.patience:
             self._end(event, f"; it is number {self.rollbacks} for which training would have gone back")
@@ -281,6 +281,10 @@ class LossGuard(Callback):
         module.zero_grad()
         trainer.window.count = 0
         trainer.progress.global_step = checkpoint["loops"]["progress"]["global_step"]
+        for callback in trainer.checkpoint_callbacks:
+            callback.forget_later_steps(trainer)
+        for logger in trainer.loggers if trainer.is_global_zero else []:
+            logger.resume(trainer.global_step)
         trainer.notice(f"back to {path}, step {trainer.global_step}; training goes on with the next batch")
 
     def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:

@@ -276,6 +276,11 @@ class ModelCheckpoint(Checkpoint):
             exception.add_note(str(error))
         self._fitting = False
 
+    def forget_later_steps(self, trainer: Trainer) -> None:
+        self._settle(trainer)
+        if trainer.global_step < self._record.judged:
+            self._publish(replace(self._record, judged=trainer.global_step, saved=0))
+
     # -- saving ------------------------------------------------------------------------------------------------
 
     def _adopt_folder(self, trainer: Trainer) -> str:

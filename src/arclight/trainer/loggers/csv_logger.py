@@ -121,6 +121,8 @@ class ExperimentWriter:
         self._files, self._root = fsspec.core.url_to_fs(log_dir)
         self._local = isinstance(self._files, LocalFileSystem)
         self._columns: list[str] | None = None
+        self._torn = False
+        """Whether the file ends within a row, which a crash has cut off."""
         self._next_step: int | None = None
         self._aside: str | None = None
         self._replayed: list[Row] = []
@@ -140,7 +142,8 @@ class ExperimentWriter:
     def metrics_keys(self) -> list[str]:
         """The file's columns."""
         if self._columns is None:
-            self._columns = parse_header(self._read())
+            text = self._read()
+            self._columns, self._torn = parse_header(text), text != complete_rows(text)
         return self._columns
 
     def _check_log_dir_exists(self) -> None:
@@ -186,13 +189,13 @@ class ExperimentWriter:
         self._look_for_others()
         rows = [as_text(row) for row in self.metrics]
         columns = sorted({*self.metrics_keys, *(name for row in rows for name in row)})
-        if self._local and columns == self.metrics_keys:
+        if self._local and columns == self.metrics_keys and not self._torn:
             with open(self.metrics_file_path, "a", encoding="utf-8", newline="") as file:
                 file.write(csv_text(columns, rows))
-        else:  # a new column, or a store where files do not grow
+        else:  # a new column, a row that was cut off, or a store where files do not grow
             old = parse_rows(self._read())
             self._replace(self.metrics_file_path, csv_text(columns, [*old, *rows], header=True))
-        self._columns = columns
+        self._columns, self._torn = columns, False
         self.metrics = []
         self._size_left = self._size()
 
@@ -223,7 +226,7 @@ class ExperimentWriter:
         rows = [row for row in parse_rows(self._read()) if int(row["step"]) <= step]
         if not self._files.exists(self.metrics_file_path):
             return
-        self._columns = sorted({name for row in rows for name in row})
+        self._columns, self._torn = sorted({name for row in rows for name in row}), False
         self._replace(self.metrics_file_path, csv_text(self._columns, rows, header=True))
         self._replayed, self._resumed_at = [row for row in rows if row["step"] == str(step)], step
 
@@ -251,7 +254,8 @@ def number_text(value: Any) -> str:
     """``value`` (a number, a one-element tensor, or text) such that reading it back gives the same bits."""
     if hasattr(value, "item"):
         value = value.item()
-    return repr(value) if isinstance(value, float) else str(value)
+    # csv leaves a lone carriage return unquoted, and then cannot read it
+    return repr(value) if isinstance(value, float) else str(value).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def csv_text(columns: list[str], rows: Iterable[Row], *, header: bool = False) -> str:
@@ -264,13 +268,21 @@ def csv_text(columns: list[str], rows: Iterable[Row], *, header: bool = False) -
 
 
 def parse_header(text: str) -> list[str]:
-    return next(csv.reader(io.StringIO(text)), [])
+    return next(csv.reader(io.StringIO(complete_rows(text))), [])
+
+
+def complete_rows(text: str) -> str:
+    """Return a CSV text up to the end of its last whole row; a row that a crash has cut off, within a quoted text too, is left out."""
+    end = text.rfind("\n") + 1
+    while text.count('"', 0, end) % 2:  # a line's end within quotes is no row's end
+        end = text.rfind("\n", 0, end - 1) + 1
+    return text[:end]
 
 
 def parse_rows(text: str) -> list[Row]:
-    """Rows of a CSV text without their empty cells; a last line cut off by a crash is left out."""
-    complete = text[: text.rfind("\n") + 1]
-    return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(io.StringIO(complete))]
+    """Return the rows of a CSV text without their empty cells; a last row cut off by a crash is left out."""
+    reader = csv.DictReader(io.StringIO(complete_rows(text)))
+    return [{name: cell for name, cell in row.items() if cell} for row in reader]
 
 
 def read_rows(path: Path) -> list[Row]:
