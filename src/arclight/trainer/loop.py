@@ -222,16 +222,14 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     batch_start, batch_end, batch_save = plan.batch_start, plan.batch_end, plan.batch_save
     total, validate_at, max_steps = trainer.num_training_batches, trainer.next_validation(), trainer.step_limit
     log_every = trainer.log_every_n_steps or sys.maxsize  # 0: never
-    logged_at = progress.global_step // log_every * log_every
+    logged_at, timed = progress.global_step // log_every * log_every, timed_validation(trainer)
     clock, show_at, scheduled, stop = time.monotonic, 0.0, False, trainer.strategy.stop
-    timed = timed_validation(trainer)
     enter("training_step")
     trainer.logged.in_batches = True
     for index, batch in enumerate(trainer.train_batches(progress.epoch, progress.batch), progress.batch):
         if move is not None:
             batch = move(batch)
-        current.value, current.known_size = batch, None
-        trainer.is_last_batch = index + 1 == total
+        current.value, current.known_size, trainer.is_last_batch = batch, None, index + 1 == total
         if batch_start:
             enter("on_train_batch_start")
             if -1 in [hook(batch, index) for hook in batch_start]:
