@@ -37,6 +37,14 @@ class Conventions:
     """A progress bar asks for its metrics after every batch (where that does not wait for a device), not ten times a second."""
     callbacks_factory: str = "arclight.callbacks_factory"
     """Group of the entry points by which installed packages bring callbacks."""
+    validate_before_stop: bool = False
+    """A fit that ``should_stop`` ends within an epoch validates before it leaves, where that epoch is one that validates."""
+    skip_leaves_out_validation: bool = False
+    """An epoch whose rest ``on_train_batch_start`` skips is not validated."""
+    frequency_counts_batches: bool = False
+    """A scheduler's ``frequency`` at step interval counts the batches of its epoch, not the updates of the fit."""
+    drop_unpicklable_hparams: bool = False
+    """A run takes what cannot be pickled out of its module's ``hparams``; else a checkpoint alone leaves out what is no plain data."""
     zero_based_rows: bool = False
     """A logger's row of step values is numbered by the step that made it, counted from 0, not by steps completed."""
 
@@ -57,5 +65,9 @@ LIGHTNING = Conventions(
     exit_on_interrupt=True,
     metrics_by_batch=True,
     callbacks_factory="lightning.pytorch.callbacks_factory",
+    validate_before_stop=True,
+    skip_leaves_out_validation=True,
+    frequency_counts_batches=True,
+    drop_unpicklable_hparams=True,
     zero_based_rows=True,
 )

@@ -12,12 +12,14 @@ from arclight.fabric.rank_zero import rank_zero_warn
 class Batch:
     """The batch under way, whose size is counted only if a logged value needs it."""
 
-    __slots__ = ("checked", "known_size", "value")
+    __slots__ = ("checked", "index", "known_size", "value")
 
     def __init__(self) -> None:
         self.value: Any = None
         self.known_size: int | None = None
         self.checked = False
+        self.index = -1
+        """Number of the newest batch that was begun, in its epoch; -1 before the first."""
 
     def set(self, value: Any) -> None:
         self.value, self.known_size = value, None

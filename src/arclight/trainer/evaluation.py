@@ -49,6 +49,7 @@ def validate_during_fit(trainer: Trainer, module: Module) -> None:
         if not trainer.window.count:
             logging_as(module, "on_validation_model_zero_grad", module.on_validation_model_zero_grad)()
         run_evaluation(trainer, module, data)
+        trainer.validated_time = time.monotonic()
     finally:
         trainer.logged, trainer.stage = training_values, before
 

@@ -302,8 +302,10 @@ class Fabric(FabricProcesses):
 
     @property
     def logger(self) -> Any:
-        """The first logger, None where there is none."""
-        return self._loggers[0] if self._loggers else None
+        """Return the first logger. Raises IndexError if there is none, as Lightning's does; ``loggers`` may be empty."""
+        if not self._loggers:
+            raise IndexError("this Fabric has no loggers; pass some as Fabric(loggers=...), or ask for `loggers`")
+        return self._loggers[0]
 
 
 def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:

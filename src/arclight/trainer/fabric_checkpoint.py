@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import os
 from pathlib import Path, PurePath
 from typing import Any
 
+import numpy as np
 import torch
 
 from arclight import checkpoint as checkpoints
@@ -67,7 +70,7 @@ def save_file(state: dict[str, Any], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            torch.save(state, file)
+            torch.save(_without_numpy_numbers(state), file)
             file.flush()
             os.fsync(file.fileno())
         checkpoints.read_pickled(temporary)  # maps the file, so that this reads no tensor
@@ -78,3 +81,20 @@ def save_file(state: dict[str, Any], path: Path) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _without_numpy_numbers(value: Any) -> Any:
+    """Replace NumPy's scalars, which a learning rate or a metric often is, by Python's: the former need unpickling."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        changed = {key: new for key, item in value.items() if (new := _without_numpy_numbers(item)) is not item}
+        if not changed:
+            return value
+        replaced = copy.copy(value)  # with the type and the attributes, which torch keeps a version in
+        replaced.update(changed)
+        return replaced
+    if type(value) in (list, tuple):
+        items = [_without_numpy_numbers(item) for item in value]
+        return value if all(map(operator.is_, items, value)) else type(value)(items)
+    return value

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
+import pickle
 from argparse import Namespace
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -266,6 +267,25 @@ def _same(left: Any, right: Any) -> bool:
     if type(left) is not type(right) or isinstance(left, torch.Tensor):
         return False
     return bool(np.array_equal(left, right) if isinstance(left, np.ndarray) else left == right)
+
+
+def is_picklable(obj: object) -> bool:
+    """Return True if ``pickle`` can write an object."""
+    try:
+        pickle.dumps(obj)
+    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
+    """Remove what cannot be pickled, with a warning for each."""
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        rank_zero_warn(
+            f"Attribute '{name}' removed from hparams because it cannot be pickled. You can suppress this warning by"
+            f" setting `self.save_hyperparameters(ignore=['{name}'])`."
+        )
+        del hparams[name]
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

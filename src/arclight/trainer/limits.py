@@ -112,9 +112,10 @@ def next_validation(trainer: Trainer) -> Count:
 
 
 def timed_validation(trainer: Trainer) -> Callable[[], bool] | None:
-    """What says after a batch whether validation is due by the clock; None unless ``val_check_interval`` is a time.
+    """Return a function that tells after a batch if validation is due by the clock; None if ``val_check_interval`` is no time.
 
-    Rank 0's clock counts for all ranks, which costs one exchange for each batch.
+    The time counts from the end of the last validation, so that one that takes longer than the interval does not follow
+    every batch. Rank 0's clock counts for all ranks, which costs one exchange for each batch.
     """
     if not isinstance(trainer.val_check_interval, (str, dict, timedelta)):
         return None
@@ -125,16 +126,13 @@ def timed_validation(trainer: Trainer) -> Callable[[], bool] | None:
         trainer.validated_time = time.monotonic()
     every = trainer.check_val_every_n_epoch
 
-    def due() -> bool:
+    def is_due() -> bool:
         if not trainer.enable_validation or (every is not None and (trainer.progress.epoch + 1) % every):
             return False
-        now: float = trainer.strategy.broadcast(time.monotonic())
-        if now - (trainer.validated_time or 0) < seconds:
-            return False
-        trainer.validated_time = now
-        return True
+        due: bool = trainer.strategy.broadcast(time.monotonic() - (trainer.validated_time or 0.0) >= seconds)
+        return due
 
-    return due
+    return is_due
 
 
 def at_epoch_end(trainer: Trainer) -> bool:
@@ -159,8 +157,25 @@ def batches_between_validations(trainer: Trainer) -> Count:
 
 
 def validates_after_last_batch(trainer: Trainer) -> bool:
-    """Whether validation at the epoch's end is still due: with an interval only its multiples validate."""
+    """Return True if validation at the epoch's end is still due: with an interval only its multiples validate."""
+    if trainer.conventions.skip_leaves_out_validation and batch_under_way(trainer):
+        return False
     return at_epoch_end(trainer) and validation_due(trainer) and trainer.progress.validated_at != trainer.progress.batch
+
+
+def batch_under_way(trainer: Trainer) -> bool:
+    """Return True from the start of a training batch until it is counted; one that is skipped never is."""
+    values = trainer.training_values
+    return values.in_batches and values.batch.index == trainer.progress.batch
+
+
+def validation_before_stop(trainer: Trainer) -> bool:
+    """Return True if a fit that stops at this batch validates first, unless it just has or its epoch's end will."""
+    if not trainer.conventions.validate_before_stop or not validation_due(trainer):
+        return False
+    progress = trainer.progress
+    at_end = at_epoch_end(trainer) and progress.batch == trainer.num_training_batches
+    return not at_end and progress.validated_at != progress.batch
 
 
 def estimated_steps(trainer: Trainer) -> Count:

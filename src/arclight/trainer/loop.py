@@ -20,11 +20,11 @@ from arclight.trainer.dataloading import load
 from arclight.trainer.evaluation import PROGRESS_INTERVAL, validate_during_fit
 from arclight.trainer.gradients import shown
 from arclight.trainer.hooks import Hook, callback_hooks, module_hooks, resolve
-from arclight.trainer.limits import timed_validation
+from arclight.trainer.limits import timed_validation, validation_before_stop
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import Step, build_forward, build_step
 from arclight.trainer.profilers.watching import watch, watch_transfer
-from arclight.trainer.schedulers import scheduler_steps
+from arclight.trainer.schedulers import plateau_stepper, scheduler_steps
 from arclight.trainer.signals import end_by_signal, requeue_job
 from arclight.trainer.transfer import batch_transfer
 
@@ -48,6 +48,8 @@ class FitPlan:
     on_progress: tuple[Hook, ...]
     epoch_schedulers: list[Callable[[], Any]]
     plateau_schedulers: list[Callable[[], Any]]
+    step_plateaus: Callable[[], None] | None
+    """Steps the schedulers that watch a value at every update: after the validation that may have measured it."""
 
     @classmethod
     def build(cls, trainer: Trainer, module: Module, forward: Step | None = None) -> FitPlan:
@@ -68,6 +70,7 @@ class FitPlan:
             on_progress=callback_hooks(trainer, module, trainer.callbacks, "on_progress"),
             epoch_schedulers=scheduler_steps(trainer, module, "epoch", plateau=False),
             plateau_schedulers=scheduler_steps(trainer, module, "epoch", plateau=True),
+            step_plateaus=plateau_stepper(trainer, module),
         )
 
     def current(self, trainer: Trainer, module: Module) -> FitPlan:
@@ -76,6 +79,12 @@ class FitPlan:
             return FitPlan.build(trainer, module)
         same = self.made_of == _ingredients(trainer, module)
         return self if same else FitPlan.build(trainer, module, self.forward)
+
+    def step_epoch_schedulers(self) -> bool:
+        """Step the schedulers of an epoch's last batch; always True, for an epoch that is complete."""
+        for scheduler_step in self.epoch_schedulers:
+            scheduler_step()
+        return True
 
 
 def _trained(module: Module) -> tuple[bool, ...]:
@@ -109,6 +118,7 @@ def run_fit(trainer: Trainer, module: Module) -> None:
         complete = watch(trainer, "run_training_epoch", train_epoch)(trainer, module, plan)
         agree_on_stop(trainer)
         if not complete:
+            trainer.left_within_epoch = True
             break
         trainer.progress.next_epoch()
         trainer.logged.clear()
@@ -144,8 +154,8 @@ def agree_on_stop(trainer: Trainer) -> None:
         end_by_signal(trainer)
 
 
-def stops_here(trainer: Trainer) -> bool:
-    """Whether to leave the batches of an epoch behind the one just done, which all ranks do at the same one.
+def stops_here(trainer: Trainer, module: Module) -> bool:
+    """Return True to leave an epoch behind the batch just done, which all ranks do at the same one, validated where that is due.
 
     A rank alone in being told to stop says so to the others beside the loop; they all stop at the next batch that none has begun.
     """
@@ -161,7 +171,11 @@ def stops_here(trainer: Trainer) -> bool:
     if trainer.received_sigterm or "SIGTERM" in stop.reason:
         end_by_signal(trainer)
     trainer.should_stop = True
-    return may_stop(trainer)
+    if not may_stop(trainer):
+        return False
+    if validation_before_stop(trainer):
+        validate_during_fit(trainer, module)
+    return True
 
 
 def may_stop(trainer: Trainer) -> bool:
@@ -189,6 +203,8 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     if progress.batch == trainer.next_validation():  # left to do by the run that saved
         validate_during_fit(trainer, module)
     complete = progress.batch >= trainer.num_training_batches
+    if plan.step_plateaus is not None and not complete:  # left to do by the run that saved
+        plan.step_plateaus()
     if not complete:
         try:
             complete = train_batches(trainer, module, plan)
@@ -202,6 +218,8 @@ def train_epoch(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         trainer.close_window()  # the last batch was not known to be the last
     if complete and trainer.validates_when_epoch_is_over():
         validate_during_fit(trainer, module)
+    if plan.step_plateaus is not None:
+        plan.step_plateaus()
     progress.ended = complete
     trainer.strategy.settle(module)
     reporting.end_epoch(trainer, plan.plateau_schedulers if complete else [])
@@ -219,7 +237,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     """The innermost loop; whether the epoch's batches came to their end."""
     progress, current, enter = trainer.progress, trainer.logged.batch, trainer.enter
     step, move, on_progress = plan.step, plan.move, plan.on_progress
-    batch_start, batch_end, batch_save = plan.batch_start, plan.batch_end, plan.batch_save
+    batch_start, batch_end, batch_save, plateaus = plan.batch_start, plan.batch_end, plan.batch_save, plan.step_plateaus
     total, validate_at, max_steps = trainer.num_training_batches, trainer.next_validation(), trainer.step_limit
     log_every = trainer.log_every_n_steps or sys.maxsize  # 0: never
     logged_at, timed = progress.global_step // log_every * log_every, timed_validation(trainer)
@@ -229,11 +247,13 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
     for index, batch in enumerate(trainer.train_batches(progress.epoch, progress.batch), progress.batch):
         if move is not None:
             batch = move(batch)
-        current.value, current.known_size, trainer.is_last_batch = batch, None, index + 1 == total
+        current.value, current.known_size, current.index = batch, None, index
+        trainer.is_last_batch = index + 1 == total
         if batch_start:
             enter("on_train_batch_start")
             if -1 in [hook(batch, index) for hook in batch_start]:
                 drop_window(trainer)
+                trainer.is_last_batch = True
                 break  # a hook asked to skip the rest of this epoch
             enter("training_step")
         output = step(batch, index)
@@ -241,9 +261,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
         samples, tokens = counts_of(batch)
         progress.samples, progress.tokens = progress.samples + samples, progress.tokens + tokens
         if progress.batch == total:
-            scheduled = True
-            for scheduler_step in plan.epoch_schedulers:
-                scheduler_step()
+            scheduled = plan.step_epoch_schedulers()
         if batch_end:
             enter("on_train_batch_end")
             output = shown(output)
@@ -269,9 +287,8 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             for hook in on_progress:
                 hook()
         stop.position = progress.batches  # before looking whether a stop is asked for: other ranks go by it
-        if progress.global_step >= max_steps or ((trainer.should_stop or stop.asked) and stops_here(trainer)):
+        if ((trainer.should_stop or stop.asked) and stops_here(trainer, module)) or progress.global_step >= max_steps:
             return progress.batch == total
-    if not scheduled:
-        for scheduler_step in plan.epoch_schedulers:
-            scheduler_step()
-    return True
+        if plateaus is not None and progress.batch != total:
+            plateaus()
+    return scheduled or plan.step_epoch_schedulers()

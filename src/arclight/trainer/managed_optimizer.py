@@ -99,13 +99,16 @@ class ManagedOptimizer:
             finally:
                 module.untoggle_optimizer(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ManagedOptimizer, (self._optimizer,)  # copies and pickles are no longer a Trainer's
+
     def __getattr__(self, name: str) -> Any:
         if name in ("_optimizer", "_trainer"):
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
-        return repr(self._optimizer)
+        return f"Lightning{self._optimizer!r}"
 
 
 def _nothing() -> None:

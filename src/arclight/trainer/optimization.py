@@ -114,7 +114,7 @@ def step_parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_firs
             "optimizer_step",
             partial(trainer.precision_plugin.optimizer_step, optimizer) if scaler is not None else optimizer.step,
         ),
-        after_step=(() if first else zero) + tuple(scheduler_steps(trainer, module, "step")),
+        after_step=(() if first else zero) + tuple(scheduler_steps(trainer, module, "step", plateau=False)),
     )
 
 

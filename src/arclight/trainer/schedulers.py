@@ -16,20 +16,39 @@ if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
 
 
-def scheduler_steps(
-    trainer: Trainer, module: Module, interval: str, plateau: bool | None = None
-) -> list[Callable[[], Any]]:
-    """One function per scheduler of this interval; ``plateau`` chooses those that watch a value, or those that do not.
+def scheduler_steps(trainer: Trainer, module: Module, interval: str, plateau: bool) -> list[Callable[[], Any]]:
+    """Return one function per scheduler of this interval: of those that watch a value, or of the others.
 
-    None in manual optimization, where ``training_step`` steps them.
+    ``plateau`` chooses; no function in manual optimization, where ``training_step`` steps them.
     """
     if not module.automatic_optimization:
         return []
     return [
         watch_module(trainer, module, "lr_scheduler_step", _stepper(trainer, module, config))
         for config in trainer.lr_scheduler_configs
-        if config.interval == interval and plateau in (None, config.reduce_on_plateau)
+        if config.interval == interval and plateau == config.reduce_on_plateau
     ]
+
+
+def plateau_stepper(trainer: Trainer, module: Module) -> Callable[[], None] | None:
+    """Return a function that steps what watches a value at every update, once for each; None if nothing does.
+
+    It runs behind the batch's validation and saves, as a value may come from there. ``progress.plateau_step`` tells a
+    resume whether the update that it starts after is still to be followed.
+    """
+    steps, progress = scheduler_steps(trainer, module, "step", plateau=True), trainer.progress
+    if not steps:
+        return None
+    if progress.plateau_step < 0:
+        progress.plateau_step = progress.global_step
+
+    def run() -> None:
+        if progress.global_step != progress.plateau_step:
+            for step in steps:
+                step()
+            progress.plateau_step = progress.global_step
+
+    return run
 
 
 def _stepper(trainer: Trainer, module: Module, config: LRSchedulerConfig) -> Callable[[], Any]:
@@ -40,8 +59,13 @@ def _stepper(trainer: Trainer, module: Module, config: LRSchedulerConfig) -> Cal
     run = logging_as(module, "lr_scheduler_step", module.lr_scheduler_step) if own else module.lr_scheduler_step
 
     def step() -> None:
-        count = trainer.progress.global_step if config.interval == "step" else trainer.progress.epoch
-        if (count + 1) % config.frequency == 0 and (metric := _monitored(trainer, config)) is not _MISSING:
+        if config.interval == "epoch":
+            count = trainer.progress.epoch + 1
+        elif trainer.conventions.frequency_counts_batches:
+            count = trainer.training_values.batch.index + 1
+        else:  # the update is counted when those that watch a value are stepped, and not yet for the others
+            count = trainer.progress.global_step + (not config.reduce_on_plateau)
+        if count % config.frequency == 0 and (metric := _monitored(trainer, config)) is not _MISSING:
             run(config.scheduler, metric)
 
     return step

@@ -21,7 +21,7 @@ from arclight.trainer.defaults import check_state_keys, checkpoints_last
 from arclight.trainer.evaluation import predictions, run_evaluation
 from arclight.trainer.example import example_of
 from arclight.trainer.hooks import overridden
-from arclight.trainer.hparams import hyperparameters_to_log
+from arclight.trainer.hparams import clean_namespace, hyperparameters_to_log
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.loggers.beginning import log_beginning, open_experiments
 from arclight.trainer.loop import finished, run_fit
@@ -127,6 +127,8 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, ckpt_path
     name = TrainerFn("fit" if stage == "train" else stage)
     module = as_module(model if model is not None else trainer.lightning_module, name)
     trainer._module, trainer.stage, trainer.state.fn = module, stage, name
+    if trainer.conventions.drop_unpicklable_hparams:
+        clean_namespace(module.hparams)
     trainer.strategy.connect(module)
     module.trainer = trainer
     if stage != "train":
@@ -219,7 +221,7 @@ def fit(
     limits.resolve_length(trainer)
     trainer.should_stop, trainer.last_loss, trainer.window = False, None, Window()
     trainer.told_of_no_loss, trainer.validated_time = False, None
-    trainer.received_sigterm = trainer.requeue = False
+    trainer.received_sigterm = trainer.requeue = trainer.left_within_epoch = False
     trainer.data, trainer.num_training_batches = {}, math.inf
     trainer.loader_state, trainer.loader_seeds = {}, []
     trainer.batch_iterator, trainer.rng_before_validation = None, None

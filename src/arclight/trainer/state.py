@@ -29,6 +29,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.naming import for_optimizer, names_of
 from arclight.fabric.seeding import rng_state
 from arclight.fabric.spread import own_part
+from arclight.fabric.strategies import Strategy
 from arclight.optim import restore_optimizer
 from arclight.trainer import dataloading, reporting
 from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
@@ -204,12 +205,16 @@ def restore(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def restore_optimization(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Optimizers and schedulers as they were."""
-    states, schedules = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-    names = names_of([trainer.lightning_module])
-    for optimizer, state in zip(trainer.optimizers, states, strict=True):
-        restore_optimizer(optimizer, for_optimizer(optimizer, state, names))
-    for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
+    """Restore optimizers and schedulers."""
+    strategy = trainer.strategy
+    if type(strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
+        if strategy.lightning_restore_optimizer:
+            names = names_of([trainer.lightning_module])
+            for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+                restore_optimizer(optimizer, for_optimizer(optimizer, state, names))
+    elif strategy.lightning_restore_optimizer:
+        strategy.load_optimizer_state_dict(checkpoint)
+    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(state)
 
 

@@ -137,6 +137,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.should_stop = self.is_last_batch = self.received_sigterm = self.requeue = self.told_of_minimum = (
             self.told_of_no_loss
         ) = False
+        self.left_within_epoch = False
         self.optimizers = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
         self.logged = self.training_values = LoggedValues("train")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arclight.trainer import dataloading
+from arclight.trainer.limits import batch_under_way
 from arclight.trainer.loop import finished
 
 if TYPE_CHECKING:
@@ -97,18 +98,24 @@ class EpochLoop:
 
     @property
     def batch_idx(self) -> int:
-        """Index of the newest batch of the epoch; -1 before the first."""
-        return self.trainer.progress.batch - 1
+        """Index of the batch under way, else of the newest one, in its epoch; -1 before the first."""
+        index = self.trainer.training_values.batch.index
+        return index if index >= 0 else self.trainer.progress.batch - 1
 
     @property
     def total_batch_idx(self) -> int:
-        """Index of the newest batch of all; -1 before the first."""
-        return self.trainer.progress.batches - 1
+        """Index of the batch under way, else of the newest one, of all; -1 before the first."""
+        return self.trainer.progress.batches - (not self._under_way)
 
     @property
     def batch_progress(self) -> CountView:
-        progress = self.trainer.progress
-        return CountView(_counts(progress.batch), _counts(progress.batches))
+        progress, more = self.trainer.progress, int(self._under_way)
+        return CountView(_counts(progress.batch, more), _counts(progress.batches, more))
+
+    @property
+    def _under_way(self) -> bool:
+        """Return True from the start of a batch until it is counted."""
+        return batch_under_way(self.trainer)
 
 
 class FitLoop:

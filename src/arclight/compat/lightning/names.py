@@ -191,12 +191,9 @@ _UTILITIES: _Rows = (
     ("pytorch.utilities.data", f"{_OWN}.utilities", "extract_batch_size has_len_all_ranks warning_cache"),
     ("pytorch.utilities.data", "arclight.data.checks", "has_iterable_dataset=reads_a_stream sized_len"),
     ("pytorch.utilities.signature_utils", f"{_OWN}.utilities", "is_param_in_hook_signature"),
-    ("pytorch.utilities", f"{_OWN}.utilities", "is_picklable"),
-    (
-        "pytorch.utilities.parsing",
-        f"{_OWN}.utilities",
-        "clean_namespace collect_init_args get_init_args is_picklable parse_class_init_keys",
-    ),
+    ("pytorch.utilities pytorch.utilities.parsing", "arclight.trainer.hparams", "is_picklable"),
+    ("pytorch.utilities.parsing", "arclight.trainer.hparams", "clean_namespace"),
+    ("pytorch.utilities.parsing", f"{_OWN}.utilities", "collect_init_args get_init_args parse_class_init_keys"),
     (
         "pytorch.utilities.parsing",
         "arclight.trainer.attributes",

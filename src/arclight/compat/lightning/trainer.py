@@ -12,7 +12,7 @@ from arclight.compat.lightning.loops import FitLoop, PredictLoop, StageLoop
 from arclight.trainer import Trainer as _Trainer
 from arclight.trainer.conventions import LIGHTNING
 from arclight.trainer.prediction import Predictions
-from arclight.trainer.states import TrainerFn, TrainerStatus
+from arclight.trainer.states import TrainerFn
 
 
 class Trainer(_Trainer):
@@ -26,9 +26,8 @@ class Trainer(_Trainer):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch under way; when a fit has ended, however it did, the number of epochs that were begun."""
-        ended = self.state.fn == TrainerFn.FITTING and self.state.status == TrainerStatus.FINISHED
-        return self.progress.epoch + (ended and self.progress.batch > 0)
+        """The epoch under way; once a fit has left its last one, however far that was, the number of epochs begun."""
+        return self.progress.epoch + (self.state.fn == TrainerFn.FITTING and self.left_within_epoch)
 
     @property
     def fit_loop(self) -> FitLoop:

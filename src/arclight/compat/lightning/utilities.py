@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, MutableMapping
 from enum import StrEnum
 from functools import partial
@@ -111,25 +110,6 @@ def is_param_in_hook_signature(
         or (not explicit and spec.varargs is not None)
         or (min_args is not None and len(names) >= min_args)
     )
-
-
-def is_picklable(obj: object) -> bool:
-    """Whether an object can be pickled."""
-    try:
-        pickle.dumps(obj)
-    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
-def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
-    """Take out what cannot be pickled, with a warning for each."""
-    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
-        rank_zero_warn(
-            f"Attribute '{name}' removed from hparams because it cannot be pickled. You can suppress this warning by"
-            f" setting `self.save_hyperparameters(ignore=['{name}'])`."
-        )
-        del hparams[name]
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:

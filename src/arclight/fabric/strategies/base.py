@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -188,6 +188,19 @@ class Strategy(Checkpointing):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         return optimizer
+
+    lightning_restore_optimizer: bool = True
+    """False for a strategy whose optimizers are not to be restored from a checkpoint of the Trainer."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers from a Trainer's checkpoint (its ``optimizer_states``), for strategies that override this.
+
+        Without an override the Trainer restores them itself, which is why there is nothing here to call.
+        """
+        raise NotImplementedError(
+            "the Trainer restores the optimizers of a strategy without a load_optimizer_state_dict of its own; an override "
+            "restores them all and does not call the base class"
+        )
 
     def process_dataloader(self, dataloader: Any) -> Any:
         return dataloader
