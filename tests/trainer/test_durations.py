@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer import limits
 from arclight.trainer.durations import Duration, Unit
+from arclight.trainer.progress import Progress
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,52 @@ def test_a_fraction_of_the_training() -> None:
     assert Duration.parse("7ba").of(Duration.parse("10ep")) == Duration(7, Unit.BATCHES)
     with pytest.raises(MisconfigurationError, match="how long training is"):
         Duration.parse("0.5dur").of(Duration.parse("1dur"))
+
+
+# -- validation by the clock ---------------------------------------------------------------------------------------
+
+
+class Clocked:
+    """As much of a trainer as is asked; batches take time on a clock of the test's own."""
+
+    val_check_interval, check_val_every_n_epoch, enable_validation = "00:00:01:00", None, True
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.exchanges = 1000.0, 0
+        self.validated_time: float | None = None
+        self.progress, self.strategy = Progress(), self
+        self.world_size = ranks
+        monkeypatch.setattr(limits.time, "monotonic", lambda: self.now)
+
+    def broadcast(self, value: Any) -> Any:
+        self.exchanges += 1
+        return value
+
+    def validations(self, *seconds: float) -> list[float]:
+        """Times since the start at which validation is due, with batches that take so long each."""
+        due, start = limits.timed_validation(self), self.now  # type: ignore[arg-type]
+        assert due is not None
+        times = []
+        for batch in seconds:
+            self.now += batch
+            self.progress.batches += 1
+            if due():
+                times.append(self.now - start)
+                self.validated_time = self.now
+        return times
+
+
+def test_one_process_looks_at_the_clock_after_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(1, monkeypatch)
+    assert clocked.validations(*[0.5] * 400) == [60, 120, 180]
+    assert clocked.exchanges == 0
+
+
+def test_ranks_agree_on_the_time_in_few_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked = Clocked(2, monkeypatch)
+    assert clocked.validations(*[0.5] * 400) == pytest.approx([60, 120, 180], abs=1.0)
+    assert clocked.exchanges < 40
+    slower = Clocked(2, monkeypatch)
+    (first, *_) = slower.validations(*[0.5] * 20, *[5.0] * 100)
+    assert 60 <= first <= 300, "half of what was left had been expected at the old rate"
+    assert Clocked(2, monkeypatch).validations(*[90.0] * 3) == [90, 180, 270]

@@ -1,6 +1,7 @@
 """SIGTERM saves and ends; a SLURM job that is asked to goes back into the queue and on from where it was."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -125,6 +126,35 @@ def test_a_requeued_job_takes_no_checkpoint_of_another_run_or_job(
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "5")
     assert signals.requeue_checkpoint(trainer) == others[2]
+
+
+def test_a_requeued_job_does_not_stumble_over_a_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> int:
+        trainer = trainer_of(tmp_path, "run", al.ModelCheckpoint(every_n_train_steps=3))
+        trainer.fit(Line(), DataLoader(torch.randn(24, 2), batch_size=3))
+        return trainer.global_step
+
+    train()
+    kept = tmp_path / "run" / "1" / "checkpoints"
+    requeued = kept / "hpc_ckpt_77_1"
+    shutil.copytree(next(kept.iterdir()), requeued)
+    next(requeued.glob("*.safetensors")).write_bytes(b"cut off")
+    for name, value in {
+        "SLURM_JOB_ID": "77",
+        "SLURM_NTASKS": "1",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match="damaged"):
+        assert train() == 16
+    assert not requeued.exists()
+    assert train() == 16, "nothing is left that this fit would go on from"
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1", "2"]
 
 
 class Line(al.Module):

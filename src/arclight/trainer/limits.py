@@ -34,6 +34,9 @@ def resolve_length(trainer: Trainer) -> None:
         trainer.max_epochs = -1 if limited else 1000
 
 
+MOST_UNASKED = 100
+"""Batches at most between two looks of several ranks at the clock: they may become slower than was expected."""
+
 _PREFIX = {"validate": "val", "sanity_check": "val"}
 
 
@@ -115,7 +118,8 @@ def timed_validation(trainer: Trainer) -> Callable[[], bool] | None:
     """Return a function that tells after a batch if validation is due by the clock; None if ``val_check_interval`` is no time.
 
     The time counts from the end of the last validation, so that one that takes longer than the interval does not follow
-    every batch. Rank 0's clock counts for all ranks, which costs one exchange for each batch.
+    every batch. Rank 0's clock counts for all ranks. It also says after how many batches to ask again: half of those that it
+    expects to take the time that is left, so that most batches cost no exchange.
     """
     if not isinstance(trainer.val_check_interval, (str, dict, timedelta)):
         return None
@@ -124,13 +128,24 @@ def timed_validation(trainer: Trainer) -> Callable[[], bool] | None:
         raise MisconfigurationError(f"`val_check_interval={trainer.val_check_interval!r}` is not a time")
     if trainer.validated_time is None:
         trainer.validated_time = time.monotonic()
-    every = trainer.check_val_every_n_epoch
+    every, progress, strategy = trainer.check_val_every_n_epoch, trainer.progress, trainer.strategy
+    asked_at, asked_time, ask_at = progress.batches, time.monotonic(), 0
 
     def is_due() -> bool:
-        if not trainer.enable_validation or (every is not None and (trainer.progress.epoch + 1) % every):
+        nonlocal asked_at, asked_time, ask_at
+        if progress.batches < ask_at:
             return False
-        due: bool = trainer.strategy.broadcast(time.monotonic() - (trainer.validated_time or 0.0) >= seconds)
-        return due
+        if not trainer.enable_validation or (every is not None and (progress.epoch + 1) % every):
+            return False
+        now = time.monotonic()
+        left = seconds - (now - (trainer.validated_time or 0))
+        wait = 1
+        if strategy.world_size > 1:
+            a_batch = (now - asked_time) / max(1, progress.batches - asked_at)
+            wait = int(min(MOST_UNASKED, max(1.0, left / 2 / max(a_batch, 1e-9))))
+            left, wait = strategy.broadcast((left, wait))
+        asked_at, asked_time, ask_at = progress.batches, now, progress.batches + wait
+        return bool(left <= 0)
 
     return is_due
 

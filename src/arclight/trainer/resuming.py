@@ -70,11 +70,13 @@ def _chosen(trainer: Trainer, entry_point: str, choice: str | Path | None, fit_b
         )
         choice = "best"
     if choice is None and _may_be_requeued(trainer):
-        choice = "hpc" if requeue_checkpoint(trainer) is not None else None
+        newest = requeue_checkpoint(trainer)
+        return None if newest is None else _sound(trainer, newest)
     if choice is None:
         return None
     if choice == "hpc":
-        if (newest := requeue_checkpoint(trainer, any_job=True)) is None:
+        newest = requeue_checkpoint(trainer, any_job=True)
+        if newest is None or (newest := _sound(trainer, newest)) is None:
             raise NoCheckpointError(
                 f'`.{entry_point}(ckpt_path="hpc")` is set but no HPC checkpoint was found in {requeue_folder(trainer)}. '
                 f"Please pass an exact checkpoint path to `.{entry_point}(ckpt_path=...)`"
