@@ -431,3 +431,14 @@ def test_a_resume_after_a_crash_within_a_text_keeps_whole_rows(tmp_path: Path) -
     writer.log_metrics({"note": "x\r\ny\rz", "loss": 1.0}, 6)
     writer.save()
     assert read_rows(path) == [row(6, loss="1.0", note="x\ny\nz")]
+
+
+def test_hyperparameters_that_come_later_reach_tensorboards_file(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, "x", version=0)
+    file = Path(logger.log_dir) / "hparams.yaml"
+    for params in ({"lr": 0.1}, {"width": 3}):
+        logger.log_hyperparams(params)
+        logger.save()
+    assert yaml.safe_load(file.read_text()) == {"lr": 0.1, "width": 3}
+    TensorBoardLogger(tmp_path, "x", version=0).save()  # has none to say
+    assert yaml.safe_load(file.read_text()) == {"lr": 0.1, "width": 3}

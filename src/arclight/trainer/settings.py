@@ -77,7 +77,7 @@ class TrainerSettings(Checked):
     use_distributed_sampler: bool = True
     """Give each process its share of the samples."""
     accumulate_grad_batches: PositiveInt = 1
-    """Batches whose gradients form one optimizer step."""
+    """Batches whose gradients form one optimizer step; where an epoch ends within them, the next one goes on with them."""
     gradient_clip_val: NonNegativeFloat | None = None
     """Largest gradient norm (or value); none means no clipping."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None

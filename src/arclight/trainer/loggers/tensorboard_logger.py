@@ -51,6 +51,7 @@ class TensorBoardLogger(FolderLogger):
         self._log_graph, self._default_hp_metric, self._kwargs = log_graph, default_hp_metric, kwargs
         self._experiment: SummaryWriter | None = None
         self.hparams: dict[Any, Any] = {}
+        self._hparams_changed = False
 
     def use_folder(self, folder: Path) -> None:
         if self._folder != Path(folder):
@@ -95,6 +96,7 @@ class TensorBoardLogger(FolderLogger):
         from torch.utils.tensorboard.summary import hparams
 
         self.hparams.update(convert_params(params))
+        self._hparams_changed = True
         if metrics is None:
             metrics = {"hp_metric": -1} if self._default_hp_metric else {}
         elif not isinstance(metrics, Mapping):
@@ -139,12 +141,13 @@ class TensorBoardLogger(FolderLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Flush the events; write ``hparams.yaml`` beside them, once."""
+        """Flush the events; write ``hparams.yaml`` beside them if hyper-parameters were logged since it was written."""
         self.experiment.flush()
         files, folder = fsspec.core.url_to_fs(self.log_dir)
         path = os.path.join(folder, self.NAME_HPARAMS_FILE)
-        if files.isdir(folder) and not files.exists(path):
+        if files.isdir(folder) and (self._hparams_changed or not files.exists(path)):
             files.pipe_file(path, yaml_text(self.hparams).encode())
+            self._hparams_changed = False
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
