@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from arclight._intervals import NonNegativeFloat, check
 from arclight.optim.optimizer import MixedOptimizer
 from arclight.optim.settings import Muon, _Rule
 
@@ -17,6 +18,7 @@ Pair = tuple[str, torch.nn.Parameter]
 
 def decay_groups(parameters: Iterable[tuple[str, torch.nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters: those of two or more dimensions decay, biases and normalisation do not."""
+    check("weight_decay", weight_decay, NonNegativeFloat)
     kept = _by_decay([(name, p) for name, p in parameters if p.requires_grad], weight_decay)
     if not kept:
         raise ValueError("no parameter requires gradients; is everything frozen?")

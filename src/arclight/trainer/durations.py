@@ -52,6 +52,8 @@ class Duration:
         if isinstance(given, dict):
             given = timedelta(**given)
         if isinstance(given, timedelta):
+            if given < timedelta():
+                raise MisconfigurationError(f"the duration {given} is negative; {FORMS}")
             return cls(given.total_seconds(), Unit.SECONDS)
         if not isinstance(given, str):
             raise MisconfigurationError(f"the duration {given!r} is of type {type(given).__name__}; {FORMS}")

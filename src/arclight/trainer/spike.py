@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from arclight._intervals import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check
+
 if TYPE_CHECKING:
     from arclight.trainer.fabric import Fabric
 
@@ -47,6 +49,10 @@ class SpikeDetection:
     ) -> None:
         if mode not in ("min", "max"):
             raise ValueError(f"Invalid mode. Has to be min or max, found {mode}")
+        check("window", window, PositiveInt)
+        check("warmup", warmup, NonNegativeInt)
+        check("atol", atol, NonNegativeFloat | None)
+        check("rtol", rtol, PositiveFloat | None)
         self.mode, self.warmup, self.atol, self.rtol = mode, warmup, atol, rtol
         self.exclude_batches_path, self.finite_only = exclude_batches_path, finite_only
         self.last_val = 0.0

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from arclight._intervals import PositiveInt, check
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.layer_sync import LayerSync
@@ -52,6 +53,7 @@ class DDPStrategy(ParallelStrategy):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method,
         )  # fmt: skip
         self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+        check("model_averaging_period", model_averaging_period, PositiveInt | None)
         self.model_averaging_period = model_averaging_period
         self._ddp_kwargs = ddp
         self.layer_sync: LayerSync | None = None

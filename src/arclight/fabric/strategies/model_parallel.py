@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from arclight._intervals import PositiveInt, check
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.sharded import ShardedStrategy
@@ -38,6 +39,8 @@ class ModelParallelStrategy(ShardedStrategy):
             start_method=start_method, timeout=timeout, process_group_backend=process_group_backend, **options
         )
         self.parallelize_fn = parallelize_fn
+        check("data_parallel_size", data_parallel_size, PositiveInt | str)
+        check("tensor_parallel_size", tensor_parallel_size, PositiveInt | str)
         self.data_parallel_size, self.tensor_parallel_size = data_parallel_size, tensor_parallel_size
         self.saves_shares = save_distributed_checkpoint
         self._device_mesh: Any = None

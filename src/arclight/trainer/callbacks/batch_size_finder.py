@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from arclight._intervals import PositiveInt, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.attributes import has_setting, holders
 from arclight.trainer.callback import Callback
@@ -44,6 +45,7 @@ class BatchSizeFinder(Callback):
     ) -> None:
         if mode.lower() not in self.SUPPORTED_MODES:
             raise ValueError(f"`mode` should be either of {self.SUPPORTED_MODES}, got {mode!r}")
+        check("max_trials", max_trials, PositiveInt)
         if not 0 <= margin < 1:
             raise ValueError(f"`margin` should be between 0 and 1, got {margin}")
         if min(steps_per_trial, init_val, max_val) < 1:

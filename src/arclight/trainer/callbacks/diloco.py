@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from arclight._intervals import PositiveFloat, ProperFraction, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.spread import is_spread, own_part
 from arclight.optim import restore_optimizer
@@ -46,6 +47,8 @@ class DiLoCo(Callback):
             raise ValueError(
                 f"sync_every={sync_every} and fragments={fragments}: each fragment needs a step of its own among sync_every"
             )
+        check("outer_lr", outer_lr, PositiveFloat)
+        check("outer_momentum", outer_momentum, ProperFraction)
         self.sync_every, self.fragments = sync_every, fragments
         self.outer = Outer(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._mesh: Any = None

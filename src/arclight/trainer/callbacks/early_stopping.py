@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from arclight._intervals import FiniteFloat, NonNegativeInt, check
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
 from arclight.trainer.callbacks.monitored import (
@@ -69,6 +70,10 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         check_mode(mode)
+        check("min_delta", min_delta, FiniteFloat)
+        check("patience", patience, NonNegativeInt)
+        check("stopping_threshold", stopping_threshold, FiniteFloat | None)
+        check("divergence_threshold", divergence_threshold, FiniteFloat | None)
         self.monitor, self.mode, self.patience, self.verbose = monitor, mode, patience, verbose
         self.min_delta = abs(min_delta) if mode == "max" else -abs(min_delta)
         self.strict, self.check_finite, self.log_rank_zero_only = strict, check_finite, log_rank_zero_only

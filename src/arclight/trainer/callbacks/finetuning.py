@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from arclight._intervals import NonNegativeFloat, NonNegativeInt, PositiveFloat, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
@@ -206,6 +207,11 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: int = 12,
     ) -> None:
         super().__init__()
+        check("unfreeze_backbone_at_epoch", unfreeze_backbone_at_epoch, NonNegativeInt)
+        check("backbone_initial_ratio_lr", backbone_initial_ratio_lr, NonNegativeFloat)
+        check("backbone_initial_lr", backbone_initial_lr, NonNegativeFloat | None)
+        check("initial_denom_lr", initial_denom_lr, PositiveFloat)
+        check("rounding", rounding, NonNegativeInt)
         self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
         self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from arclight import checkpoint as checkpoints
+from arclight._intervals import PositiveFloat, check
 from arclight.checkpoint.remote import place
 from arclight.fabric.errors import MisconfigurationError
 from arclight.optim import MixedOptimizer
@@ -123,10 +124,11 @@ class LossGuard(Callback):
     ) -> None:
         if policy not in ("skip", "rollback", "stop"):
             raise ValueError(f"policy={policy!r} is not known; choose skip, rollback or stop")
-        if (sigma is not None and sigma <= 0) or not 1 < warmup <= window or patience < 1 or margin < 0:
+        check("sigma", sigma, PositiveFloat | None)
+        if not 1 < warmup <= window or patience < 1 or margin < 0:
             raise ValueError(
-                "LossGuard needs sigma > 0 (or None), 1 < warmup <= window, patience >= 1 and margin >= 0, got "
-                f"{sigma=}, {warmup=}, {window=}, {patience=}, {margin=}"
+                "LossGuard needs 1 < warmup <= window, patience >= 1 and margin >= 0, got "
+                f"{warmup=}, {window=}, {patience=}, {margin=}"
             )
         self.policy, self.sigma, self.window, self.warmup = policy, sigma, window, warmup
         self.patience, self.margin, self.ids, self.file = patience, margin, ids, file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from arclight._intervals import NonNegativeFloat, PositiveFloat, PositiveInt, check
 from arclight.trainer.callback import Callback
 from arclight.trainer.states import RunEnded
 from arclight.trainer.tuner.lr_finder import LRFinder, lr_find
@@ -42,6 +43,12 @@ class LearningRateFinder(Callback):
     ) -> None:
         if mode.lower() not in self.SUPPORTED_MODES:
             raise ValueError(f"`mode` should be either of {self.SUPPORTED_MODES}, got {mode!r}")
+        check("min_lr", min_lr, PositiveFloat if mode.lower() == "exponential" else NonNegativeFloat)
+        check("max_lr", max_lr, PositiveFloat)
+        check("num_training_steps", num_training_steps, PositiveInt)
+        check("early_stop_threshold", early_stop_threshold, PositiveFloat | None)
+        if max_lr <= min_lr:
+            raise ValueError(f"max_lr: need a rate above min_lr = {min_lr}, got {max_lr}")
         self._mode, self._min_lr, self._max_lr = mode.lower(), min_lr, max_lr
         self._num_training_steps, self._early_stop_threshold = num_training_steps, early_stop_threshold
         self._update_attr, self._attr_name = update_attr, attr_name

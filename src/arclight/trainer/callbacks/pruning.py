@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from arclight._intervals import Fraction, NonNegativeInt, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_info
 from arclight.trainer.callback import Callback
@@ -74,6 +75,8 @@ class ModelPruning(Callback):
             raise MisconfigurationError(
                 f"`amount` should be provided as an int, a float or a function of the epoch, got {amount!r}"
             )
+        if not callable(amount):
+            check("amount", amount, NonNegativeInt | Fraction)
         if verbose not in (0, 1, 2):
             raise MisconfigurationError(f"`verbose` must be any of (0, 1, 2), got {verbose!r}")
         method, options = _method(pruning_fn, pruning_dim, pruning_norm)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import SWALR
 
+from arclight._intervals import NonNegativeInt, PositiveFloat, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_info, rank_zero_warn
 from arclight.fabric.strategies.sharded import ShardedStrategy
@@ -60,6 +61,9 @@ class StochasticWeightAveraging(WeightAveraging):
             raise MisconfigurationError(
                 f"The `swa_lrs` should be a positive float, or a list of positive floats, got {swa_lrs!r}"
             )
+        for rate in rates:
+            check("swa_lrs", rate, PositiveFloat)
+        check("annealing_epochs", annealing_epochs, NonNegativeInt)
         if annealing_strategy not in ("cos", "linear"):
             raise MisconfigurationError(f"annealing_strategy={annealing_strategy!r}: choose 'cos' or 'linear'")
         if device is not None and not isinstance(device, (torch.device, str)):

@@ -9,6 +9,7 @@ import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from arclight._intervals import NonNegativeInt, check
 from arclight.fabric.extras import require
 from arclight.trainer.callbacks.progress_bar import ProgressBar
 
@@ -52,6 +53,8 @@ class TQDMProgressBar(ProgressBar):
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         require("tqdm", extra="track")
         super().__init__()
+        check("refresh_rate", refresh_rate, NonNegativeInt)
+        check("process_position", process_position, NonNegativeInt)
         if os.getenv("COLAB_GPU") and refresh_rate == 1:
             refresh_rate = 20  # its pages do not keep up with more
         self._refresh_rate = max(refresh_rate, int(os.environ.get("TQDM_MINITERS", refresh_rate)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from arclight._intervals import NonNegativeFloat, NonNegativeInt, PositiveInt, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.spread import own_parts
 from arclight.trainer.callback import Callback
@@ -280,6 +281,10 @@ class EMAWeightAveraging(WeightAveraging):
                 f"EMAWeightAveraging(ramp_steps={ramp_steps}, update_every_n_steps={update_every_n_steps}): "
                 "neither may be negative",
             )
+        check("ramp_steps", ramp_steps, NonNegativeFloat)
+        check("update_starting_at_step", update_starting_at_step, NonNegativeInt | None)
+        check("update_starting_at_epoch", update_starting_at_epoch, NonNegativeInt | None)
+        check("update_every_n_epochs", update_every_n_epochs, PositiveInt | None)
         self.decay, self.ramp_steps = decay, ramp_steps
         self.update_every_n_steps, self.update_every_n_epochs = update_every_n_steps, update_every_n_epochs
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch

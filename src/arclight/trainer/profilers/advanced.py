@@ -12,6 +12,7 @@ from typing import Any
 
 import fsspec
 
+from arclight._intervals import Fraction, NonNegativeInt, check
 from arclight.trainer.profilers.profiler import Profiler
 
 
@@ -32,6 +33,7 @@ class AdvancedProfiler(Profiler):
         dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
+        check("line_count_restriction", line_count_restriction, NonNegativeInt | Fraction)
         self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
         self.profiled_actions: dict[str, cProfile.Profile] = defaultdict(cProfile.Profile)
         self._running: list[str] = []

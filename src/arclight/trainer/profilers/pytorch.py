@@ -7,13 +7,14 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.autograd.profiler import EventList, record_function
 from torch.profiler import ProfilerAction, ProfilerActivity, tensorboard_trace_handler
 
+from arclight._intervals import NonNegativeInt, check
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warning_kinds import WarningCache
@@ -105,6 +106,7 @@ class PyTorchProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath, filename)
         _check_kwargs(profiler_kwargs)
+        check("row_limit", row_limit, NonNegativeInt | Literal[-1])
         self._group_by_input_shapes = group_by_input_shapes and profiler_kwargs.get("record_shapes", False)
         self._emit_nvtx, self._export_to_chrome, self._row_limit = emit_nvtx, export_to_chrome, row_limit
         self._record_module_names = record_module_names
