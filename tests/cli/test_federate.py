@@ -284,7 +284,7 @@ def test_what_is_not_installed_is_told_before_a_run_is_begun(
 ) -> None:
     pytest.importorskip(missing)
     typed("federate keys server keys 127.0.0.1")
-    typed("federate keys node a.key a")
+    typed("federate keys node a.key a --any-client")
     for module in [name for name in sys.modules if name.partition(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [Without(missing), *sys.meta_path])
@@ -429,8 +429,10 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("join https://127.0.0.1:1 --name a --fingerprint 00 --ca {keys}.pem", "leave the other out"),
         ("join https://127.0.0.1:1 --name a --ca none.pem", "there is no file none.pem"),
         ("join https://127.0.0.1:1 --name a --ca a.key", "a.key has no PEM certificate"),
-        ("keys node b.key a --into nodes.txt", "nodes.txt has a line for a already"),
-        ("keys node b.key a/b --into nodes.txt", "a registered name is made of"),
+        ("keys node b.key b --into nodes.txt", "say whose data b has: --client N"),
+        ("keys node b.key b --client 0 --any-client", "say whose data b has: --client N"),
+        ("keys node b.key a --client 0 --into nodes.txt", "nodes.txt has a line for a already"),
+        ("keys node b.key a/b --client 0 --into nodes.txt", "a registered name is made of"),
         ("keys server keys example.org", "keys/server.key is there already"),
         ("keys server new example.org:8470", "a name or an address alone"),
         ("lines.toml --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
@@ -441,7 +443,7 @@ def test_what_is_typed_wrongly_is_told_at_once(lines: Path, typed: Typed, folder
     if any(said in line for said in ("keys", "a.key")):
         pytest.importorskip("cryptography")
         typed("federate keys server keys 127.0.0.1")
-        typed("federate keys node a.key a --into nodes.txt")
+        typed("federate keys node a.key a --any-client --into nodes.txt")
     here = set(folder.iterdir())
     status, _, err = typed(f"federate {line.format(keys='keys/server')}")
     assert status == 2
@@ -710,9 +712,9 @@ def test_certificates_and_keys_are_made_and_used(lines: Path, typed: Typed, fold
     assert status == 0, err
     fingerprint = re.search(r"--fingerprint (\w{64})", out)
     assert fingerprint is not None
-    assert typed("federate keys node keys/a.key a --into keys/nodes.txt")[0] == 0
-    assert typed("federate keys node keys/b.key b")[0] == 0
-    assert typed("federate keys node keys/b.key b")[0] == 2  # nothing is overwritten
+    assert typed("federate keys node keys/a.key a --client 0 --client 1 --client 2 --into keys/nodes.txt")[0] == 0
+    assert typed("federate keys node keys/b.key b --any-client")[0] == 0
+    assert typed("federate keys node keys/b.key b --any-client")[0] == 2  # nothing is overwritten
     nodes = folder / "keys/nodes.txt"
     nodes.write_text(nodes.read_text().rstrip())  # as an editor may leave it
     assert typed("federate keys node keys/c.key c --into keys/nodes.txt --client 7")[0] == 0

@@ -26,8 +26,9 @@ def keys(arguments: list[str]) -> None:
         action="append",
         default=[],
         metavar="N",
-        help="a client that it may answer for, may be repeated (default: any)",
+        help="number of a client that it may answer for, may be repeated",
     )
+    verb.add_argument("--any-client", action="store_true", help="let it answer for all clients, other nodes' too")
     verb.add_argument(
         "--into", type=Path, metavar="FILE", help="add the line to this file of nodes, for serve --node-keys"
     )
@@ -52,6 +53,10 @@ def make_server_keys(options: Namespace) -> None:
 def make_node_key(options: Namespace) -> None:
     from arclight.federated.transports.keys import NodeKey, Registry, check_names
 
+    if options.any_client == bool(options.client):
+        raise UsageError(
+            f"say whose data {options.name} has: --client N, once for each; or --any-client, which lets it speak for all of them"
+        )
     check_names(options.name, *options.client)
     into: Path | None = options.into
     if into is not None and into.exists() and options.name in Registry(into).nodes():

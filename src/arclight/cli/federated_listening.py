@@ -47,7 +47,7 @@ def listening(options: Namespace) -> Listening:
         raise UsageError(
             f"--address {options.address}: other machines can reach it, so that it needs TLS and registered nodes: "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. `arclight federate keys server FOLDER NAME` "
-            "makes a certificate and its key, `arclight federate keys node FILE NAME --into NODES` a node's; "
+            "makes a certificate and its key, `arclight federate keys node FILE NAME --client N --into NODES` a node's; "
             "on this machine alone 127.0.0.1 needs none of them"
         )
     try:

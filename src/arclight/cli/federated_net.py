@@ -87,18 +87,22 @@ def join(arguments: list[str]) -> None:
         sys.path.append(os.getcwd())  # classes named as package.module:Class are looked for here too
 
     from arclight.federated.clients.node import Node
+    from arclight.federated.clients.securing import Identity
     from arclight.federated.clients.workers import Workers
     from arclight.federated.transports.http_link import HttpLink
-    from arclight.federated.transports.keys import NodeKey
+    from arclight.federated.transports.keys import NodeKey, Registry
 
     folder = options.folder or Path("runs") / "nodes" / options.name
     key = NodeKey.read(options.key) if options.key else None
+    identity = Identity(
+        sign=None if key is None else key.sign, vouches=Registry(options.nodes).vouches if options.nodes else None
+    )
     ranks = processes(overrides)
     site = Site(options.data, overrides, options.client, ranks)
     link = Told(
         HttpLink(
             options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
-            patience=min(SAY_AFTER, options.patience),
+            patience=min(SAY_AFTER, options.patience), stores=options.blobs,
         ),
         site,
         options.address,
@@ -107,7 +111,7 @@ def join(arguments: list[str]) -> None:
     def work() -> Node:
         """Trained beside this process, which stays free to say that the node lives."""
         crew = Workers(site.client, ranks=ranks, names=options.client)
-        node = Node(link, crew, folder, options.name, patience=options.patience)
+        node = Node(link, crew, folder, options.name, patience=options.patience, identity=identity)
         node.run()
         return node
 
@@ -242,7 +246,15 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument(
         "--fingerprint", metavar="SHA256", help="of the server's certificate; then nobody need vouch for it"
     )
+    parser.add_argument(
+        "--blobs", action="append", default=[], metavar="ADDRESS",
+        help="a place, as s3://bucket/folder, where the server may keep tensors; may be repeated (default: only at the server's host)",
+    )  # fmt: skip
     parser.add_argument("--key", type=Path, metavar="FILE", help="this node's private key; see federate keys")
+    parser.add_argument(
+        "--nodes", type=Path, metavar="FILE",
+        help="keys of all nodes, as the server's, from somebody that you trust: secure sums then mask with their clients alone",
+    )  # fmt: skip
     parser.add_argument(
         "--patience", type=float, default=120.0, metavar="SECONDS",
         help="how long a server that does not answer is tried again (default: %(default)s)",

@@ -230,7 +230,7 @@ class Watched:
 
     def __init__(self, server: Answers, progress: Progress) -> None:
         self._server, self._progress, self.blobs = server, progress, server.blobs
-        self.taking = server.taking
+        self.taking, self.run = server.taking, server.run
 
     @property
     def largest_message(self) -> int:

@@ -68,7 +68,7 @@ class Sum:
                 continue
             circle = circle_of(self.settings, "run", 1, told.circle or ())
             keys = {
-                other: Keys(client=other, **{what: bytes.fromhex(text) for what, text in said.items()})
+                other: Keys(client=other, **{what: bytes.fromhex(said[what]) for what in ("mask", "cipher", "seal")})
                 for other, said in told.keys.items()
             }
             self.hear(name, letters={to: text.hex() for to, text in self.people[name].share(circle, keys).items()})

@@ -54,7 +54,7 @@ class Killing:
     """A server that kills client 2's process in round 2: once it has shared its secrets, or once its masked values are here."""
 
     def __init__(self, service: Any, when: str) -> None:
-        self._service, self._when, self.blobs = service, when, service.blobs
+        self._service, self._when, self.blobs, self.run = service, when, service.blobs, service.run
         self.taking, self.largest_message = service.taking, service.largest_message
         self.victim: subprocess.Popen[bytes] | None = None
 

@@ -15,23 +15,38 @@ import torch
 from tests.federated.server.quadratic import Quadratic
 
 from arclight import recipe
+from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients import Outcome
 from arclight.federated.clients.node import Node
+from arclight.federated.clients.securing import Identity, Securing
 from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RunEnded
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.coordination.state import StateSaved
-from arclight.federated.errors import FederatedError, LinkError, ProtocolError
+from arclight.federated.errors import ClientError, FederatedError, LinkError, ProtocolError
 from arclight.federated.privacy.agreement import Keys
 from arclight.federated.privacy.masks import Participant
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Join, Message, Receipt, Secure, Secured, Update, Welcome
+from arclight.federated.protocol import (
+    Fit,
+    Join,
+    Manifest,
+    Message,
+    Receipt,
+    Secure,
+    Secured,
+    Update,
+    Welcome,
+    keys_text,
+)
 from arclight.federated.server.secure import Exchange, circle_of
 from arclight.federated.server.server import Server
 from arclight.federated.server.shelf import manifest_of
 from arclight.federated.settings import Federation
 from arclight.federated.transports import flower
+from arclight.federated.transports.guard import Guard
 from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.keys import NodeKey, Registry
 
 START = {"w": torch.linspace(-1, 1, 3000).reshape(30, 100), "seen": torch.tensor(3)}
 
@@ -260,7 +275,7 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
         told = hear(name, until="circle")
         assert told.circle == tuple(names)
         given = {
-            other: Keys(client=other, **{what: bytes.fromhex(text) for what, text in keys.items()})
+            other: Keys(client=other, **{what: bytes.fromhex(keys[what]) for what in ("mask", "cipher", "seal")})
             for other, keys in told.keys.items()
         }
         hear(name, letters={to: text.hex() for to, text in person.share(circle, given).items()})
@@ -341,3 +356,94 @@ def of_all(folder: Path, config: object) -> Server:
 def test_what_only_clients_can_hide_is_refused_where_they_speak_flower_alone(tmp_path: Path) -> None:
     with pytest.raises(FederatedError, match="would be made on this machine"):
         flower._serve_messages(f"{__name__}:of_all", None, {"reply-seconds": 1.0}, tmp_path / "run")
+
+
+def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
+    """Counts above ``most_weight`` were once cut off in silence: then all clients weighed the same."""
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
+    few = SecureSum(patience=5.0, most_weight=10)
+    with pytest.raises(
+        FederatedError, match=r"has \d+ samples in round 1, and a secure sum weighs up to 10: raise sec"
+    ):
+        trained_here(Server(settings(secure=few, waiting=Waiting(retries=0)), START, folder=tmp_path / "run"), sites)
+
+
+def trained_here(server: Server, sites: list[Site]) -> None:
+    with server.opened() as run:
+        node = Node(InProcess(run.service), list[Any](sites), Path(server.folder) / "node", "n", ask=1.0)
+        node.run()
+        run.wait(60)
+
+
+def test_clients_mask_with_those_alone_whose_nodes_have_signed(tmp_path: Path) -> None:
+    """A server that puts keys of its own in the place of another client's is found out by nodes that have the file of nodes."""
+    own, other, third, stranger = (NodeKey.make(tmp_path / f"{number}.key") for number in range(4))
+    nodes = tmp_path / "nodes"
+    nodes.write_text(f"{own.line('a', ['0'])}\n{other.line('b', ['1'])}\n{third.line('c', ['2'])}\n")
+    identity = Identity(sign=own.sign, vouches=Registry(nodes).vouches)
+    nothing = Manifest(kind="weights", tensors={}, blobs={})
+    fit = Fit(
+        run="run-1", client="0", round=3, steps=1, clock=0, base="", weights=nothing,
+        privacy={"secure": {"clients": 2, "attempt": 1}},
+    )  # fmt: skip
+    update = Update(
+        node="a", session="s", client="0", round=3, manifest=nothing, samples=1, tokens=1, steps=1, seconds=1.0
+    )
+
+    def keys_of(client: str, key: NodeKey, node: str = "b", **signed: Any) -> dict[str, str]:
+        made = Participant(client).keys
+        said = {"mask": made.mask.hex(), "cipher": made.cipher.hex(), "seal": made.seal.hex(), "node": node}
+        about = {"run": "run-1", "number": 3, "attempt": 1, "client": client, **signed}
+        return {**said, "signature": key.sign(keys_text(keys=said, **about))}
+
+    def masked(theirs: dict[str, str]) -> Message:
+        sent: list[Secure] = []
+
+        def say(make: Callable[[str], Message]) -> Message:
+            message = make("s")
+            assert isinstance(message, Secure)
+            sent.append(message)
+            if message.until == "circle":
+                mine = {**(message.keys or {}), "node": "a"}
+                return Secured(circle=("0", "1"), keys={"0": mine, "1": theirs})
+            return Secured(over=True)
+
+        with pytest.raises(ClientError) as raised:
+            Securing("a", fit, say, threading.Event(), 0.0, identity).masked(update, FolderStore(tmp_path), tmp_path)
+        assert ("nothing is sent" in str(raised.value)) == (len(sent) == 1)
+        return sent[-1]
+
+    wrong = keys_of("1", other)
+    for theirs in (
+        {**wrong, "mask": Participant("1").keys.mask.hex()},
+        {**wrong, "signature": ""},
+        {name: text for name, text in wrong.items() if name != "signature"},
+        keys_of("1", stranger),
+        keys_of("1", other, node="c"),
+        keys_of("1", other, node="nobody"),
+        keys_of("1", own, node="a"),
+        keys_of("1", other, run="run-2"),
+        keys_of("1", other, number=2),
+        keys_of("1", other, attempt=0),
+    ):
+        assert masked(theirs).letters is None  # type: ignore[attr-defined]
+    assert masked(keys_of("1", other)).letters is not None, "signed by b for its own client"  # type: ignore[attr-defined]
+
+
+def test_a_server_takes_no_keys_that_others_would_not_mask_with(tmp_path: Path) -> None:
+    key = NodeKey.make(tmp_path / "a.key")
+    (tmp_path / "nodes").write_text(key.line("a", ["0"]) + "\n")
+    guard = Guard(Registry(tmp_path / "nodes"), run="run-1")
+    guard.joined(Join(node="a", clients=("0",)), Welcome(session="s", run="run-1", beat_every=1.0))
+    said = {"mask": "00", "cipher": "01", "seal": "02"}
+    signed = {**said, "signature": key.sign(keys_text("run-1", 2, 0, "0", said))}
+    guard.check(Secure(node="a", session="s", client="0", round=2, keys=signed), "s", "")
+    for client, keys, number in (
+        ("0", said, 2),
+        ("0", {**signed, "mask": "03"}, 2),
+        ("0", signed, 3),
+        ("1", signed, 2),
+    ):
+        with pytest.raises(ProtocolError, match=f"the keys of client {client} are not signed by the key of 'a'"):
+            guard.check(Secure(node="a", session="s", client=client, round=number, keys=keys), "s", "")
+    Guard(None, run="run-1").joined(Join(node="a", clients=()), Welcome(session="s", run="run-1", beat_every=1.0))

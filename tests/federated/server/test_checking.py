@@ -232,10 +232,13 @@ def test_an_update_of_a_round_that_is_over_is_stale(bench: Bench) -> None:
 
 
 def test_another_version_is_told_what_to_do(bench: Bench) -> None:
-    text = bench.update.to_json().replace('"version": 1}', '"version": 2}')
+    text = bench.update.to_json().replace('"version": 2}', '"version": 1}')
     assert text != bench.update.to_json()
-    with pytest.raises(ProtocolError, match="speaks version 2, this one 1: install the same arclight"):
+    with pytest.raises(ProtocolError, match="speaks version 1, this one 2: install the same arclight"):
         read(text)
+    assert read(text, stored=True) == bench.update, "what a node has kept since before is not lost"
+    with pytest.raises(ProtocolError, match="speaks version 0"):
+        read(text.replace('"version": 1}', '"version": 0}'), stored=True)
 
 
 def test_blobs_of_rounds_that_are_over_do_not_pile_up(bench: Bench) -> None:

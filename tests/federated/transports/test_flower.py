@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -19,6 +21,7 @@ from arclight.federated.clients.node import Node
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
+from arclight.federated.transports import flower
 from arclight.federated.transports.flower_folder import write_app
 from arclight.federated.transports.in_process import InProcess
 
@@ -263,3 +266,65 @@ def test_a_server_of_its_own_process_says_what_is_wrong(tmp_path: Path, monkeypa
     again.stop()
     assert (over := again.ended(5)) is not None
     assert (over.round, over.failed) == (0, False)
+
+
+class Grid:
+    """Flower's grid as far as sessions use it: what is pushed, and what is answered to it."""
+
+    def __init__(self) -> None:
+        self.nodes, self.pushed, self.replies = [7], list[Any](), list[Any]()
+
+    def get_node_ids(self) -> list[int]:
+        return self.nodes
+
+    def push_messages(self, messages: list[Any]) -> list[str]:
+        self.pushed += messages
+        return [f"m{len(self.pushed)}"]
+
+    def pull_messages(self, messages: list[str]) -> list[Any]:
+        found = [one for one in self.replies if one.metadata.reply_to_message_id in messages]
+        self.replies = []
+        return found
+
+    def reply(self, message: str, content: dict[str, Any] | None, reason: str = "") -> None:
+        self.replies.append(
+            SimpleNamespace(
+                metadata=SimpleNamespace(reply_to_message_id=message), content=content,
+                has_error=lambda: content is None, error=SimpleNamespace(reason=reason),
+            )
+        )  # fmt: skip
+
+
+def message(content: Any, dst_node_id: int, message_type: str, ttl: float) -> Any:
+    return SimpleNamespace(content=content, node=dst_node_id, kind=message_type, ttl=ttl)
+
+
+def test_a_sites_private_key_never_goes_through_flower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = SimpleNamespace(RecordDict=dict, ConfigRecord=dict, Message=message)
+    monkeypatch.setattr(flower, "_flower", lambda module: names)
+    place = SimpleNamespace(address="http://127.0.0.1:1", fingerprint=None, nodes=tmp_path / "nodes")
+    grid: Any = Grid()
+    sessions = flower._Sessions(grid, SimpleNamespace(place=place), ttl=60.0)  # type: ignore[arg-type]
+    sessions.look()
+    sessions.look()
+    (asked,) = grid.pushed
+    assert (asked.kind, asked.content) == ("query", {"session": {"want": "key"}})
+    key = flower._key_in(tmp_path / "site")
+    private = (tmp_path / "site" / "node.key").read_text()
+    assert flower._key_in(tmp_path / "site").public == key.public
+    grid.reply("m1", {"session": {"key": key.public, "clients": "0,1"}})
+    sessions.look()
+    assert place.nodes.read_text() == f"flower-7 {key.public} 0,1\n"
+    assert (grid.pushed[1].kind, grid.pushed[1].node) == ("train", 7)
+    assert grid.pushed[1].content == {
+        "session": {"address": "http://127.0.0.1:1", "fingerprint": "", "node": "flower-7"}
+    }
+    assert private.splitlines()[1] not in repr([one.content for one in grid.pushed])
+    grid.reply("m2", None, "it has died")
+    sessions.look()
+    assert place.nodes.read_text() == "", "its key joins no more"
+    for number, wrong in enumerate(({"session": {"key": "none", "clients": "0"}}, {"session": {"clients": "0"}}), 3):
+        grid.reply(f"m{number}", wrong)
+        sessions.look()
+        assert place.nodes.read_text() == ""
+        assert grid.pushed[-1].kind == "query"

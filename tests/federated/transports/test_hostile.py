@@ -109,16 +109,16 @@ def told(body: bytes) -> str:
         (b"[" * 50_000, "no message"),
         (b"[1, 2]", "no message"),
         (b'{"kind": "beat"}', "no message"),
-        (b'{"kind": "beat", "version": 7}', "version 7, this one 1"),
-        (b'{"kind": "boo", "version": 1}', "no message 'boo'"),
-        (b'{"kind": "beat", "version": 1, "node": 3, "session": "x"}', "cannot be"),
-        (b'{"kind": "beat", "version": 1, "node": "a", "session": "x", "steps": {"a": 1e400}}', "no finite number"),
-        (b'{"kind": "ask", "version": 1, "node": "a", "session": "x", "wait": NaN}', "no finite number"),
+        (b'{"kind": "beat", "version": 7}', "version 7, this one 2"),
+        (b'{"kind": "boo", "version": 2}', "no message 'boo'"),
+        (b'{"kind": "beat", "version": 2, "node": 3, "session": "x"}', "cannot be"),
+        (b'{"kind": "beat", "version": 2, "node": "a", "session": "x", "steps": {"a": 1e400}}', "no finite number"),
+        (b'{"kind": "ask", "version": 2, "node": "a", "session": "x", "wait": NaN}', "no finite number"),
         (
-            b'{"kind": "beat", "version": 1, "node": "a", "session": "x", "steps": {"a": 9223372036854775808}}',
+            b'{"kind": "beat", "version": 2, "node": "a", "session": "x", "steps": {"a": 9223372036854775808}}',
             "whole numbers",
         ),
-        (b'{"kind": "beat", "version": 1, "steps": {"a": 1' + b"0" * 5000 + b"}}", "whole numbers"),
+        (b'{"kind": "beat", "version": 2, "steps": {"a": 1' + b"0" * 5000 + b"}}", "whole numbers"),
     ],
 )
 def test_what_is_no_message(running: Running, body: bytes, words: str) -> None:

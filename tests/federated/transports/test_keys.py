@@ -1,18 +1,26 @@
 """Who may listen where, who may join, and whom nodes believe."""
 
 import http.server
+import json
 import os
+import socket
+import ssl
 import stat
+import sys
 import threading
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import uvicorn
+from cryptography import x509
 from tests.federated.transports.standin import StandIn
 
 from arclight.federated.blobs.memory import MemoryStore
+from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import FederatedError, LinkError, ProtocolError, UntrustedError
-from arclight.federated.protocol import Join, Message, Welcome
+from arclight.federated.protocol import Join, Message, Welcome, read
 from arclight.federated.transports import http_server, keys
 from arclight.federated.transports.guard import Guard, signed_text
 from arclight.federated.transports.http_link import HttpLink
@@ -277,6 +285,7 @@ def test_a_registered_node_joins_and_others_do_not(
 def test_a_challenge_is_signed_once_with_the_whole_message(key: NodeKey, nodes: Path) -> None:
     guard = Guard(Registry(nodes))
     join = Join(node="a", clients=("left",), key=key.public)
+    assert Guard(None).challenge() != Guard(None).challenge()
 
     def signed(challenge: str) -> Join:
         return replace(join, signature=key.sign(signed_text(join, challenge)))
@@ -297,6 +306,123 @@ def test_a_challenge_is_signed_once_with_the_whole_message(key: NodeKey, nodes: 
         challenge = guard.challenge()
         with pytest.raises(ProtocolError, match="signature is not that of 'a'"):
             guard.check(changed, "", challenge)
+
+
+def test_a_join_is_for_one_server_and_one_run(key: NodeKey, nodes: Path) -> None:
+    """Somebody who shows a certificate of their own passes on another server's challenge, and then what the node has signed."""
+    honest = Guard(Registry(nodes), fingerprint="b" * 64, run="run-1")
+    challenge = honest.challenge()
+
+    def signed(**said: str) -> Join:
+        join = Join(node="a", clients=("left",), key=key.public, **said)
+        return replace(join, signature=key.sign(signed_text(join, challenge)))
+
+    for relayed, words in (
+        (signed(server="a" * 64, run="run-1"), "shows the certificate of fingerprint aaaa.*and this one has bbbb"),
+        (signed(run="run-1"), "a server without TLS, and this one has bbbb"),
+        (signed(server="b" * 64, run="run-2"), "joins run 'run-2', and this server is at run 'run-1'"),
+    ):
+        with pytest.raises(ProtocolError, match=words):
+            honest.check(relayed, "", challenge)
+    claimed = replace(signed(server="a" * 64, run="run-1"), server="b" * 64)
+    with pytest.raises(ProtocolError, match="signature is not that of 'a'"):
+        honest.check(claimed, "", challenge)
+    honest.check(signed(server="b" * 64, run="run-1"), "", challenge)
+
+
+def test_a_node_signs_for_the_certificate_that_it_sees(
+    key: NodeKey, nodes: Path, made: Certificate, tmp_path: Path
+) -> None:
+    server = StandIn(MemoryStore())
+    listening = Listening(nodes=nodes, certificate=made.certificate, private_key=made.private_key)
+    with HttpServer(server, listening) as served:
+        for trust in ({"cafile": made.certificate}, {"fingerprint": made.fingerprint}):
+            link = HttpLink(served.address, tmp_path / "cache", key=key, patience=5, **trust)  # type: ignore[arg-type]
+            assert isinstance(link.send(Join(node="a", clients=("left",))), Welcome)
+            link.close()
+    joins = [one for one in server.said if isinstance(one, Join)]
+    assert [(one.server, one.run) for one in joins] == [(made.fingerprint, "run")] * 2
+
+
+def test_challenges_cost_nothing_and_push_nobody_out(key: NodeKey, nodes: Path) -> None:
+    guard = Guard(Registry(nodes))
+    join, first = Join(node="a", clients=("left",), key=key.public), guard.challenge()
+    before = sys.getsizeof(vars(guard)), sum(sys.getsizeof(value) for value in vars(guard).values())
+    for _ in range(2000):
+        guard.challenge()
+    assert (sys.getsizeof(vars(guard)), sum(sys.getsizeof(value) for value in vars(guard).values())) == before
+    guard.check(replace(join, signature=key.sign(signed_text(join, first))), "", first)
+    wrong = replace(join, signature=key.sign(signed_text(join, "another")))
+    for _ in range(3):
+        with pytest.raises(ProtocolError, match="signature is not"):
+            guard.check(wrong, "", challenge := guard.challenge())
+    guard.check(replace(join, signature=key.sign(signed_text(join, challenge))), "", challenge)
+
+
+def test_older_versions_say_which_they_are(key: NodeKey, nodes: Path, tmp_path: Path) -> None:
+    told = json.loads(Join(node="a", clients=("left",)).to_json())
+    with pytest.raises(ProtocolError, match="the other side speaks version 1, this one 2: install the same arclight"):
+        read(json.dumps({**told, "version": 1}))
+
+    class Old(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"challenge": "c", "version": 1}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Old) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        link = HttpLink(f"http://127.0.0.1:{other.server_port}", tmp_path, key=key, patience=5)
+        with pytest.raises(ProtocolError, match="the server speaks version 1, this node 2: install the same arclight"):
+            link.send(Join(node="a", clients=("left",)))
+        link.close()
+        other.shutdown()
+
+
+def test_nothing_older_than_tls_1_3_is_spoken(made: Certificate, tmp_path: Path) -> None:
+    listening = Listening(certificate=made.certificate, private_key=made.private_key)
+    with HttpServer(StandIn(MemoryStore()), listening) as served:
+        for newest, fine in ((ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)):
+            context = ssl.create_default_context(cafile=made.certificate)
+            context.verify_flags |= ssl.VERIFY_X509_STRICT  # as later versions of Python are by themselves
+            context.maximum_version = newest
+            with socket.create_connection(("127.0.0.1", served.port)) as line:
+                if fine:
+                    assert context.wrap_socket(line, server_hostname="127.0.0.1").version() == "TLSv1.3"
+                    continue
+                with pytest.raises(ssl.SSLError):
+                    context.wrap_socket(line, server_hostname="127.0.0.1")
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    older.load_cert_chain(made.certificate, made.private_key)
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as other:
+        other.socket = older.wrap_socket(other.socket, server_side=True)
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        link = HttpLink(f"https://127.0.0.1:{other.server_port}", tmp_path, cafile=made.certificate, patience=5)
+        with pytest.raises(UntrustedError, match=r"does not speak TLS 1\.3"):
+            link.send(Join(node="a", clients=()))
+        link.close()
+        other.shutdown()
+
+
+def test_a_certificate_vouches_for_itself_alone(made: Certificate) -> None:
+    read_in = x509.load_pem_x509_certificate(made.certificate.read_bytes())
+    basic = read_in.extensions.get_extension_for_class(x509.BasicConstraints).value
+    usage = read_in.extensions.get_extension_for_class(x509.KeyUsage).value
+    assert (basic.ca, usage.key_cert_sign, usage.crl_sign, usage.digital_signature) == (False, False, False, True)
+
+
+def test_keys_that_may_speak_for_any_client_are_named_in_the_log(
+    key: NodeKey, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    HttpServer(StandIn(MemoryStore()), Listening(nodes=nodes))
+    assert "speak for any client" not in caplog.text
+    nodes.write_text(nodes.read_text() + NodeKey.make(nodes.parent / "b.key").line("b") + "\n")
+    HttpServer(StandIn(MemoryStore()), Listening(nodes=nodes))
+    assert "lets b speak for any client" in caplog.text
 
 
 def test_a_challenge_grows_old(key: NodeKey, nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,3 +452,58 @@ def test_names_that_would_break_the_file_are_refused(key: NodeKey) -> None:
         with pytest.raises(FederatedError, match="registered name"):
             key.line(node, clients)
     assert os.linesep not in key.line("a", ["b"])
+
+
+# -- places --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "stores", "fine"),
+    [
+        ("memory://bucket/run", (), False),
+        ("memory://bucket/run", ("memory://bucket/run",), True),
+        ("memory://bucket/run/", ("memory://other", "memory://bucket"), True),
+        ("memory://bucket-of-others/run", ("memory://bucket",), False),
+        ("memory://bucket/../others", ("memory://bucket",), False),
+        ("file:///etc", (), False),
+        ("s3://127.0.0.1/run", (), False),
+    ],
+)
+def test_a_node_keeps_tensors_where_somebody_at_the_site_has_said(
+    address: str, stores: tuple[str, ...], fine: bool, tmp_path: Path
+) -> None:
+    class Elsewhere(StandIn):
+        def answer(self, message: Message) -> Message:
+            answer = super().answer(message)
+            return replace(answer, blobs=address) if isinstance(answer, Welcome) else answer
+
+    with HttpServer(Elsewhere(MemoryStore())) as served:
+        link = HttpLink(served.address, tmp_path, patience=5, stores=stores)
+        if fine:
+            assert isinstance(link.send(Join(node="a", clients=())), Welcome)
+            assert isinstance(link.blobs, ObjectStore)
+        else:
+            with pytest.raises(UntrustedError, match=f"join with --blobs {address}"):
+                link.send(Join(node="a", clients=()))
+            assert not isinstance(link.blobs, ObjectStore)
+        link.close()
+
+
+# -- uvicorn -------------------------------------------------------------------------------------------------------
+
+
+def test_the_server_goes_with_versions_of_uvicorn_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads are received by taking over its connections, which another minor may have changed. Tests with Flower have the oldest."""
+    wanted = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    (pin,) = [one for one in wanted["project"]["optional-dependencies"]["federated"] if one.startswith("uvicorn")]
+    (_, oldest), (_, newest) = http_server.UVICORN
+    assert pin == f"uvicorn>=0.{oldest},<0.{newest + 1}"
+    assert tuple(map(int, uvicorn.__version__.split(".")[:2])) == http_server.UVICORN[1], (
+        "the newest is the one that is tested here"
+    )
+    for other in (f"0.{oldest - 1}.9", f"0.{newest + 1}.0", "1.0.0"):
+        monkeypatch.setattr(uvicorn, "__version__", other)
+        with pytest.raises(
+            FederatedError, match=rf"needs uvicorn 0\.{oldest} to 0\.{newest}, and {other} is installed"
+        ):
+            HttpServer(StandIn(MemoryStore())).start()

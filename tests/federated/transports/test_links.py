@@ -212,7 +212,7 @@ def test_another_version_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         Beat, "to_json", lambda self: f'{{"kind": "beat", "version": 0, "node": "a", "session": "{session}"}}'
     )
-    with pytest.raises(ProtocolError, match="version 0, this one 1"):
+    with pytest.raises(ProtocolError, match="version 0, this one 2"):
         pair.link.send(Beat(node="a", session=session))
 
 

@@ -72,7 +72,7 @@ def http_and_object_store(service: Answers, folder: Path, stack: ExitStack) -> L
     line = Line(served.port)
     stack.callback(line.close)
     stack.callback(lambda: _check_small(line))
-    return lambda node: HttpLink(line.address, folder / node / "fetched", patience=30)
+    return lambda node: HttpLink(line.address, folder / node / "fetched", patience=30, stores=["memory://whole-run"])
 
 
 def _check_small(line: Line) -> None:

@@ -19,6 +19,7 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.bases import Bases
 from arclight.federated.clients.crew import Crew, InThisProcess
 from arclight.federated.clients.jobs import Job, Jobs
+from arclight.federated.clients.securing import Identity
 from arclight.federated.clients.session import ClosedError, Session
 from arclight.federated.clients.state import ClientFolder, clients_in, folder_name, read_json
 from arclight.federated.clients.telling import Teller, failure_of
@@ -41,7 +42,8 @@ class Node:
 
     clients: what is trained here, or a `Crew` that trains it. folder: where clients' states, weights and unsent updates lie; a
     node that is started again with it goes on where it was. name: the same after a restart. patience: seconds for which a server
-    that is away is tried again. ask: seconds for which the server may hold an ask.
+    that is away is tried again. ask: seconds for which the server may hold an ask. identity: with which clients of secure sums know each
+    other, whatever the server passes on.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Node:
         *,
         patience: float = 3600.0,
         ask: float = 20.0,
+        identity: Identity | None = None,
     ) -> None:
         self._crew: Crew = InThisProcess(clients) if isinstance(clients, Sequence) else clients
         self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
@@ -60,7 +63,7 @@ class Node:
         link.heed(self._stopping)
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
         self._jobs = Jobs(self._crew.slots, self._stopping)
-        self._teller = Teller(name, self._session, link, self._jobs, self._stopping, ask)
+        self._teller = Teller(name, self._session, link, self._jobs, self._stopping, ask, identity)
         self._folders: dict[str, ClientFolder] = {}
         self._opened = ""
         self._speed: float | None = None

@@ -21,10 +21,20 @@ from arclight.federated.errors import ClientError, ProtocolError
 from arclight.federated.privacy.agreement import Circle, Keys
 from arclight.federated.privacy.masks import Participant, shift_of, terms
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.protocol import Close, Fit, Manifest, Message, Secure, Secured, Update
+from arclight.federated.protocol import Close, Fit, Manifest, Message, Secure, Secured, Update, keys_text
 
 _PAUSE = 1.0
 """Seconds between messages to a server that holds no answers back."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a node signs its clients' keys with, and how it knows that others' are theirs."""
+
+    sign: Callable[[bytes], str] | None = None
+    """A text to the signature by the node's key; None where it has none."""
+    vouches: Callable[[str, str, bytes, str], bool] | None = None
+    """Whether a node may speak for a client and has signed a text so: `Registry.vouches`. None: the server is believed."""
 
 
 class Securing:
@@ -40,21 +50,22 @@ class Securing:
         say: Callable[[Callable[[str], Message]], Message],
         stopping: threading.Event,
         ask: float = 20.0,
+        identity: Identity | None = None,
     ) -> None:
         asked = dict(order.privacy["secure"])
         self._clients, self._attempt = int(asked.pop("clients")), int(asked.pop("attempt"))
         self._settings = SecureSum(**asked)
         self._node, self._order, self._say, self._stopping, self._ask = node, order, say, stopping, ask
+        self._identity = identity or Identity()
         self._me = Participant(order.client)
 
     def masked(self, update: Update, blobs: FolderStore, into: Path) -> Update:
         """The update with its values masked, their blobs below ``into``. Raises ClientError where the others do not come."""
         mine = self._me.keys
-        said = self._until(
-            "circle",
-            "the other clients' keys",
-            keys={"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()},
-        )
+        own = {"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()}
+        if self._identity.sign is not None:
+            own["signature"] = self._identity.sign(self._text(self._order.client, own))
+        said = self._until("circle", "the other clients' keys", keys=own)
         circle = Circle(
             run=self._order.run,
             number=self._order.round,
@@ -62,10 +73,7 @@ class Securing:
             partners=self._settings.partners,
             threshold=self._settings.threshold,
         )
-        keys = {
-            name: Keys(client=name, **{what: bytes.fromhex(text) for what, text in told.items()})
-            for name, told in said.keys.items()
-        }
+        keys = {name: self._keys(name, told) for name, told in said.keys.items()}
         letters = {name: text.hex() for name, text in self._me.share(circle, keys).items()}
         said = self._until("letters", "the other clients' letters", letters=letters)
         received = {name: bytes.fromhex(text) for name, text in (said.letters or {}).items()}
@@ -84,6 +92,20 @@ class Securing:
         metrics = {**update.metrics, "privacy/cut": float(cut)}
         return dataclasses.replace(update, manifest=manifest, metrics=metrics, attempt=self._attempt)
 
+    def _text(self, client: str, keys: Mapping[str, str]) -> bytes:
+        return keys_text(self._order.run, self._order.round, self._attempt, client, keys)
+
+    def _keys(self, client: str, told: Mapping[str, str]) -> Keys:
+        """A client's keys as the server passes them on. Raises ClientError where its node has not signed them."""
+        vouches, node = self._identity.vouches, told.get("node", "")
+        if vouches is not None and not vouches(node, client, self._text(client, told), told.get("signature", "")):
+            raise ClientError(
+                f"the keys of client {client} that the server has passed on are not signed by a node that may speak for it "
+                f"({node!r} is said to have given them): nothing is sent. Either the file of nodes here is old, or the server or "
+                "somebody behind it wants to read what is masked"
+            )
+        return Keys(client=client, **{what: bytes.fromhex(told[what]) for what in ("mask", "cipher", "seal")})
+
     def reveal(self) -> None:
         """Wait until the server says whose values have come, and give this client's parts of their secrets."""
         said = self._until("here", "the round to be closed", patience=None)
@@ -96,8 +118,14 @@ class Securing:
         )
 
     def _weight(self, update: Update) -> int:
-        whole = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self._order.weigh_by]
-        return min(whole, self._settings.most_weight)
+        by, most = self._order.weigh_by, self._settings.most_weight
+        whole = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[by]
+        if whole > most:
+            raise ClientError(
+                f"{update.client} has {whole:,} {by} in round {update.round}, and a secure sum weighs up to {most:,}: raise "
+                'secure.most_weight, or set weigh_by = "equal"'
+            )
+        return whole
 
     def _until(
         self,

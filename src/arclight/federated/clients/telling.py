@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.clients.jobs import Job, Jobs
-from arclight.federated.clients.securing import Securing
+from arclight.federated.clients.securing import Identity, Securing
 from arclight.federated.clients.session import ClosedError, Session, told
 from arclight.federated.clients.state import ClientFolder
 from arclight.federated.clients.work import addressed
@@ -33,10 +33,17 @@ class Teller:
     """Tells the server what jobs came to. Any number of threads may, of different clients."""
 
     def __init__(
-        self, node: str, session: Session, link: Link, jobs: Jobs, stopping: threading.Event, ask: float = 20.0
+        self,
+        node: str,
+        session: Session,
+        link: Link,
+        jobs: Jobs,
+        stopping: threading.Event,
+        ask: float = 20.0,
+        identity: Identity | None = None,
     ) -> None:
         self._node, self._session, self._link, self._jobs, self._stopping = node, session, link, jobs, stopping
-        self._ask = ask
+        self._ask, self._identity = ask, identity
         self._lock = threading.Lock()
         self._committed = -1
         self._keeping = set[ClientFolder]()
@@ -97,7 +104,7 @@ class Teller:
         assert isinstance(job.order, Fit)
         assert isinstance(job.outcome, Update)
         place, finished = job.folder.folder / "masked", job.folder.finished
-        securing = Securing(self._node, job.order, self._session.say, self._stopping, self._ask)
+        securing = Securing(self._node, job.order, self._session.say, self._stopping, self._ask, self._identity)
         try:
             masked = securing.masked(job.outcome, finished.blobs(job.round), place)
             if not self.send(job, masked, FolderStore(place)):

@@ -84,7 +84,7 @@ class SecureSum(Checked):
     patience: PositiveFloat = 120.0
     """Seconds for which the others of a round are waited for at each step, once the first has come to it."""
     most_weight: PositiveInt = 1 << 20
-    """Largest weight of a client (samples, tokens); larger ones count as this."""
+    """Largest weight of a client (samples, tokens); a client that has more fails. Each doubling costs a bit of precision."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

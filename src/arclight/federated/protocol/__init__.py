@@ -21,5 +21,6 @@ from arclight.federated.protocol.messages import (
     Update,
     Wait,
     Welcome,
+    keys_text,
     read,
 )

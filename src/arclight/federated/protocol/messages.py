@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -121,7 +122,11 @@ class Join(Message):
     key: str = ""
     """The node's public key, base64, where the server asks for registered nodes."""
     signature: str = ""
-    """Of the server's challenge."""
+    """By that key, of the server's challenge and all of this message."""
+    server: str = ""
+    """Fingerprint of the certificate that the node sees; empty without TLS."""
+    run: str = ""
+    """The run that the server has said it serves: a signature is for one server and one run."""
     steps_per_second: float | None = None
     """Measured, for balancing and for simulation."""
     process: str = ""
@@ -186,7 +191,7 @@ class Secure(Message):
     attempt: int = 0
     """Sums of the round that could not be opened before this one."""
     keys: dict[str, str] | None = None
-    """Public keys: ``mask``, ``cipher``, ``seal``."""
+    """Public keys: ``mask``, ``cipher``, ``seal``; and ``signature``, base64, by the node's key where it has one."""
     letters: dict[str, str] | None = None
     """By partner, sealed."""
     bad: tuple[str, ...] | None = None
@@ -199,6 +204,18 @@ class Secure(Message):
     """What the client waits for: the fields of `Secured` that it needs next."""
     wait: float = 0.0
     """How long the answer may be held back until that is settled."""
+
+
+def keys_text(run: str, number: int, attempt: int, client: str, keys: Mapping[str, str]) -> bytes:
+    """Return what a node signs of a client's keys for a secure sum."""
+    said = [
+        run,
+        str(number),
+        str(attempt),
+        client,
+        *(keys.get(name, "").lower() for name in ("mask", "cipher", "seal")),
+    ]
+    return "\n".join(["arclight secure sum", *said]).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +342,7 @@ class Secured(Message):
     circle: tuple[str, ...] | None = None
     """Clients that take part."""
     keys: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Theirs, with the circle."""
+    """Theirs, with the circle, each with the ``node`` that gave them."""
     letters: dict[str, str] | None = None
     """To this client, by sender."""
     sure: tuple[str, ...] | None = None

@@ -37,6 +37,8 @@ from arclight.federated.settings import Federation
 log = logging.getLogger(__name__)
 
 _LONGEST_HELD = 60.0
+_SIGNATURE = 88
+"""Characters of an Ed25519 signature in base64."""
 _LOOK = 0.5
 """Seconds between looks at who has failed and how long others have waited."""
 
@@ -169,10 +171,11 @@ class Exchange:
     def _take(self, message: Secure) -> bool:
         """Write down what is new in a message; whether anything was. Who sends what cannot be is dropped, and nobody else."""
         state, client, write = self._book.state, message.client, self._book.write
+        said = {**(message.keys or {}), "node": message.node}
         if client in state.dropped:
             return False
         try:
-            if message.keys is not None and state.keys.get(client) != message.keys:
+            if message.keys is not None and state.keys.get(client) != said:
                 if state.circle is not None:
                     raise _Wrong(
                         "gave other keys than before: its node was started again"
@@ -180,7 +183,7 @@ class Exchange:
                         else "came late"
                     )
                 self._check_keys(client, message.keys)
-                write("keys", client, dict(message.keys))
+                write("keys", client, said)
             elif message.letters is not None and client not in state.letters and state.written is None:
                 self._check_letters(client, message.letters)
                 write("letters", client, dict(message.letters))
@@ -197,7 +200,12 @@ class Exchange:
 
     def _check_keys(self, client: str, said: Mapping[str, str]) -> None:
         lengths = {"mask": KEY, "cipher": KEY, "seal": KEY}
-        if set(said) != set(lengths) or not all(_is_hex(said[name], size) for name, size in lengths.items()):
+        strange = (
+            set(said) - {*lengths, "signature"}
+            or not set(lengths) <= set(said)
+            or len(said.get("signature", "")) > _SIGNATURE
+        )
+        if strange or not all(_is_hex(said[name], size) for name, size in lengths.items()):
             raise _Wrong(f"gave keys that are none: {', '.join(lengths)} of {KEY} bytes are needed, in hexadecimal")
         for name in ("mask", "cipher"):
             try:
@@ -427,7 +435,12 @@ class SecureFold(Fold):
         **more: Any,
     ) -> None:
         given = list(contributions)
-        weights = float(sum(min(int(one.weight), settings.most_weight) for one in given))
+        if heavy := [one for one in given if one.weight > settings.most_weight]:
+            raise FederatedError(
+                f"{heavy[0].client} says that it weighs {heavy[0].weight:,.0f}, and masked its values with no more than "
+                f"{settings.most_weight:,} (secure.most_weight)"
+            )
+        weights = float(sum(int(one.weight) for one in given))
         scale = Scale(rule="mean", shift=shift_of(settings, clients), total=weights)
         keys = set().union(*(one.tensors for one in given))
         if uneven := [one.client for one in given if set(one.tensors) != keys]:

@@ -1,9 +1,10 @@
 """Flower as control plane: it knows the sites, ships the app, starts and restarts it; tensors travel beside it.
 
-*Session* mode, the default: the ServerApp starts the server in a process of its own and sends each SuperNode one long message with
-where it is and a key made for that session; the ClientApp is a `Node` with persistent workers until the run is over. If the
-SuperLink dies, Flower ends the ServerApp, and the run goes on between server and nodes. *Compat* mode: weights travel in Flower's own
-train and evaluate messages, so that any Flower client of today can take part; a fresh process per message and all copies are Flower's.
+*Session* mode, the default: the ServerApp starts the server in a process of its own, asks each SuperNode for its public key (the private
+one is made at the site and stays there), and sends it one long message with where the server is; the ClientApp is a `Node` with
+persistent workers until the run is over. If the SuperLink dies, Flower ends the ServerApp, and the run goes on between server and nodes.
+*Compat* mode: weights travel in Flower's own train and evaluate messages, so that any Flower client of today can take part; a fresh
+process per message and all copies are Flower's.
 
 Checked with Flower 1.41. This file alone imports it. FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 keep Flower from calling home.
 """
@@ -25,7 +26,7 @@ from arclight.federated.clients.learner import Outcome
 from arclight.federated.errors import FederatedError
 from arclight.federated.transports.detached import Detached, Orders, built
 from arclight.federated.transports.in_process import InProcess
-from arclight.federated.transports.keys import NodeKey
+from arclight.federated.transports.keys import NodeKey, line_of
 from arclight.federated.transports.settings import FLOWER_DEFAULTS
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class _Sessions:
     grid: Any
     served: Detached
     ttl: float
+    asked: dict[str, int] = field(default_factory=dict)
+    """Question for a key to the SuperNode that has it."""
     open: dict[str, int] = field(default_factory=dict)
     """Message to the SuperNode that has it."""
     failures: dict[int, int] = field(default_factory=dict)
@@ -120,14 +123,15 @@ class _Sessions:
         """Greet those that have come, hear those that have answered, forget those that have gone."""
         here = set(self.grid.get_node_ids())
         self._hear()
-        for message, node in list(self.open.items()):
-            if node not in here:
-                log.warning("SuperNode %d has gone, its session with it; it gets another when it is back", node)
-                del self.open[message]
-                self._register(_name(node), None)
-        for node in sorted(here - set(self.open.values())):
+        for messages in (self.asked, self.open):
+            for message, node in list(messages.items()):
+                if node not in here:
+                    log.warning("SuperNode %d has gone, its session with it; it gets another when it is back", node)
+                    del messages[message]
+                    self._register(_name(node), None)
+        for node in sorted(here - set(self.open.values()) - set(self.asked.values())):
             if self.failures.get(node, 0) < _ATTEMPTS:
-                self._greet(node)
+                self.asked[self._send(node, "query", {"want": "key"})] = node
 
     def finish(self) -> None:
         """Hear the last replies, but not for long."""
@@ -138,30 +142,44 @@ class _Sessions:
         if self.open:
             log.warning("no reply of SuperNodes %s within 30 s of the run's end", sorted(self.open.values()))
 
-    def _greet(self, node: int) -> None:
-        app, key, place = _flower("app"), NodeKey.once(), self.served.place
-        self._register(_name(node), key.line(_name(node)))
-        said = {
-            "address": place.address, "fingerprint": place.fingerprint or "", "node": _name(node), "key": key.secret,
-        }  # fmt: skip
-        content = app.RecordDict({_SESSION: app.ConfigRecord(said)})
-        message = app.Message(content, dst_node_id=node, message_type="train", ttl=self.ttl)
-        (sent,) = self.grid.push_messages([message])
+    def _greet(self, node: int, said: Mapping[str, Any]) -> None:
+        """Let the SuperNode's key join for its clients, and tell it where."""
+        place, name = self.served.place, _name(node)
+        self._register(name, line_of(name, str(said["key"]), str(said["clients"]).split(",")))
+        where = {"address": place.address, "fingerprint": place.fingerprint or "", "node": name}
+        self.open[self._send(node, "train", where)] = node
+
+    def _send(self, node: int, kind: str, said: Mapping[str, str]) -> str:
+        app = _flower("app")
+        content = app.RecordDict({_SESSION: app.ConfigRecord(dict(said))})
+        (sent,) = self.grid.push_messages([app.Message(content, dst_node_id=node, message_type=kind, ttl=self.ttl)])
         if sent is None:
-            raise FederatedError(f"the SuperLink did not take the message for SuperNode {node}")
-        self.open[sent] = node
+            raise FederatedError(f"the SuperLink did not take the {kind} message for SuperNode {node}")
+        return str(sent)
 
     def _hear(self) -> None:
-        for reply in self.grid.pull_messages(list(self.open)) if self.open else ():
-            node = self.open.pop(reply.metadata.reply_to_message_id)
-            self._register(_name(node), None)
+        waited = [*self.asked, *self.open]
+        for reply in self.grid.pull_messages(waited) if waited else ():
+            message = reply.metadata.reply_to_message_id
+            asked = message in self.asked
+            node = (self.asked if asked else self.open).pop(message)
             if reply.has_error():
-                self.failures[node] = self.failures.get(node, 0) + 1
-                last = self.failures[node] >= _ATTEMPTS
-                then = "it is left alone, having failed so often" if last else "it gets another"
-                log.warning("the session of SuperNode %d has failed: %s; %s", node, reply.error.reason, then)
+                self._failed(node, reply.error.reason)
+            elif asked:
+                try:
+                    self._greet(node, reply.content[_SESSION])
+                except (FederatedError, KeyError) as error:
+                    self._failed(node, f"it gave no key: {error}")
             else:
+                self._register(_name(node), None)
                 self.failures[node] = _ATTEMPTS  # it heard that the run is over
+
+    def _failed(self, node: int, why: str) -> None:
+        self._register(_name(node), None)
+        self.failures[node] = self.failures.get(node, 0) + 1
+        last = self.failures[node] >= _ATTEMPTS
+        then = "it is left alone, having failed so often" if last else "it gets another"
+        log.warning("the session of SuperNode %d has failed: %s; %s", node, why, then)
 
     def _register(self, name: str, line: str | None) -> None:
         """Add a node's key to those that may join, or take it away. The file is replaced, never half there."""
@@ -186,7 +204,8 @@ def client_app(build: BuildClient) -> Any:
     """A ClientApp whose sessions run `Node` for the SuperNode's clients, which ``build`` makes.
 
     The SuperNode's config says which they are: ``clients='a,b'``, or ``client='a'``, or else its ``partition-id``; and in ``folder``
-    where they keep their state (by default ``runs/flower/<clients>`` below the folder that the SuperNode runs in).
+    where they keep their state (by default ``runs/flower/<clients>`` below the folder that the SuperNode runs in); in ``blobs``, where
+    else than at its host the server may keep tensors.
     """
     app = _flower("clientapp").ClientApp()
 
@@ -197,25 +216,46 @@ def client_app(build: BuildClient) -> Any:
                 "this app speaks with arclight's own server in session mode; for a plain Flower server write a plain ClientApp"
             )
         why = _work(build, message.content[_SESSION], context.node_config, context.run_config)
+        return answered(message, {"why": why})
+
+    def query(message: Any, context: Any) -> Any:
+        key = _key_in(_folder_of(context.node_config))
+        return answered(message, {"key": key.public, "clients": ",".join(_clients_of(context.node_config))})
+
+    def answered(message: Any, said: Mapping[str, str]) -> Any:
         records = _flower("app")
-        return records.Message(records.RecordDict({_SESSION: records.ConfigRecord({"why": why})}), reply_to=message)
+        return records.Message(records.RecordDict({_SESSION: records.ConfigRecord(dict(said))}), reply_to=message)
 
     app.train()(train)
+    app.query()(query)
     return app
+
+
+def _folder_of(site: Mapping[str, Any]) -> Path:
+    return Path(str(site.get("folder") or Path("runs/flower") / "-".join(_clients_of(site)))).resolve()
+
+
+def _key_in(folder: Path) -> NodeKey:
+    """The site's private key, made when it is first asked for. It never leaves the site."""
+    path = folder / "node.key"
+    return NodeKey.read(path) if path.exists() else NodeKey.make(path)
 
 
 def _work(build: BuildClient, session: Mapping[str, Any], site: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Be a node until the server closes the session; returns why it did."""
     from arclight.federated.clients.node import Node
+    from arclight.federated.clients.securing import Identity
     from arclight.federated.transports.http_link import HttpLink
 
     names, patience = _clients_of(site), float(config.get("patience", FLOWER_DEFAULTS["patience"]))
-    folder = Path(str(site.get("folder") or Path("runs/flower") / "-".join(names))).resolve()
+    folder = _folder_of(site)
+    key = _key_in(folder)
     link = HttpLink(
-        session["address"], folder / "blobs", key=NodeKey.of_secret(session["key"]),
-        fingerprint=session["fingerprint"] or None, patience=patience,
+        session["address"], folder / "blobs", key=key,
+        fingerprint=session["fingerprint"] or None, patience=patience, stores=str(site.get("blobs") or "").split(),
     )  # fmt: skip
-    node = Node(link, [build(name, config) for name in names], folder, session["node"], patience=patience)
+    clients, identity = [build(name, config) for name in names], Identity(sign=key.sign)
+    node = Node(link, clients, folder, session["node"], patience=patience, identity=identity)
     try:
         node.run()
     finally:

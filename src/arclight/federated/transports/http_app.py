@@ -108,7 +108,8 @@ class App:
         return handle
 
     async def _challenge(self, request: Request) -> Response:
-        return _response(json.dumps({"challenge": self._guard.challenge(), "version": VERSION}), "application/json")
+        said = {"challenge": self._guard.challenge(), "version": VERSION, "run": self._guard.run}
+        return _response(json.dumps(said), "application/json")
 
     async def _message(self, request: Request) -> Response:
         token = _token(request)

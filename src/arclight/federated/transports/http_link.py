@@ -17,18 +17,19 @@ from arclight.fabric.extras import require
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.object_store import ObjectStore
-from arclight.federated.errors import FederatedError, LinkError, UntrustedError
-from arclight.federated.protocol import Ask, Join, Message, Secure, Welcome, read
+from arclight.federated.errors import FederatedError, LinkError, ProtocolError, UntrustedError
+from arclight.federated.protocol import VERSION, Ask, Join, Message, Secure, Welcome, read
 from arclight.federated.transports.guard import signed_text
 from arclight.federated.transports.http_blobs import HttpBlobs
 from arclight.federated.transports.keys import NodeKey
 from arclight.federated.transports.responses import error_of, is_json, raise_passing
 from arclight.federated.transports.retrying import Patience, T, UnavailableError
 from arclight.federated.transports.settings import is_loopback
-from arclight.federated.transports.trust import check_vouching
+from arclight.federated.transports.trust import believing, check_vouching
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse, HTTPConnectionPool
+    from urllib3.connection import HTTPSConnection
 
 _CONNECT = 10.0
 _READ = 60.0
@@ -38,6 +39,8 @@ _ANSWER = 120.0
 _SILENT = 20_000
 """Milliseconds without an acknowledgement after which the network counts as broken."""
 _CONNECTIONS = 16
+_OLDER = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "WRONG_SSL_VERSION")
+"""OpenSSL's words for a peer that speaks only older versions of TLS."""
 
 
 class HttpLink:
@@ -46,7 +49,8 @@ class HttpLink:
     cache: folder of blobs that were fetched. key: the node's, where the server asks for registered ones. cafile: PEM file with
     the certificates that may vouch for the server, the system's by default; or fingerprint: SHA-256 of the server's own
     certificate, then nobody need vouch for it. patience: seconds for which a server that does not answer is tried.
-    blobs: where blobs go and come from, where that is not the server itself (an object store).
+    blobs: where blobs go and come from, where that is not the server itself (an object store). stores: addresses at or below which
+    the server may say that they are; besides, only at its own host.
     Raises FederatedError for an address off this machine without TLS.
     """
 
@@ -60,6 +64,7 @@ class HttpLink:
         fingerprint: str | None = None,
         patience: float = 120.0,
         blobs: BlobStore | None = None,
+        stores: Iterable[str] = (),
     ) -> None:
         require("urllib3", extra="federated")
         self.address, self._key = address.rstrip("/"), key
@@ -78,13 +83,15 @@ class HttpLink:
         if cafile is not None:
             check_vouching(cafile)
         if parts.scheme == "https":
-            self._tls = lambda: self._pinned(fingerprint) if fingerprint else ssl.create_default_context(cafile=cafile)
+            self._tls = lambda: self._pinned(fingerprint) if fingerprint else believing(cafile)
         self._connections: HTTPConnectionPool | None = None
         self._making, self._closed = threading.Lock(), False
         self._token = ""
+        self._shown = ""
+        """Fingerprint of the certificate that the server has shown; empty without TLS."""
         self._cache = cache if isinstance(cache, FolderStore) else FolderStore(cache, durable="none")
         self._blobs: BlobStore = blobs or HttpBlobs(self.request, self._cache, self._patience, self.address)
-        self._elsewhere = ""
+        self._elsewhere, self._stores = "", tuple(stores)
 
     @property
     def blobs(self) -> BlobStore:
@@ -98,8 +105,20 @@ class HttpLink:
         if isinstance(answer, Welcome):
             self._token = answer.session
             if answer.blobs and answer.blobs != self._elsewhere:
+                self._check_store(answer.blobs)
                 self._blobs, self._elsewhere = ObjectStore(answer.blobs, self._cache), answer.blobs
         return answer
+
+    def _check_store(self, address: str) -> None:
+        """Raise UntrustedError for a place of which nobody here has said that this node's credentials may be used there."""
+        parts = urlsplit(address)
+        at_server = parts.scheme in ("http", "https") and parts.hostname == self._host
+        named = any(f"{address.rstrip('/')}/".startswith(f"{one.rstrip('/')}/") for one in self._stores)
+        if ".." in parts.path.split("/") or not (at_server or named):
+            raise UntrustedError(
+                f"the server keeps tensors at {address}, and nobody here has named that place, where this machine's credentials "
+                f"would be used: if it is right, join with --blobs {address}"
+            )
 
     def heed(self, stopping: threading.Event) -> None:
         self._patience.stopping = stopping
@@ -150,6 +169,11 @@ class HttpLink:
                 raise
             return made
         except urllib3.exceptions.HTTPError as error:
+            if _is_older_tls(error):
+                raise UntrustedError(
+                    f"{self.address} does not speak TLS 1.3, and nodes speak nothing older: is it arclight's server, or one that "
+                    "stands in front of it?"
+                ) from error
             if _is_wrong_certificate(error):
                 raise UntrustedError(
                     f"{self.address} did not prove to be the server: {error}; nothing was sent to it. Give the cafile that vouches "
@@ -164,13 +188,22 @@ class HttpLink:
         if isinstance(message, Join):
             headers["authorization"] = ""
             if self._key is not None:
-                challenge = json.loads(self.request("GET", "/v1/challenge", then=self._body))["challenge"]
-                message = replace(message, key=self._key.public)
+                challenge, run = self._challenge()
+                message = replace(message, key=self._key.public, server=self._shown, run=run)
                 message = replace(message, signature=self._key.sign(signed_text(message, challenge)))
                 headers["x-arclight-challenge"] = challenge
 
         body = message.to_json().encode()
         return read(self.request("POST", "/v1/message", then=self._body, body=body, headers=headers, limit=limit))
+
+    def _challenge(self) -> tuple[str, str]:
+        """Ask for the server's challenge, and the run that it serves."""
+        said = json.loads(self.request("GET", "/v1/challenge", then=self._body))
+        if said.get("version") != VERSION:
+            raise ProtocolError(
+                f"the server speaks version {said.get('version')!r}, this node {VERSION}: install the same arclight"
+            )
+        return said["challenge"], said["run"]
 
     def _body(self, response: BaseHTTPResponse) -> bytes:
         if response.status != 200 or not is_json(response):
@@ -193,7 +226,23 @@ class HttpLink:
         context = self._tls()
         if not context.check_hostname:  # a pinned certificate may be of any name
             shared["assert_hostname"] = False
-        return urllib3.HTTPSConnectionPool(self._host, self._port, ssl_context=context, **shared)
+        pool = urllib3.HTTPSConnectionPool(self._host, self._port, ssl_context=context, **shared)
+        pool.ConnectionCls = self._noting()
+        return pool
+
+    def _noting(self) -> type[HTTPSConnection]:
+        """Make connections that note which certificate the server has shown."""
+        from urllib3.connection import HTTPSConnection
+
+        link = self
+
+        class Noting(HTTPSConnection):
+            def connect(self) -> None:
+                super().connect()
+                shown = self.sock.getpeercert(binary_form=True) if isinstance(self.sock, ssl.SSLSocket) else None
+                link._shown = hashlib.sha256(shown or b"").hexdigest()
+
+        return Noting
 
     def _pinned(self, fingerprint: str) -> ssl.SSLContext:
         """A context that believes the server's own certificate, if that has the fingerprint, and no other."""
@@ -210,6 +259,7 @@ class HttpLink:
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.load_verify_locations(cadata=pem)
         return context
@@ -218,6 +268,14 @@ class HttpLink:
 def _is_wrong_certificate(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_older_tls(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, ssl.SSLError) and error.reason in _OLDER:
             return True
         error = error.__cause__ or error.__context__
     return False

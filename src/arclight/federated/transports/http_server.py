@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import ssl
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,10 @@ from arclight.federated.transports.trust import check_certificate
 if TYPE_CHECKING:
     from arclight.federated.transports.in_process import Answers
 
+log = logging.getLogger(__name__)
+
+UVICORN = ((0, 49), (0, 54))
+"""Oldest and newest whose connections are known well enough to be taken over for uploads (see `bodies`); Flower 1.41 wants the oldest."""
 _START = 30.0
 _GRACE = 1
 """Seconds that are given to what is under way when the server stops."""
@@ -34,6 +41,7 @@ class HttpServer:
 
     spool: where blobs come in, if ``server.blobs`` is no folder; a temporary one by default. bound: a socket that listens already,
     in the place of one at ``listening``'s host and port: connections may wait there before the server is up.
+    Raises FederatedError for a certificate that no node would believe, and for a file of nodes that cannot be read.
     """
 
     def __init__(
@@ -44,6 +52,8 @@ class HttpServer:
         bound: socket.socket | None = None,
     ) -> None:
         self._listening = listening or Listening()
+        if self._listening.certificate is not None and self._listening.private_key is not None:
+            check_certificate(self._listening.certificate, self._listening.private_key)
         registry = Registry(self._listening.nodes) if self._listening.nodes else None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if spool is None and isinstance(server.blobs, FolderStore):
@@ -51,7 +61,13 @@ class HttpServer:
         elif spool is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="arclight-spool-")
             spool = FolderStore(self._temporary.name)
-        self._app = App(server, Guard(registry), self._listening.limits, spool)
+        if registry is not None and (free := registry.unbound()):
+            log.warning(
+                "%s lets %s speak for any client: name theirs in its line (arclight federate keys node --client N)",
+                self._listening.nodes, ", ".join(free),
+            )  # fmt: skip
+        guard = Guard(registry, self.fingerprint or "", server.run)
+        self._app = App(server, guard, self._listening.limits, spool)
         self._uvicorn: Any = None
         self._thread: threading.Thread | None = None
         self._socket = bound
@@ -82,12 +98,14 @@ class HttpServer:
         return fingerprint_of(self._listening.certificate) if self._listening.certificate else None
 
     def start(self) -> None:
-        """Bind and answer. Raises OSError where the address is taken, FederatedError for a certificate that no node would believe and
-        where it does not come up.
-        """
+        """Bind and answer. Raises OSError where the address is taken, FederatedError where it does not come up."""
         uvicorn = require("uvicorn", extra="federated")
-        if self._listening.certificate is not None and self._listening.private_key is not None:
-            check_certificate(self._listening.certificate, self._listening.private_key)
+        oldest, newest = UVICORN
+        if not oldest <= tuple(map(int, uvicorn.__version__.split(".")[:2])) <= newest:
+            raise FederatedError(
+                f"a federated server needs uvicorn {'.'.join(map(str, oldest))} to {'.'.join(map(str, newest))}, and "
+                f'{uvicorn.__version__} is installed: `pip install "uvicorn=={".".join(map(str, newest))}.*"`'
+            )
         host, port = self._listening.host, self._listening.port
         if self._socket is None:
             self._socket = bind(host, port)
@@ -106,6 +124,7 @@ class HttpServer:
             timeout_graceful_shutdown=_GRACE,
             ssl_certfile=self._listening.certificate,
             ssl_keyfile=self._listening.private_key,
+            ssl_context_factory=_newest_tls if self._listening.certificate else None,
         )
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(
@@ -138,6 +157,13 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise OSError(error.errno, f"{host}:{port} cannot be listened on: {error.strerror}") from error
+
+
+def _newest_tls(config: Any, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    """Both ends are ours: nothing older is spoken."""
+    context = make()
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
 
 
 def _protocol(patience: float) -> Any:

@@ -18,6 +18,10 @@ class Answers(Protocol):
         """The server's blobs."""
 
     @property
+    def run(self) -> str:
+        """The run that is served, as nodes know it."""
+
+    @property
     def largest_message(self) -> int:
         """Bytes of the largest message that a node of this run may have to send."""
 

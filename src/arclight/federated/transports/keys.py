@@ -37,8 +37,9 @@ class Certificate:
 
 
 def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
-    """A key and a certificate that it has signed itself, good for ``hosts`` (names and addresses) for ten years.
+    """Make a key and a certificate that it has signed itself, good for ``hosts`` (names and addresses) for ten years.
 
+    It vouches for itself and nothing else: whoever trusts it need not trust what its key signs.
     Writes ``server.pem`` and ``server.key`` (readable by its owner alone) into ``folder``. Raises FileExistsError where one is there.
     """
     x509 = _cryptography("x509")
@@ -55,8 +56,10 @@ def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "arclight federation")])
     known_as = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     now = datetime.now(UTC)
-    signing = dict.fromkeys(
+    others = dict.fromkeys(
         (
+            "key_cert_sign",
+            "crl_sign",
             "content_commitment",
             "key_encipherment",
             "data_encipherment",
@@ -75,10 +78,8 @@ def make_certificate(folder: str | Path, hosts: Sequence[str]) -> Certificate:
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=365 * _YEARS))
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(
-            x509.KeyUsage(digital_signature=True, key_cert_sign=True, crl_sign=True, **signing), critical=True
-        )
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(digital_signature=True, **others), critical=True)
         .add_extension(x509.ExtendedKeyUsage([x509.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(known_as, critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(known_as), critical=False)
@@ -133,25 +134,6 @@ class NodeKey:
         check_private(path)
         return cls(key)
 
-    @classmethod
-    def once(cls) -> NodeKey:
-        """A new key that is written nowhere: for one session, its `secret` handed to the node by someone it trusts."""
-        return cls(_cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate())
-
-    @classmethod
-    def of_secret(cls, secret: str) -> NodeKey:
-        """The key whose `secret` it is. Raises FederatedError for what is none."""
-        kind = _cryptography("hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey
-        try:
-            return cls(kind.from_private_bytes(base64.b64decode(secret, validate=True)))
-        except ValueError as error:
-            raise FederatedError(f"a node key's secret is 32 bytes in base64: {error}") from error
-
-    @property
-    def secret(self) -> str:
-        """The private key, base64."""
-        return base64.b64encode(self._key.private_bytes_raw()).decode()
-
     @property
     def public(self) -> str:
         """What the server needs to know this node, base64."""
@@ -159,8 +141,7 @@ class NodeKey:
 
     def line(self, node: str, clients: Iterable[str] = ()) -> str:
         """The line by which a server's file of nodes lets this key join as ``node``, for those ``clients`` or, with none, any."""
-        check_names(node, *clients)
-        return " ".join(filter(None, (node, self.public, ",".join(clients))))
+        return line_of(node, self.public, clients)
 
     def sign(self, text: bytes) -> str:
         return base64.b64encode(self._key.sign(text)).decode()
@@ -184,6 +165,19 @@ class Registry:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.nodes()
+
+    def vouches(self, node: str, client: str, text: bytes, signature: str) -> bool:
+        """Whether a registered node has signed the text, and may speak for the client."""
+        known = self.nodes().get(node)
+        return (
+            known is not None
+            and (not known.clients or client in known.clients)
+            and is_signed(text, signature, known.key)
+        )
+
+    def unbound(self) -> list[str]:
+        """Name the nodes that may speak for any client."""
+        return [name for name, one in self.nodes().items() if not one.clients]
 
     def nodes(self) -> dict[str, Registered]:
         """Names to what is registered. Raises FederatedError naming the line that is none."""
@@ -209,6 +203,15 @@ class Registry:
             clients = frozenset(fields[2].split(",")) if len(fields) == 3 else frozenset()
             found[fields[0]] = Registered(fields[1], clients)
         return found
+
+
+def line_of(node: str, public: str, clients: Iterable[str] = ()) -> str:
+    """Return the line of a file of nodes that lets a public key join as ``node``. Raises FederatedError for what none can name."""
+    named = tuple(clients)
+    check_names(node, *named)
+    if not _is_key(public):
+        raise FederatedError(f"a public key is 32 bytes in base64, got {public[:60]!r}")
+    return " ".join(filter(None, (node, public, ",".join(named))))
 
 
 def check_names(*names: str) -> None:

@@ -56,7 +56,7 @@ class Listening(Checked):
             raise ValueError(
                 f"other machines can reach {self.host}: a server listens there only with TLS and registered nodes, so that "
                 "nobody reads or joins the training on the way. `arclight federate keys server <folder> <host name>` makes a "
-                "certificate and its key, `arclight federate keys node <file> <name>` a node's key and the line to put into "
+                "certificate and its key, `arclight federate keys node <file> <name> --client <number>` a node's key and the line to put into "
                 "the file of nodes; then give certificate, private_key and nodes. On this machine alone 127.0.0.1 needs neither"
             )
 

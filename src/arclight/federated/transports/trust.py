@@ -52,6 +52,15 @@ def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
     check_private(private_key)
 
 
+def believing(cafile: str | Path | None) -> ssl.SSLContext:
+    """Make a node's context: it believes servers that the file's certificates vouch for, the system's by default, and speaks TLS 1.3."""
+    context = ssl.create_default_context(cafile=cafile)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if cafile is not None:  # a server's own certificate need not be an authority's
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
 def check_vouching(cafile: str | Path) -> None:
     """Raise FederatedError for a file without certificates that could vouch for a server."""
     try:
