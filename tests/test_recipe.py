@@ -75,6 +75,10 @@ class Loop:
     fast: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
     workers: Annotated[int, Field(ge=0)] = 2
+    rates: dict[str, Annotated[float, Field(ge=0)] | tuple[Annotated[float, Field(ge=0)], ...]] = field(
+        default_factory=dict
+    )
+    every: Annotated[int, Field(ge=1)] | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +226,7 @@ def test_every_problem_is_told_at_once_with_its_place() -> None:
         ({"task": "photos"}, "task.data is missing; Photos needs it: path"),
         (
             {"task": "words", "loop": {"zzz": 1}},
-            "loop.zzz is not a field of Loop; there is max_epochs, precision, limit, devices, fast, notes, workers",
+            "loop.zzz is not a field of Loop; there is max_epochs, precision, limit, devices, fast, notes, workers, rates, every",
         ),
         ({"task": "words", "average": {"decay": 2}}, "average: decay must be in [0, 1), got 2.0"),
         ({"task": "words", "seed": "3"}, "seed: need int, got '3'"),
@@ -266,6 +270,34 @@ def test_what_is_said_of_a_bad_flag(flags: list[str], said: str | None) -> None:
         assert problems(PHOTOS, flags) == [said]
 
 
+def test_a_flag_into_a_table_changes_that_one_value_only() -> None:
+    table = {**PHOTOS, "loop": {"notes": {"model": {"x": 1, "y": [2]}, "z": 9}, "rates": {"second": 1.0}}}
+    made = read(
+        Plan, table, ["--loop.notes.model.x", "3", "--loop.notes.model.deep.er", "true", "--loop.rates.first", "2"]
+    )
+    assert made.loop.notes == {"model": {"x": 3, "y": [2], "deep": {"er": True}}, "z": 9}
+    assert made.loop.rates == {"second": 1.0, "first": 2.0}
+    assert problems(table, ["--loop.rates.first", "-1"]) == [
+        "--loop.rates.first: need number (Ge(ge=0)) | list of number (Ge(ge=0)), got '-1'"
+    ]
+    assert problems({**PHOTOS, "loop": {"rates": {"second": "x"}}}) == [
+        "loop.rates.second: need number (Ge(ge=0)) | list of number (Ge(ge=0)), got 'x'"
+    ]
+    assert problems(table, ["--loop.rates", "5"]) == [
+        "--loop.rates: need table of number (Ge(ge=0)) | list of number (Ge(ge=0)), got '5'"
+    ]
+
+
+def test_a_key_that_comes_twice_is_refused_in_yaml_too(tmp_path: Path) -> None:
+    for text in ("seed: 1\nseed: 2\ntask: words\n", "task: words\nloop:\n  fast: true\n  fast: false\n"):
+        (tmp_path / "a.yaml").write_text(text)
+        assert "comes twice" in problems(tmp_path / "a.yaml")[0]
+    (tmp_path / "a.yaml").write_text("task: words\nloop: &a {fast: true}\naverage: {<<: {lr: 1.0}, lr: 2.0}\n")
+    made = read(Plan, tmp_path / "a.yaml")
+    assert made.average == Momentum(lr=2.0)
+    assert made.loop.fast
+
+
 @pytest.mark.parametrize(
     "flags, path, value",
     [
@@ -279,7 +311,15 @@ def test_what_is_said_of_a_bad_flag(flags: list[str], said: str | None) -> None:
         (["--loop.devices", "auto"], "loop.devices", "auto"),
         (["--loop.devices", "2"], "loop.devices", 2),
         (["--loop.fast", "true"], "loop.fast", True),
-        (["--loop.notes.depth", "3"], "loop.notes", {"depth": "3"}),
+        (["--loop.notes.depth", "3"], "loop.notes", {"depth": 3}),
+        (["--loop.notes.name", "three"], "loop.notes", {"name": "three"}),
+        (["--loop.rates.first", "0.5"], "loop.rates", {"first": 0.5}),
+        (["--loop.rates.first", "1,2.5"], "loop.rates", {"first": (1.0, 2.5)}),
+        (["--task.optimizer.groups", ""], "task.optimizer.groups", []),
+        (["--tag", "None"], "tag", None),
+        (["--tag", "null"], "tag", None),
+        (["--loop.every", "5"], "loop.every", 5),
+        (["--loop.every", "00:05"], "loop.every", "00:05"),
         (["--loop.notes", "{depth = 3}"], "loop.notes", {"depth": 3}),
         (["--task.optimizer.lr", "3e-4"], "task.optimizer.lr", 3e-4),
         (["--task.optimizer.betas", "0.1, 0.2"], "task.optimizer.betas", (0.1, 0.2)),
@@ -424,7 +464,7 @@ def test_explain_lists_every_field_of_every_kind() -> None:
     assert rows["task.optimizer.betas", "adaptive"].type == "[number, number]"
     assert rows["loop.limit", ""].type == "int | number | none"
     assert rows["average.decay", "momentum"].doc == "Velocity decay, in [0, 1)."
-    assert len(rows) == 30
+    assert len(rows) == 32
 
 
 def test_reading_a_recipe_imports_neither_torch_nor_numpy() -> None:

@@ -25,7 +25,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from arclight._installed import pip_install
 from arclight._intervals import describe
@@ -92,7 +92,19 @@ def _parse_yaml(text: str) -> Any:
         import yaml
     except ModuleNotFoundError as error:
         raise RecipeError(f"YAML needs PyYAML: {pip_install('vision')}, or write the recipe in TOML") from error
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})  # a class of our own: the rule below is not for others
+
+    class Loader(yaml.SafeLoader):  # the rules below are not for others
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [
+                self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"
+            ]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {twice[0]!r} comes twice", node.start_mark
+                )
+            return super().construct_mapping(node, deep)
+
+    loader: Any = Loader
     number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")  # to YAML 1.1 3e-4 is text; people mean a number
     loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
@@ -206,13 +218,25 @@ def _fill(cls: type[Any], said: _Said, base: Any = None) -> Any:
 def _convert(hint: Any, said: _Said, default: Any = MISSING) -> Any:
     """What is said as the type ``hint``. What does not fit goes to the problems."""
     classes, others, empty = _members(hint)
-    if empty and (said.value is None or said.value == "none"):
+    if empty and (said.value is None or said.value == "none" or said.flag in ("None", "null")):
         return None
     if (item := _item(hint)) is not None:
         return _list(item, said, typing.get_origin(hint))
     if classes and (not others or isinstance(said.value, Mapping)):
         return _choose(classes, said, default)
+    if isinstance(said.value, Mapping) and (values := _values_of(others)) is not None:
+        return {name: _convert(values, field) for name, field in said.fields().items()}
     return _leaf(hint, said)
+
+
+def _values_of(hints: list[Any]) -> Any:
+    """The type of the values of a table among ``hints``; None if they allow no table with names of any sort."""
+    for hint in hints:
+        if hint is Any:
+            return Any
+        if typing.get_origin(hint) is dict and typing.get_args(hint)[0] is str:
+            return typing.get_args(hint)[1]
+    return None
 
 
 def _list(item: Any, said: _Said, kind: Any) -> Any:
@@ -246,10 +270,12 @@ def _spellings(hint: Any, text: str) -> Iterator[Any]:
             return float(part)  # .5 is a number to people, though not to TOML
         return part
 
-    numbers = {bool, int, float} & {*typing.get_args(hint)}
-    yield from (value(text), text) if numbers or hint is Any else (text, value(text))
+    parts_of = {
+        typing.get_args(part)[0] if typing.get_origin(part) is Annotated else part for part in typing.get_args(hint)
+    }
+    yield from (value(text), text) if {bool, int, float} & parts_of or hint is Any else (text, value(text))
     if not text.startswith("["):
-        parts = [part.strip() for part in text.split(",")]
+        parts = [part.strip() for part in text.split(",")] if text else []
         yield from (parts, [value(part) for part in parts])
 
 

@@ -288,3 +288,51 @@ def test_a_step_that_the_device_skips_changes_nothing(settings: Any) -> None:
     optimizer.skip = torch.tensor(False)
     trained(model, optimizer, 1)
     assert not torch.equal(before[0]["experts"], model.experts)
+
+
+class Named(nn.Module):
+    """Layers whose names and shapes say what they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv1d(8, 8, 3)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 16, 8))
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.query_embed = nn.Parameter(torch.zeros(10, 8))
+        self.tok = nn.Embedding(10, 8)
+        self.token_embedding = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.experts = nn.ParameterDict({"w1": torch.zeros(4, 8, 8)})
+        self.head, self.fc, self.classifier = (nn.Linear(8, 3) for _ in range(3))
+
+
+@pytest.mark.parametrize("settings", [Muon(), NorMuon()])
+def test_muon_leaves_embeddings_kernels_and_output_layers_to_adamw(settings: Muon) -> None:
+    kinds = {name: group["kind"] for name, _, group in settings.build(Named().named_parameters()).named()}
+    hidden = {name for name, kind in kinds.items() if kind != "adamw"}
+    assert hidden == {"blocks.0.weight", "experts.w1"}
+    stacks = Muon(stacks="conv1").build(Named().named_parameters())
+    assert "conv1.weight" in {name for name, _, group in stacks.named() if group["kind"] == "muon"}
+    with pytest.raises(ValueError, match=r"stacks '\(' is no regular expression"):
+        Muon(stacks="(")
+
+
+@pytest.mark.parametrize("settings", [AdamW(), SGD(), Muon(not_hidden="^$")])
+def test_sparse_gradients_and_complex_parameters_are_refused_in_a_sentence(settings: Any) -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = settings.build(embedding.named_parameters())
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"the gradient of weight is sparse, .* without sparse=True"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"w is of torch.complex64, .*view_as_real"):
+        settings.build([("w", nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64)))])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lr": -1.0}, {"weight_decay": float("nan")}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"initial_lr": -1.0}]
+)
+def test_numbers_of_a_group_beyond_their_interval_are_refused(wrong: dict[str, Any]) -> None:
+    optimizer = AdamW().build([("w", nn.Parameter(torch.ones(2)))])
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^{name}: need "):
+        optimizer.add_param_group({"params": [("v", nn.Parameter(torch.ones(2)))], **wrong})

@@ -23,7 +23,7 @@ SHAPES = {
     "up2": (12, 8),
     "odd": (7, 5),
     "experts": (4, 6, 8),
-    "few": (3, 8, 6),
+    "few_experts": (3, 8, 6),
     "tok_embeddings.weight": (9, 8),
     "bias": (9,),
 }
@@ -32,7 +32,7 @@ SETTINGS = {
     "normuon": NorMuon(precision="float32", scale="rms"),
     "half": Muon(state_dtype="bfloat16", others=AdamW(state_dtype="bfloat16")),
     "adamw": AdamW(state_dtype="bfloat16"),
-    "mixed": Mixed(groups=(SGD(pattern="^up"), NorMuon(pattern="odd|experts")), default=AdamW()),
+    "mixed": Mixed(groups=(SGD(pattern="^up"), NorMuon(pattern="odd|^experts")), default=AdamW()),
 }
 PLACEMENTS = {
     2: [(Shard(0),), (Shard(1),), (Replicate(),)],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from arclight.optim import WSD, AdamW, Constant, Cosine, InverseSqrt, Linear
+from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, lambda_schedule
 from arclight.optim.schedules import batch_size_at, inverse_sqrt, linear, phase, rewarmed, wsd
 
 SHAPES = {
@@ -77,3 +77,41 @@ def test_the_batch_grows() -> None:
     assert all(size % 32 == 0 for size in sizes)
     with pytest.raises(ValueError, match="multiples of 32"):
         batch_size_at(0, initial=65, final=256, steps=30, multiple=32)
+
+
+def stepped(settings: Any, total: int, steps: int, state: Any = None) -> tuple[list[float], Any]:
+    """Rates of the steps that a schedule gives, and what a checkpoint has of it and its optimizer."""
+    optimizer = SGD(lr=1.0, momentum=0.0).build([("w", nn.Parameter(torch.ones(2)))])
+    schedule, rates = settings.build(optimizer, total), []
+    if state is not None:
+        optimizer.load_state_dict(state[0])
+        schedule.load_state_dict(state[1])
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates, (optimizer.state_dict(), schedule.state_dict())
+
+
+def test_a_longer_run_goes_on_with_its_own_rate() -> None:
+    settings = Linear(warmup=0)
+    _, state = stepped(settings, 4, 4)
+    rates, _ = stepped(settings, 8, 4, state)
+    assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125])
+    same, _ = stepped(settings, 8, 8)
+    first, state = stepped(settings, 8, 3)
+    assert first + stepped(settings, 8, 5, state)[0] == same  # the same bits, where nothing has changed
+
+
+def test_phases_that_do_not_fit_are_refused() -> None:
+    optimizer = AdamW().build([("w", nn.Parameter(torch.ones(2)))])
+    with pytest.raises(
+        ValueError, match=r"warmup = 0.6 \(6 steps\) and decay = 0.6 \(6 steps\) do not fit into a run of 10"
+    ):
+        WSD(warmup=0.6, decay=0.6).build(optimizer, 10)
+    WSD(warmup=0.5, decay=0.5).build(optimizer, 10)
+    for wrong in (lambda: WSD(final=-1.0), lambda: InverseSqrt(timescale=-3), lambda: Cosine(rewarm=-1)):
+        with pytest.raises(ValueError, match="need"):
+            wrong()
+    with pytest.raises(ValueError, match="rewarm: need int >= 0, got -1"):
+        lambda_schedule(optimizer, lambda step: 1.0, rewarm=-1)

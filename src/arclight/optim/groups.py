@@ -72,11 +72,18 @@ def assign(names: Sequence[str], patterns: Sequence[str], all_names: Iterable[st
 def _groups_of(rule: _Rule, own: list[Pair]) -> list[dict[str, Any]]:
     """Parameter groups with the options of ``rule``, split by what decays."""
     if isinstance(rule, Muon):
-        hidden = {name for name, p in own if p.ndim in (2, 3) and not re.search(rule.not_hidden, name)}
+        hidden = {name for name, p in own if _is_hidden(rule, name, p)}
         rest = _groups_of(rule.others, [pair for pair in own if pair[0] not in hidden])
         matrices = [pair for pair in own if pair[0] in hidden]
         return _with(rule, [{"params": matrices, "weight_decay": rule.weight_decay}] if matrices else []) + rest
     return _with(rule, _by_decay(own, rule.weight_decay))  # type: ignore[attr-defined]
+
+
+def _is_hidden(rule: Muon, name: str, parameter: torch.nn.Parameter) -> bool:
+    """Return whether a parameter is a hidden matrix or a stack of them; its name has to tell that from other uses of its shape."""
+    if re.search(rule.not_hidden, name):
+        return False
+    return parameter.ndim == 2 or (parameter.ndim == 3 and re.search(rule.stacks, name) is not None)
 
 
 def _with(rule: _Rule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

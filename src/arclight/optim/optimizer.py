@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from arclight._intervals import NonNegativeFloat, PositiveInt, ProperFraction, check
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.spread import own_part
 from arclight.optim.adamw import AdamWRule
@@ -36,6 +37,32 @@ Owned = tuple[str, torch.Tensor, dict[str, torch.Tensor]]
 """Name, parameter and state."""
 
 RULES: dict[str, Rule] = {"adamw": AdamWRule(), "muon": MuonRule(), "normuon": MuonRule(), "sgd": SGDRule()}
+
+
+_OPTIONS: dict[str, Any] = {
+    "lr": NonNegativeFloat, "initial_lr": NonNegativeFloat, "weight_decay": NonNegativeFloat, "eps": NonNegativeFloat,
+    "momentum": ProperFraction, "betas": tuple[ProperFraction, ProperFraction], "beta2": ProperFraction | None, "ns_steps": PositiveInt,
+}  # fmt: skip
+"""Numbers of a parameter group; a rate may be a tensor, whose value only its device knows."""
+
+
+def _blame_sparse(owned: list[Owned], error: Exception) -> None:
+    """Raise ValueError for the first sparse gradient."""
+    for name, parameter, _ in owned:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {name} is sparse, which no rule here takes: make its layer without sparse=True, or give that "
+                "layer an optimizer of torch's own (torch.optim.SparseAdam)"
+            ) from error
+
+
+def _check_dtype(kind: str, name: str, parameter: torch.Tensor) -> None:
+    """Raise ValueError for a parameter that is no real floating-point tensor."""
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"{name} is of {parameter.dtype}, and kind={kind!r} updates real floating-point numbers: keep real and imaginary parts "
+            "as two parameters (torch.view_as_real)"
+        )
 
 
 class MixedOptimizer(Optimizer):
@@ -81,6 +108,11 @@ class MixedOptimizer(Optimizer):
             made["initial_lr"] = param_group.get("initial_lr", param_group["lr"])
         if "initial_lr" not in usual and "initial_lr" not in param_group:
             made.pop("initial_lr", None)  # a schedule made later takes the rate as it is then
+        for option, hint in _OPTIONS.items():
+            if option in made and not isinstance(made[option], torch.Tensor):
+                check(option, made[option], hint)
+        for name, parameter in items:
+            _check_dtype(made["kind"], name, parameter)
         super().add_param_group(made)
         self._names.update((parameter, name) for name, parameter in items)
 
@@ -108,7 +140,11 @@ class MixedOptimizer(Optimizer):
                     state.update(rule.new_state(parameter, group))
                 owned.append((name, parameter, state))
             if owned:
-                rule.step(owned, group, skip)
+                try:
+                    rule.step(owned, group, skip)
+                except (RuntimeError, NotImplementedError) as error:
+                    _blame_sparse(owned, error)
+                    raise
         return loss
 
     # -- state -----------------------------------------------------------------------------------------------------

@@ -28,9 +28,10 @@ class _Schedule(Checked):
         from arclight.optim import schedules
 
         given: dict[str, Any] = {name: value for name, value in asdict(self).items() if name != "rewarm"}
-        for name in ("warmup", "decay"):
-            if name in given:
-                schedules.phase(given[name], total_steps)
+        phases = {name: schedules.phase(given[name], total_steps) for name in ("warmup", "decay") if name in given}
+        if sum(phases.values()) > total_steps:
+            both = " and ".join(f"{name} = {given[name]} ({steps} steps)" for name, steps in phases.items())
+            raise ValueError(f"{both} do not fit into a run of {total_steps} steps: shorten one of them")
         factor = getattr(schedules, self._factor)
         return schedules.lambda_schedule(optimizer, factor, self.rewarm, total_steps=total_steps, **given)
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from arclight._intervals import NonNegativeInt, check
+
 DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
@@ -115,6 +117,7 @@ class FactorSchedule(LambdaLR):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], rewarm: int = 0) -> None:
+        check("rewarm", rewarm, NonNegativeInt)
         self.factor, self.rewarm = factor, rewarm
         self.resumed_at = -1
         super().__init__(optimizer, self._factor_at)
@@ -135,8 +138,8 @@ class FactorSchedule(LambdaLR):
         self.lr_lambdas = [self._factor_at] * len(groups)
         if self.rewarm:
             self.resumed_at = self.last_epoch
-            for group in groups:
-                group["lr"] = group["initial_lr"] * self._factor_at(self.last_epoch)
+        for group in groups:  # the next step's rate by this schedule, which may be longer than the one that was saved
+            group["lr"] = group["initial_lr"] * self._factor_at(self.last_epoch)
         self._last_lr = [group["lr"] for group in groups]
 
 

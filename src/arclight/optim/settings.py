@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 Named = Iterable[tuple[str, "torch.nn.Parameter"]]
 
 
+def _check_pattern(name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{name} {pattern!r} is no regular expression: {error}") from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Rule(Checked):
     """What the optimizers have in common."""
@@ -26,10 +33,7 @@ class _Rule(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
+        _check_pattern("pattern", self.pattern)
 
     def build(self, parameters: Named, all_names: Iterable[str] = ()) -> MixedOptimizer:
         """The optimizer of the trainable ones among ``parameters``, given with their names.
@@ -116,9 +120,17 @@ class Muon(_Rule):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which the velocity is kept."""
     others: AdamW = field(default_factory=AdamW)
-    """For what is no hidden matrix: embeddings, output layers, vectors, convolution kernels."""
-    not_hidden: str = r"(^|\.)(\w*embed\w*|wte|wpe|lm_head)\.\w+$|^(\w+\.)?(output|head)\.\w+$"
-    """Names of the matrices that are embeddings or output layers, a regular expression."""
+    """For what is no hidden matrix: embeddings, output layers, vectors, kernels of convolutions."""
+    not_hidden: str = r"(^|\.)(\w*(embed|token)\w*(\.\w+)?|(tok|wte|wpe|lm_head)\.\w+)$|^(\w+\.)?(output|head|classifier)\.\w+$|^fc\.\w+$"
+    """Names of the matrices that are embeddings, tokens or output layers, a regular expression."""
+    stacks: str = r"(^|\.)\w*expert\w*(\.|$)"
+    """Names of the parameters of three dimensions that are stacks of matrices, a regular expression; others are kernels of
+    convolutions, positions and the like."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("not_hidden", "stacks"):
+            _check_pattern(name, getattr(self, name))
 
     def options(self) -> dict[str, Any]:
         return {
