@@ -7,11 +7,13 @@ import math
 import types
 import typing
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import arclight as al
 from arclight._intervals import Interval, describe, fits
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.cli.schema import Recipe
@@ -25,6 +27,7 @@ from arclight.optim.settings import AdamW
 from arclight.recipe import RecipeError, explain, read
 from arclight.text.data_settings import Pretrained
 from arclight.text.settings import Language
+from arclight.trainer.settings import TrainerSettings
 from arclight.vision.settings import Detection
 
 ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
@@ -197,3 +200,39 @@ def test_numbers_of_numpy_are_numbers() -> None:
     with pytest.raises(ValueError, match=r"^lr: need number >= 0, got np.float64\(nan\)$"):
         AdamW(lr=np.float64("nan"))
     assert Int8(calibration_batches=np.int64(3)).calibration_batches == 3
+
+
+TAKEN_BY_TRAINERS: list[dict[str, Any]] = [
+    {"num_sanity_val_steps": -1}, {"devices": "1"}, {"val_check_interval": timedelta(minutes=1)}, {"val_check_interval": {"minutes": 1}},
+    {"max_time": timedelta(minutes=1)}, {"limit_val_batches": 2.0}, {"max_epochs": -1}, {"gradient_clip_val": 0}, {"min_steps": 0},
+]  # fmt: skip
+REFUSED_BY_TRAINERS: dict[str, list[Any]] = {
+    "gradient_clip_val": [-1, -0.5, math.nan, math.inf], "min_epochs": [-1], "min_steps": [-1], "max_epochs": [-2], "max_steps": [-2],
+    "num_nodes": [0, -1], "devices": [0, -2], "fast_dev_run": [-1], "overfit_batches": [-1, 1.5, math.nan], "num_sanity_val_steps": [-2],
+    "limit_train_batches": [-1, 1.5, math.nan], "limit_val_batches": [-1, 1.5, math.nan], "limit_test_batches": [-1, 1.5, math.nan],
+    "limit_predict_batches": [-1, 1.5, math.nan], "val_check_interval": [-1, 0, 1.5, math.nan], "check_val_every_n_epoch": [0, -1],
+    "log_every_n_steps": [-1], "accumulate_grad_batches": [0, -1], "reload_dataloaders_every_n_epochs": [-1],
+}  # fmt: skip
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "accelerator": "cpu",
+}
+
+
+@pytest.mark.parametrize("arguments", TAKEN_BY_TRAINERS, ids=lambda arguments: next(iter(arguments)))
+def test_a_trainer_takes_times_and_no_limit(arguments: dict[str, Any]) -> None:
+    assert al.Trainer(**QUIET | arguments)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_TRAINERS)
+def test_a_trainer_refuses_numbers_beyond_their_interval(name: str) -> None:
+    for value in REFUSED_BY_TRAINERS[name]:
+        with pytest.raises((ValueError, TypeError), match=f"{name}.*{value}|{value}.*{name}"):
+            al.Trainer(**QUIET | {name: value})
+
+
+def test_the_trainers_numbers_are_all_tried() -> None:
+    numbers = {name for cls, name, _ in NUMBERS if cls is TrainerSettings}
+    assert numbers == set(REFUSED_BY_TRAINERS)

@@ -7,6 +7,7 @@ import difflib
 import math
 from typing import Any
 
+from arclight._intervals import NonNegativeFloat, NonNegativeInt, PositiveInt, describe, fits
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_info
 from arclight.trainer.conventions import Conventions
@@ -31,6 +32,13 @@ _BAREBONES = {
 """What a bare run goes without, and its name."""
 
 
+class _Given(TrainerSettings):
+    """Settings as a trainer takes them: with times as objects and infinity too, so that ranges are checked here, in other words."""
+
+    def __post_init__(self) -> None:
+        """Leave the check to `_check_ranges`."""
+
+
 def check(given: dict[str, Any], conventions: Conventions) -> TrainerSettings:
     """Settings from a trainer's arguments, which are changed where one decides on another.
 
@@ -45,7 +53,7 @@ def check(given: dict[str, Any], conventions: Conventions) -> TrainerSettings:
     for name in ("accelerator", "strategy", "devices", "precision", "profiler"):
         if not isinstance(values.get(name), (str, int)):
             values.pop(name, None)  # an object, or a list of devices: not a setting
-    settings = TrainerSettings(**values)
+    settings = _Given(**values)
     _check_ranges(settings)
     limits = {name: 1.0 if getattr(settings, name) is None else getattr(settings, name) for name in _LIMITS}
     changes: dict[str, Any] = {n: _batches(limits[n], n, getattr(settings, n) is not None) for n in limits}
@@ -116,6 +124,15 @@ def _check_ranges(settings: TrainerSettings) -> None:
     clip = settings.gradient_clip_val
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float))):
         raise TypeError(f"`gradient_clip_val` should be an int or a float. Got {clip}.")
+    bounds = {
+        "gradient_clip_val": NonNegativeFloat,
+        "min_epochs": NonNegativeInt,
+        "min_steps": NonNegativeInt,
+        "num_nodes": PositiveInt,
+    }
+    for name, hint in bounds.items():
+        if (value := getattr(settings, name)) is not None and not fits(hint, value):
+            raise MisconfigurationError(f"`{name}` must be {describe(hint)}, got {value}")
     if settings.gradient_clip_algorithm not in (None, "norm", "value"):
         raise MisconfigurationError(
             f"`gradient_clip_algorithm` {settings.gradient_clip_algorithm} is invalid. Allowed algorithms: ['value', 'norm']."
