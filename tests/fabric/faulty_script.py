@@ -51,5 +51,13 @@ def oversleep() -> None:
     time.sleep(600)
 
 
+def orphan() -> None:
+    """The process that started the ranks ends while rank 0 is in a collective, and this one ignores what ends others."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # as if it were inside native code
+        signal.signal(number, signal.SIG_IGN)
+    print("now", flush=True)
+    time.sleep(600)
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

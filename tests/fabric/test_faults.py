@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 from tests.waiting import patiently, wait_until
 
 SCRIPT = Path(__file__).with_name("faulty_script.py")
@@ -63,3 +65,30 @@ def test_a_hanging_rank_is_named_with_its_stack_and_the_run_ends_in_time() -> No
         assert "finished" not in done.stdout
 
     patiently(check, 12, 90)
+
+
+@pytest.mark.parametrize(
+    ("start_method", "number"),
+    [("fork", signal.SIGTERM), ("fork", signal.SIGKILL), pytest.param("spawn", signal.SIGKILL, marks=pytest.mark.slow)],
+)
+def test_ranks_do_not_outlive_the_process_that_started_them(start_method: str, number: int, tmp_path: Path) -> None:
+    """One of them waits in a collective, the other does not mind SIGTERM."""
+    with warm.Program(SCRIPT, "orphan", start_method) as program:
+        wait_until(lambda: "now" in program.said()[0], "rank 1 is asleep")
+        ranks = [int(found) for found in re.findall(r"process (\d+)", program.said()[0])]
+        assert len(ranks) == 2
+        assert all(Path(f"/proc/{rank}").exists() for rank in ranks)
+        program.send_signal(number)
+        try:
+            wait_until(lambda: not any(map(is_alive, ranks)), "all ranks end", 30)
+        finally:
+            for rank in filter(is_alive, ranks):
+                os.kill(rank, signal.SIGKILL)
+
+
+def is_alive(process: int) -> bool:
+    """Whether it runs; one that has ended may wait for somebody to ask how."""
+    try:
+        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import signal
 import subprocess
@@ -178,7 +179,8 @@ class MultiProcessingLauncher(Launcher):
         queue, taken = context.SimpleQueue(), context.Event()
         shared = {"MASTER_ADDR": self.environment.main_address, "MASTER_PORT": str(self.environment.main_port)}
         state = None if self._start_method == "fork" else _interpreter_state()
-        job = _Job(self.num_processes, shared, state, function, arguments, options)
+        parent = None if self._start_method == "forkserver" else os.getpid()
+        job = _Job(self.num_processes, shared, state, parent, function, arguments, options)
         processes = mp.start_processes(
             _entry,
             args=(job, queue, taken),
@@ -242,12 +244,15 @@ class _Job:
     num_processes: int
     shared: dict[str, str]
     state: dict[str, Any] | None
+    parent: int | None
+    """The process that waits for them; None where another, that lives as long as it, starts them."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
 
 def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
+    end_with_parent(job.parent)
     os.environ.update(job.shared, LOCAL_RANK=str(local_rank))
     share_threads(job.num_processes)
     if job.state is not None:
@@ -267,6 +272,30 @@ def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
     finally:
         leave_group()
     _end_process()
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """End this process when its parent has gone, however that ended: nobody waits for it any more.
+
+    It gets SIGTERM, on which a run saves and ends in order, and SIGKILL if it is still there a while later (in a collective
+    that nobody else enters, for one). Linux sends the signal itself; elsewhere a thread that looks for the parent does.
+    ``parent``: the process that has to be it, where that is known; it may have gone before this is called.
+    """
+    parent = os.getppid() if parent is None else parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    threading.Thread(target=_watch_parent, args=(parent,), name="arclight-parent", daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE)
+    os.kill(os.getpid(), signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
 
 
 def _end_process() -> None:
