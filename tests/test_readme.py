@@ -52,8 +52,12 @@ def test_shell(tmp_path: Path) -> None:
 
 def test_pipelines(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the guide cuts a model of transformers")
-    (tmp_path / "example.py").write_text(block("python", "docs/pipelines.md"))
-    cuts, names = run([sys.executable, "example.py"], tmp_path).strip().splitlines()
+    example = block("python", "docs/pipelines.md")
+    (tmp_path / "example.py").write_text(example + "print(len(tokens), len(micro_batch['input_ids']))\n")
+    *rest, sizes = run([sys.executable, "example.py"], tmp_path).strip().splitlines()
+    samples, of_one = map(int, sizes.split())
+    assert f"micro_batches={samples // of_one}, loss" in example  # the example is of the size that is run
+    cuts, names = rest
     assert cuts.endswith("{'transformer.wte.weight': (0, 3)}")
     assert "transformer.h." in names
     assert "https://" not in (tmp_path / "predicted.html").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -161,3 +162,93 @@ def test_lines_of_the_demo_are_whole_without_a_terminal(folder: Path, capsys: py
     place = "a-long-name/" * 30
     Demo(folder, scenes=1, epochs=1, seed=0, console=console_of()).say(f"program in [{place}]")
     assert capsys.readouterr().out == f"0:00  program in [{place}]\n"
+
+
+def test_a_run_of_another_model_is_refused_in_one_sentence(ranked: Path, typed: Typed, folder: Path) -> None:
+    text = (folder / "tiny_task.py").read_text()
+    (folder / "wide_task.py").write_text(
+        text.replace("torch.nn.Linear(1, 1)", "torch.nn.Sequential(torch.nn.Linear(1, 1))")
+    )
+    status, _, err = typed("train tiny.toml --task wide_task:Fit --resume runs/tiny/1")
+    assert status == 2
+    assert err.count("\n") == 1
+    assert err == (
+        "arclight: the weights do not fit Line: the checkpoint lacks 2 tensors, such as layer.0.weight; the model has no "
+        "place for 2 tensors, such as layer.weight. Give the settings that they were trained with\n"
+    )
+    (folder / "tall_task.py").write_text(text.replace("torch.nn.Linear(1, 1)", "torch.nn.Linear(1, 2)"))
+    _, _, err = typed("train tiny.toml --task tall_task:Fit --resume runs/tiny/1")
+    assert (
+        "Line: 2 tensors have another shape, such as layer.weight: (1, 1), where the model has (2, 1). Give" in err
+    ), err
+
+
+def test_a_run_of_another_task_is_refused_before_anything_is_built(ranked: Path, typed: Typed) -> None:
+    (ranked / "recipe.toml").write_text('name = "tiny"\n[task]\nkind = "language"\n')
+    status, _, err = typed("train detect-qris --resume runs/tiny/1")
+    assert status == 2
+    assert err.startswith(
+        "arclight: --resume: runs/tiny/1 is a run of task.kind = language, and this recipe's is detection"
+    )
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_work(
+    ranked: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: usual(path, mode) and not str(path).endswith("closed"))
+    monkeypatch.setattr("arclight.cli.train.build_task", lambda _: pytest.fail("the task was built"))
+    Path("closed").mkdir()
+    Path("file").touch()
+    for line, said in (
+        ("train tiny.toml --root closed/runs", "root closed/runs/tiny: "),
+        ("train tiny.toml --root file/runs", "root file/runs/tiny: "),
+        ("export runs/tiny/1 --out closed/p.onnx", "--out closed/p.onnx: "),
+        ("quantize runs/tiny/1 --out closed/p.onnx", "--out closed/p.onnx: "),
+    ):
+        status, _, err = typed(line)
+        assert (status, err.count("\n")) == (2, 1), err
+        assert err.startswith(f"arclight: {said}"), err
+
+
+def test_a_read_only_disk_is_no_fault_of_ours(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(_: list[str]) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/mnt/runs")
+
+    monkeypatch.setattr("arclight.cli.doctor.doctor", read_only)
+    assert typed("doctor") == (
+        2, "", "arclight: /mnt/runs: Read-only file system; name a place that can be written to\n"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["export", "quantize"])
+def test_a_program_is_called_what_it_is(ranked: Path, typed: Typed, verb: str) -> None:
+    status, _, err = typed(f"{verb} runs/tiny/1 --out mine.pt")
+    assert (status, err) == (2, "arclight: --out mine.pt: a program is an ONNX file; call it mine.onnx\n")
+    (ranked / "tokenizer").mkdir()  # now it looks like a language model's
+    status, _, err = typed(f"{verb} runs/tiny/1 --out mine.pt")
+    assert status == 2
+    assert err.startswith("arclight: --out mine.pt: "), err
+    assert not Path("mine.pt").exists()
+
+
+def test_results_have_headings(ranked: Path, typed: Typed) -> None:
+    _, out, _ = typed("validate runs/tiny/1")
+    header = next(line for line in out.splitlines() if "metric" in line)
+    assert header.replace("┃", " ").split() == ["metric", "value"]
+
+
+def test_a_check_of_data_looks_at_all_splits(typed: Typed) -> None:
+    pytest.importorskip("cv2")
+    typed("data qris --out photos --count 6 --seed 5 --size 160")
+    description = Path("photos/data.yaml")
+    description.write_text(description.read_text() + "\ntest: images/none\n")
+    label = next(Path("photos/labels/val").glob("*.txt"))
+    label.write_text("0 0.5 0.5 nonsense 0.1\n" + label.read_text())
+    status, out, err = typed("data check photos/data.yaml --json report.json")
+    assert (status, err) == (1, "")
+    assert "1 class (" in out
+    assert f"{label.name}:1" in out
+    assert "test: " in out
+    assert "images/none does not exist" in out
+    assert set(json.loads(Path("report.json").read_text())) == {"train", "val", "test"}

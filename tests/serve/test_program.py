@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from arclight import deploy
 from arclight._installed import pip_install
 from arclight.deploy import ProgramError, export
 from arclight.serve import serve
@@ -64,9 +69,9 @@ def test_a_program_from_the_exporter_is_served_with_its_boxes_in_the_photos_pixe
 def test_a_program_of_another_task_is_refused_before_anything_listens(tmp_path):
     path = exported(tmp_path / "text.onnx", task="generate")
     with pytest.raises(ProgramError, match=r"is not a detector \(its task is 'generate'\)"):
-        serve(path)
+        serve(path, port=0)
     with pytest.raises(ProgramError, match="there is no program at"):
-        serve(tmp_path / "missing.onnx")
+        serve(tmp_path / "missing.onnx", port=0)
 
 
 def test_the_room_can_be_imported_without_its_extra():
@@ -74,3 +79,34 @@ def test_the_room_can_be_imported_without_its_extra():
     script = blocked + "import arclight.serve; arclight.serve.Limits(); arclight.serve.serve('x.onnx')"
     result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=60)
     assert pip_install("serve") in result.stderr
+
+
+def test_a_port_in_use_is_said_before_a_program_is_loaded(monkeypatch):
+    monkeypatch.setattr(deploy.Program, "load", lambda *_: pytest.fail("a program was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = rf"^127\.0\.0\.1:{port} cannot be listened on: another program listens there; name another port$"
+        with pytest.raises(OSError, match=message):
+            serve("any.onnx", port=port)
+    with pytest.raises(OSError, match="port 70000 is none"):
+        serve("any.onnx", port=70_000)
+    with pytest.raises(OSError, match="is no address"):
+        serve("any.onnx", host="no.such.host.invalid", port=0)
+
+
+def test_the_server_says_where_it_can_be_opened(tmp_path):
+    path = exported(tmp_path / "one-box.onnx", task="detect")
+    command = [sys.executable, "-c", f"from arclight.serve import serve; serve({str(path)!r}, port=0)"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        said = process.stdout.readline()
+        address = re.fullmatch(r"open (http://127\.0\.0\.1:\d+) \(ctrl-C ends the server\)\n", said)
+        assert address, said + (process.stderr.read() if process.poll() is not None else "")
+        with urllib.request.urlopen(address[1] + "/", timeout=60) as page:
+            assert page.status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()

@@ -181,6 +181,14 @@ def problems_listed(heading: str) -> Iterator[None]:
         raise UsageError(f"{heading}:{lines}") from error
 
 
+def check_writable(place: Path, named: str) -> None:
+    """Raise UsageError where ``place`` cannot be written, before the work that would be lost."""
+    folder = next(parent for parent in (place.absolute().parent, *place.absolute().parents) if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        what = "cannot be written to" if folder.is_dir() else "is no folder"
+        raise UsageError(f"{named} {place}: {folder} {what}; name another place")
+
+
 def write_json(place: Path | None, values: Any, escaped: bool = True) -> None:
     """Write what a verb found where ``--json`` says, if it does. escaped: letters beyond ASCII as their numbers."""
     if place is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -44,6 +46,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 FAULTS_OF_USE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+READ_ONLY = errno.EROFS  # has no class of its own
 USAGE_STATUS, INTERRUPTED_STATUS, BROKEN_PIPE_STATUS = 2, 130, 141
 
 
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not is_fault_of_use(error):
             raise
-        print(f"arclight: {error}", file=sys.stderr)
+        print(f"arclight: {sentence(error)}", file=sys.stderr)
         return USAGE_STATUS
     finally:
         warnings.formatwarning = usual
@@ -97,7 +100,35 @@ def dispatch(verb: str, rest: list[str]) -> int:
 def is_fault_of_use(error: Exception) -> bool:
     """Whether the message says all that a person needs: our own errors do, and those about files and addresses that were named."""
     ours = type(error).__module__.partition(".")[0] == "arclight"
-    return ours or isinstance(error, FAULTS_OF_USE) or bool(getattr(error, "says_what_to_do", False))
+    read_only = isinstance(error, OSError) and error.errno == READ_ONLY
+    return ours or isinstance(error, FAULTS_OF_USE) or read_only or bool(getattr(error, "says_what_to_do", False))
+
+
+def sentence(error: Exception) -> str:
+    """The message of an error; of the system's own, which file it is about, and what is wrong with that."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        advice = (
+            "; name a place that can be written to" if error.errno in (READ_ONLY, errno.EACCES, errno.EPERM) else ""
+        )
+        return f"{error.filename}: {error.strerror}{advice}"
+    before, misfits, listed = str(error).partition("Error(s) in loading state_dict")
+    return before + misfit(listed) if misfits else str(error)
+
+
+def misfit(listed: str) -> str:
+    """Sum up torch's list of all names that do not fit a model, which may be pages long, with the first of each kind."""
+    counts = []
+    for heading, what in (("Missing", "the checkpoint lacks"), ("Unexpected", "the model has no place for")):
+        if names := re.search(rf"{heading} key\(s\) in state_dict: (.*?)\. *$", listed, re.MULTILINE):
+            found = names[1].split(", ")
+            counts.append(f"{what} {len(found)} tensors, such as {found[0].strip(chr(34))}")
+    shapes = re.findall(r"size mismatch for ([^:]+): .*?torch\.Size\(\[(.*?)\]\).*?torch\.Size\(\[(.*?)\]\)", listed)
+    if shapes:
+        name, theirs, ours = shapes[0]
+        counts.append(
+            f"{len(shapes)} tensors have another shape, such as {name}: ({theirs}), where the model has ({ours})"
+        )
+    return "; ".join(counts) + ". Give the settings that they were trained with"
 
 
 def overview() -> str:

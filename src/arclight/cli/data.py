@@ -6,6 +6,7 @@ import dataclasses
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from arclight.cli.arguments import Parser, write_json
 from arclight.cli.corpora import add_verbs
@@ -64,13 +65,24 @@ def qris(options: Namespace) -> int:
 def check(options: Namespace) -> int:
     """Report every split that the data set has. The labels are read afresh, and nothing is written beside them."""
     from arclight.vision.data_yaml import read_data_yaml
-    from arclight.vision.labels import scan
+    from arclight.vision.labels import DatasetError, scan
 
     spec = read_data_yaml(options.path)
-    splits = [split for split in ("train", "val", "test") if getattr(spec, split)]
-    reports = [scan(spec.images(split), len(spec.names), name=split, cache=False).report for split in splits]
     names = ", ".join(spec.names[:8]) + (", ..." if len(spec.names) > 8 else "")
-    print(f"{options.path}: {len(spec.names)} classes ({names})")
-    print("\n".join(map(str, reports)))
-    write_json(options.json, {report.name: dataclasses.asdict(report) for report in reports})
-    return 1 if any(report.corrupt or report.malformed for report in reports) else 0
+    print(f"{options.path}: {len(spec.names)} class{'es' * (len(spec.names) != 1)} ({names})")
+    found: dict[str, Any] = {}
+    wrong = False
+    for split in ("train", "val", "test"):
+        if not getattr(spec, split):
+            continue
+        try:
+            report = scan(spec.images(split), len(spec.names), name=split, cache=False).report
+        except DatasetError as error:  # the other splits are looked at as well
+            print(f"{split}: {error}")
+            found[split], wrong = {"error": str(error)}, True
+            continue
+        print(report)
+        found[split] = dataclasses.asdict(report)
+        wrong = wrong or bool(report.corrupt or report.malformed)
+    write_json(options.json, found)
+    return int(wrong)

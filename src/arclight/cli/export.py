@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.arguments import Parser, UsageError, check_writable
 from arclight.cli.runs import checkpoint_of, described
 from arclight.deploy.settings import Int8
 
@@ -73,6 +73,7 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
             "--skip", action="append", default=[], metavar="MODULE", help="keep this module in float32; may be repeated"
         )
     options = parser.parse_args(arguments)
+    check_program_name(options.out)
 
     from arclight.vision.dataset import DetectionDataset, read_data_yaml
     from arclight.vision.deployment import agreement, export_detector
@@ -93,6 +94,13 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     program = export_detector(detector, options.out, photos, recipe)
     size = f"{program.nbytes / 1e6:.1f} MB"
     print(f"wrote {options.out}: {program.precision}, {size}, {agreement(program)}")
+
+
+def check_program_name(path: Path) -> None:
+    """Raise UsageError for a name that says another format than ONNX, and for a place where nothing can be written."""
+    if path.suffix != ".onnx":
+        raise UsageError(f"--out {path}: a program is an ONNX file; call it {path.with_suffix('.onnx')}")
+    check_writable(path, "--out")
 
 
 def load_detector(path: Path) -> Detector:

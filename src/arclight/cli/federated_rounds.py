@@ -87,7 +87,7 @@ def rounds(options: Namespace) -> int:
     table = Table(title=options.path, title_justify="left")
     for name in ("round", "step", "clients", "loss", "size", "written (UTC)"):
         table.add_column(name, justify="right")
-    table.add_column("")
+    table.add_column("files")
     for listed in found:
         table.add_row(
             f"{listed.number:,}",
@@ -96,7 +96,7 @@ def rounds(options: Namespace) -> int:
             "" if listed.loss is None else number_text(listed.loss),
             size_text(listed.bytes),
             listed.created.replace("T", " ")[:16],
-            "" if listed.complete else "damaged",
+            "sound" if listed.complete else "damaged",
         )
     rich.print(table)
     for listed in found:

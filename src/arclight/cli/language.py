@@ -8,12 +8,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.cli.arguments import Parser, UsageError, check_writable, write_json
+from arclight.cli.export import check_program_name
 from arclight.cli.runs import checkpoint_of, described, run_folder
 from arclight.deploy.settings import Int8
 
 if TYPE_CHECKING:
     from arclight.text import LanguageModel
+
+
+WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def trained_language(words: list[str]) -> bool:
@@ -138,6 +142,11 @@ def export(arguments: list[str]) -> None:
     kind = options.format or ("onnx" if options.out.suffix == ".onnx" else "hf")
     if kind == "onnx":
         return _program(options, None)
+    if options.out.suffix in WEIGHT_FILES:
+        raise UsageError(
+            f"--out {options.out}: for Hugging Face a folder is written; call it {options.out.with_suffix('')}"
+        )
+    check_writable(options.out, "--out")
     from arclight.text import to_hf
 
     model = load_run(options.run)
@@ -177,6 +186,7 @@ def _parser(verb: str, about: str) -> Parser:
 def _program(options: Namespace, int8: Int8 | None) -> None:
     from itertools import islice
 
+    check_program_name(options.out)
     from arclight.text import TextDataModule
     from arclight.text.deployment import export_language_model
 

@@ -36,6 +36,7 @@ def plan(arguments: list[str]) -> int:
     from arclight.parallel.planning.chain import Chain
     from arclight.parallel.planning.devices import hardware
     from arclight.parallel.planning.searching import search
+    from arclight.parallel.planning.simulation import refined
 
     device = hardware(options.gpu)
     gpus = options.gpus if options.gpus is not None else recipe.plan.world_size if recipe.plan is not None else 1
@@ -45,6 +46,9 @@ def plan(arguments: list[str]) -> int:
         raise UsageError(str(error)) from error
     limits = _limits(recipe, options, device, gpus)
     found = search(chain, limits, options.top)
+    found = dataclasses.replace(
+        found, best=sorted((refined(one, device) for one in found.best), key=lambda one: one.seconds)
+    )
     from arclight.cli.plan_report import show
 
     show(chain, device, limits, found)
@@ -71,7 +75,7 @@ def _verified(task: Language, best: Estimate) -> bool:
 def _timeline(found: Found, device: Hardware, file: Path) -> None:
     """Write a page with a step of the best plan that has a pipeline, as it is predicted."""
     from arclight.parallel.pipeline.views.timelines import timeline
-    from arclight.parallel.planning.reasons import describe
+    from arclight.parallel.planning.reasons import describe, duration
     from arclight.parallel.planning.simulation import simulated
 
     place, best = next(((n, e) for n, e in enumerate(found.best, 1) if e.plan.pp > 1), (0, None))
@@ -79,10 +83,12 @@ def _timeline(found: Found, device: Hardware, file: Path) -> None:
         raise UsageError(
             "--timeline shows pipelines, and no plan above has one: decide it (--fix pp=4), or show more plans (--top)"
         )
+    step = simulated(best, device)
+    after = f"; then {duration(best.seconds - step.seconds)} for gradients and the optimizer"
     timeline(
-        simulated(best, device),
+        step,
         file=file,
-        title=f"{best.plan.schedule} on {best.plan.world_size} x {device.name}, predicted",
+        title=f"{best.plan.schedule} on {best.plan.world_size} x {device.name}, predicted{after}",
     )
     print(f"\n{file}: the pipeline of plan {place}, {describe(best.plan)}")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli.arguments import RECIPE, UsageError, read_recipe, recipe_parser
+from arclight.cli.arguments import RECIPE, UsageError, check_writable, read_recipe, recipe_parser
 from arclight.cli.own_module import named_module
 from arclight.cli.runs import run_folder
 
@@ -37,6 +38,8 @@ def train(arguments: list[str]) -> None:
     place = arguments[0] if options.resume == "last" and Path(arguments[0], "checkpoints").is_dir() else options.resume
     among = recipe.root / recipe.name if recipe.checkpoint.folder is None else None
     folder, checkpoint = resume_from(place, among=among)
+    check_writable(recipe.root / recipe.name, "root")
+    check_task_of(recipe, checkpoint)
     module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
@@ -44,6 +47,20 @@ def train(arguments: list[str]) -> None:
     with Preparation():
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return report_places(trainer)
+
+
+def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
+    """Raise UsageError where the run that is resumed, if its recipe is there, has learned another task."""
+    run = run_folder(Path(checkpoint)) if checkpoint not in (None, "last") else None
+    if run is None or not (run / RECIPE).is_file():
+        return
+    task = tomllib.loads((run / RECIPE).read_text(encoding="utf-8")).get("task")
+    before = str(task.get("kind", "")) if isinstance(task, dict) else str(task or "")
+    here = type(recipe.task).__name__.lower()
+    if before and ":" not in before and type(recipe.task).__module__.startswith("arclight.") and before != here:
+        raise UsageError(
+            f"--resume: {run} is a run of task.kind = {before}, and this recipe's is {here}: they cannot go on from each other"
+        )
 
 
 def with_recipe_of_run(arguments: list[str]) -> list[str]:

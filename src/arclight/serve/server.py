@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +16,15 @@ from arclight.serve.settings import Limits
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+STARTUP_FAILED = 3
+"""Exit status if the application does not start, as uvicorn's own command has it."""
+
 
 def serve(program_path: str | Path, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None) -> None:
     """Serve a deployed detector until SIGINT or SIGTERM; requests in progress are finished first.
 
-    Raises ProgramError where ``program_path`` is not a detector's program. Anyone who reaches ``host`` may use the
+    Raises ProgramError where ``program_path`` is not a detector's program, and AddressError where ``host`` and ``port``
+    cannot be listened on. Anyone who reaches ``host`` may use the
     server: it has no accounts and no TLS, so an address other than loopback is for a trusted network or behind a proxy.
     """
     require("fastapi", extra="serve")
@@ -25,31 +32,76 @@ def serve(program_path: str | Path, *, host: str = "127.0.0.1", port: int = 8000
     from arclight.serve.app import create_app
 
     limits = limits or Limits()
-    program = Program.load(program_path)
-    if (task := program.metadata.get("task")) != "detect":
-        raise ProgramError(f"{program_path} is not a detector (its task is {task!r}): serve answers photos with boxes")
-    app = create_app(
-        lambda image: program.predict([image])[0],
-        program=Path(program_path).stem,
-        precision=program.precision,
-        limits=limits,
-    )
-    run(app, host=host, port=port, limits=limits)
+    with listen(host, port) as listening:  # before the program is loaded, which a port in use would make vain
+        program = Program.load(program_path)
+        if (task := program.metadata.get("task")) != "detect":
+            raise ProgramError(
+                f"{program_path} is not a detector (its task is {task!r}): serve answers photos with boxes"
+            )
+        app = create_app(
+            lambda image: program.predict([image])[0],
+            program=Path(program_path).stem,
+            precision=program.precision,
+            limits=limits,
+        )
+        run(app, host=host, port=port, limits=limits, listening=listening)
 
 
-def run(app: FastAPI, *, host: str, port: int, limits: Limits) -> None:
-    """Block while uvicorn serves ``app``; warns on standard error where ``host`` is not this machine alone."""
+class AddressError(OSError):
+    """An address cannot be listened on."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Reserve an address. Raises AddressError, which says what to do, if it is in use or not of this machine."""
+    if not 0 <= port <= 65535:
+        raise AddressError(f"port {port} is none: name one from 0 (any that is free) to 65535")
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        reserved = socket.socket(family, kind)
+    except OSError as error:
+        raise AddressError(f"{host} is no address: {error.strerror or error}") from error
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        advice = (
+            "another program listens there; name another port" if error.errno == errno.EADDRINUSE else error.strerror
+        )
+        raise AddressError(f"{host}:{port} cannot be listened on: {advice}") from error
+    return reserved
+
+
+def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket.socket | None = None) -> None:
+    """Block while uvicorn serves ``app``, on a reserved address if there is one, and say where it can be opened.
+
+    Warns on standard error if ``host`` is not this machine alone.
+    """
     if not is_loopback(host):
         sys.stderr.write(f"warning: other machines can reach {host}, and the server asks nobody who they are\n")
-    require("uvicorn", extra="serve").run(
-        app,
-        host=host,
-        port=port,
-        access_log=False,
-        server_header=False,
-        limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
+    uvicorn = require("uvicorn", extra="serve")
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            access_log=False,
+            server_header=False,
+            log_level="warning",
+            limit_concurrency=limits.connections,
+            timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
+        )
     )
+    with listening or listen(host, port) as reserved:
+        reserved.listen()  # who connects before the application has started waits for it
+        number = reserved.getsockname()[1]
+        place = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
+        sys.stdout.write(f"open http://{place}:{number} (ctrl-C ends the server)\n")
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):  # which has ended the server as it should
+            server.run(sockets=[reserved])
+    if not server.started:
+        raise SystemExit(STARTUP_FAILED)
 
 
 def is_loopback(host: str) -> bool:

@@ -100,9 +100,9 @@ def show_results(stage: str, results: list[dict[str, float]]) -> None:
     from rich.table import Table
 
     table = Table(title=stage, title_justify="left")
-    table.add_column("value")
+    table.add_column("metric")
     for number in range(len(results)):
-        table.add_column(f"loader {number}" if len(results) > 1 else "", justify="right")
+        table.add_column(f"loader {number}" if len(results) > 1 else "value", justify="right")
     for name in dict.fromkeys(key for result in results for key in result):
         table.add_row(name, *(f"{result[name]:.5g}" if name in result else "" for result in results))
     Console().print(table)

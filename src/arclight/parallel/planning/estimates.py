@@ -72,15 +72,15 @@ class Estimate:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by cause, of the busiest stage."""
+        """Seconds of a step by cause, of the busiest stage. Their sum is the step: what nothing else explains is waiting."""
         busiest = max(self.times, key=lambda time: time.both)
-        return {
+        own = {
             "computing": self.passes * busiest.computing,
             "waiting for tensor, context and expert parallelism": self.passes * busiest.exposed,
             "gathering weights and scattering gradients": self.passes * busiest.sharing + busiest.once,
-            "waiting for other stages": self.idle * (self.seconds - self.update),
             "the optimizer": self.update,
         }
+        return own | {"waiting for other stages": max(0.0, self.seconds - sum(own.values()))}
 
 
 def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
