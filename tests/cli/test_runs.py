@@ -7,10 +7,13 @@ import json
 import os
 import re
 import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.arguments import UsageError
@@ -252,3 +255,39 @@ def test_a_check_of_data_looks_at_all_splits(typed: Typed) -> None:
     assert "test: " in out
     assert "images/none does not exist" in out
     assert set(json.loads(Path("report.json").read_text())) == {"train", "val", "test"}
+
+
+@pytest.fixture
+def interrupted(tiny: Path, folder: Path) -> None:
+    """The fifth step of a run is interrupted, as by ctrl-C in the middle of it; a resumed run goes on."""
+    task = folder / "tiny_task.py"
+    lines = "        if self.global_step == 4:\n            for _ in range(self.times):\n                signal.raise_signal(signal.SIGINT)\n"
+    text = task.read_text().replace("        loss = (self", f"{lines}        loss = (self", 1)
+    task.write_text(
+        "import signal\n" + text.replace("class Line(al.Module):\n", "class Line(al.Module):\n    times = 1\n\n")
+    )
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupted_run_saves_a_whole_step_and_says_how_to_go_on(typed: Typed) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    status, _, err = typed("train tiny.toml")
+    assert status == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "arclight: saving after this step; ctrl-C again ends at once\n" in err
+    assert err.splitlines()[-1].startswith("arclight: interrupted: runs/tiny/1/checkpoints/")
+    assert err.endswith(" holds step 5; arclight train --resume runs/tiny/1 goes on from there\n")
+    status, _, err = typed("train --resume runs/tiny/1")
+    assert (status, err) == (0, "")
+    sys.modules["tiny_task"].Line.times = 0
+    typed("train tiny.toml --name whole")
+    ends = [load_checkpoint(newest_checkpoint(Path(run)))["model"] for run in ("runs/tiny/1", "runs/whole/1")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_a_second_interruption_ends_a_run_at_once(typed: Typed, folder: Path) -> None:
+    task = folder / "tiny_task.py"
+    task.write_text(task.read_text().replace("times = 1", "times = 2").replace("global_step == 4", "global_step == 2"))
+    status, _, err = typed("train tiny.toml")
+    assert (status, err.splitlines()[-1]) == (130, "arclight: interrupted: there is no checkpoint yet to go on from")

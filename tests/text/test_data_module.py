@@ -21,9 +21,9 @@ from arclight.data import ResumableLoader
 from arclight.data.token_shards import TokenShardError
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text import Text, TextDataModule
-from arclight.text.corpus import held_out, write_corpus
+from arclight.text.corpus import held_out, with_tails, write_corpus
 from arclight.text.data_settings import BPE, Bytes, Pretrained
-from arclight.text.sources import documents
+from arclight.text.sources import Document, documents
 from arclight.text.tokenizer import ByteTokenizer, TokenizerError
 
 pytest.importorskip("tokenizers")
@@ -153,15 +153,40 @@ def test_other_text_to_validate_with(folder: Path) -> None:
 
 
 def test_too_little_text_to_hold_any_out(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"held_out = 0\.2 of 1 document leaves none"):
-        (folder / "one").mkdir()
-        (folder / "one" / "a.txt").write_text("x" * 50)
+    (folder / "one").mkdir()
+    (folder / "one" / "a.txt").write_text("x")  # which cannot be cut
+    with pytest.raises(MisconfigurationError, match=r"of 1 document leaves none|leaves no documents to train with"):
         ready(folder, data=str(folder / "one"))
-    with pytest.raises(MisconfigurationError, match=r"held_out = 0\.9999 leaves no documents to train with"):
+    (folder / "one" / "a.txt").write_text("x" * 5000)
+    with pytest.raises(MisconfigurationError, match=r"held_out = 0\.9999 leaves no|too few|gives"):
         ready(folder, data=str(folder / "one"), held_out=0.9999)
     write_corpus(folder / "tokens", documents(folder / "prose"), ByteTokenizer())
     with pytest.raises(MisconfigurationError, match=r"tokens has no split val: tokenize with --held-out"):
         ready(folder, data=str(folder / "tokens"))
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_of_few_documents_the_ends_are_held_out(folder: Path, files: int) -> None:
+    (folder / "few").mkdir()
+    texts = [f"line {number} of text {file}\n" * 200 for number, file in enumerate("abc"[:files])]
+    for name, text in zip("abc", texts):
+        (folder / "few" / f"{name}.txt").write_text(text)
+    data = ready(folder, data=str(folder / "few"), held_out=0.2, tokenizer=Bytes())
+    sizes = {}
+    for split, loader in (("train", data.train_dataloader()), ("val", data.val_dataloader())):
+        sizes[split] = sum(int(batch["bytes"].sum()) for batch in batches(loader))
+    whole = sum(map(len, texts))
+    assert sum(sizes.values()) == whole
+    assert 0.17 * whole < sizes["val"] < 0.25 * whole
+
+
+def test_few_documents_are_cut_at_lines_and_many_are_not_cut() -> None:
+    (head, tail) = with_tails([Document("a", "one line\n" * 100, 900)], 0.25)
+    assert (head.text, tail.text) == ("one line\n" * (n := len(head.text) // 9), "one line\n" * (100 - n))
+    assert [held_out(0.25)(part) for part in (head, tail)] == ["train", "val"]
+    many = [Document(str(n), f"text {n}", 6) for n in range(300)]
+    assert list(with_tails(many, 0.05)) == many
+    assert list(with_tails(many, 0.0)) == many
 
 
 def test_a_checkpoint_of_another_tokenizer_is_refused(folder: Path) -> None:

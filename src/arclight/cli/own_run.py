@@ -70,6 +70,7 @@ def own_parser(verb: str) -> Parser:
 
 
 def train(run: OwnRun, text: str, options: Namespace) -> None:
+    from arclight.cli.interruption import Interruption
     from arclight.trainer.callbacks import RunReport
 
     name = run.name or run.model.target.rpartition(":")[2].rpartition(".")[2].lower()
@@ -78,9 +79,11 @@ def train(run: OwnRun, text: str, options: Namespace) -> None:
     module, data = build(run)
     if run.plan is not None:
         check_plan(run.plan, module)
-    record = ConfigRecord(text, run.model.target)
-    trainer = make_trainer(run, callbacks=[*callbacks(run), record, RunReport()], run_folder=folder)
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    record, interruption = ConfigRecord(text, run.model.target), Interruption()
+    trainer = make_trainer(run, callbacks=[*callbacks(run), record, RunReport(), interruption], run_folder=folder)
+    again = f"arclight train {run.model.target} --config {{run}}/config.toml --ckpt_path {{run}}"
+    with interruption.explained(trainer, again):
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     report_places(trainer)
 
 

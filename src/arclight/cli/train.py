@@ -32,6 +32,7 @@ def train(arguments: list[str]) -> None:
     )
     recipe, options = read_recipe(parser, with_recipe_of_run(arguments))
 
+    from arclight.cli.interruption import Interruption
     from arclight.cli.run_record import Preparation, RunRecord
     from arclight.trainer.callbacks import RunReport
 
@@ -43,8 +44,10 @@ def train(arguments: list[str]) -> None:
     module, data = build_task(recipe)
     if recipe.plan is not None:
         check_plan(recipe.plan, module)
-    trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe), RunReport()], run_folder=folder)
-    with Preparation():
+    interruption = Interruption()
+    parts = [*callbacks(recipe), RunRecord(recipe), RunReport(), interruption]
+    trainer = make_trainer(recipe, callbacks=parts, run_folder=folder)
+    with interruption.explained(trainer, "arclight train --resume {run}"), Preparation():
         trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return report_places(trainer)
 

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from arclight.text.tokenizer import Tokenizer
 SPLITS = ("train", "val")
 SHARD_BYTES = 2**26
 """UTF-8 bytes of text after which a shard is full."""
+FEW = 256
+"""Documents of a corpus that is large enough to hold out whole ones."""
 _TOGETHER = 512  # documents tokenized in one call
 
 
@@ -81,10 +84,51 @@ def held_out(share: float) -> Callable[[Document], str]:
         raise MisconfigurationError(f"held_out is a share in [0, 1), got {share}")
 
     def split(document: Document) -> str:
+        if isinstance(document, Head | Tail):
+            return "val" if isinstance(document, Tail) else "train"
         digest = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
         return "val" if int.from_bytes(digest, "little") < share * 2**64 else "train"
 
     return split
+
+
+class Head(Document):
+    """The beginning of a document whose end is held out."""
+
+
+class Tail(Document):
+    """The end of a document, held out."""
+
+
+def with_tails(documents: Iterable[Document], share: float) -> Iterator[Document]:
+    """Cut the last ``share`` off each document where there are so few that whole ones would all lie on one side.
+
+    Those of larger corpora, of which some are held out and some not, pass as they are.
+    """
+    found, split, sides, first = iter(documents), held_out(share), set[str](), list[Document]()
+    for document in found:
+        first.append(document)
+        sides.add(split(document))
+        if len(sides) > 1 or len(first) == FEW:
+            break
+    if share == 0 or len(sides) > 1 or len(first) == FEW:
+        yield from chain(first, found)
+        return
+    for document in first:
+        yield from _cut(document, share)
+
+
+def _cut(document: Document, share: float) -> Iterator[Document]:
+    """Both parts of a document, cut at the end of a line if one is near; the whole if it is too short to be cut."""
+    text = document.text
+    place = round(len(text) * (1 - share))
+    line = text.rfind("\n", place - max(1, round(0.2 * share * len(text))), place) + 1
+    place = line or place
+    if not 0 < place < len(text):
+        yield document
+        return
+    for kind, part in ((Head, text[:place]), (Tail, text[place:])):
+        yield kind(document.id, part, len(part.encode()))
 
 
 def documents_of(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:

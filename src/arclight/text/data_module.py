@@ -23,7 +23,7 @@ from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import TokenShards
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.text.corpus import held_out, is_corpus, open_split, write_corpus
+from arclight.text.corpus import held_out, is_corpus, open_split, with_tails, write_corpus
 from arclight.text.data_settings import BPE, Bytes, Pretrained, Text
 from arclight.text.sites import Selection
 from arclight.text.sources import STDLIB, Document, documents, fingerprint
@@ -113,7 +113,7 @@ class TextDataModule(DataModule):
 
         def texts(sources: tuple[str, ...]) -> Iterator[str]:
             left = share
-            for document in self._documents(sources):
+            for document in self._divided(self._documents(sources)):
                 if left <= 0:
                     return
                 if split(document) == "train":
@@ -136,7 +136,7 @@ class TextDataModule(DataModule):
             try:
                 write_corpus(
                     folder,
-                    found,
+                    self._divided(found) if share else found,
                     self.tokenizer,
                     split=held_out(share),
                     shard_bytes=self.settings.shard_bytes,
@@ -157,6 +157,11 @@ class TextDataModule(DataModule):
             return Packed(shards, self.settings.sequence_length)
         except FileNotFoundError:
             return Packed.build(shards, self.settings.sequence_length)
+
+    def _divided(self, found: Iterator[Document]) -> Iterator[Document]:
+        """Hold out the ends of documents where they are few. A site keeps whole ones, as it would beside others."""
+        share = self.settings.held_out if self.settings.val is None and self.settings.share is None else 0.0
+        return with_tails(found, share) if share else found
 
     def _documents(self, sources: tuple[str, ...]) -> Iterator[Document]:
         return chain.from_iterable(documents(source, self.settings.field) for source in sources)

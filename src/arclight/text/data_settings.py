@@ -48,7 +48,7 @@ class Text(Checked):
     val: str | None = None
     """Text to validate with; none holds back a share of the data."""
     held_out: ProperFraction = 0.05
-    """Share of the documents to validate with where there is no other text for it, in [0, 1)."""
+    """Share of the documents to validate with where there is no other text for it, in [0, 1); of few, the end of each."""
     field: str = "text"
     """Field of a row that holds the text."""
     tokenizer: BPE | Bytes | Pretrained = dataclasses.field(default_factory=BPE)

@@ -1,0 +1,75 @@
+"""Ctrl-C while training: the run saves between two steps and says how to go on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.errors import SIGTERMException
+from arclight.trainer import Callback
+
+if TYPE_CHECKING:
+    from arclight.trainer import Module, Trainer
+
+
+class Interruption(Callback):
+    """Let the first ctrl-C end training as SIGTERM does, with a checkpoint of a whole step; a second ends it at once.
+
+    Before training begins there is nothing to save: then ctrl-C ends the program as usual.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may set handlers
+
+        def on_interrupt(number: int, frame: FrameType | None) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = trainer.received_sigterm = trainer.should_stop = True
+            if trainer.is_global_zero:
+                sys.stderr.write("\narclight: saving after this step; ctrl-C again ends at once\n")
+
+        self._before = signal.signal(signal.SIGINT, on_interrupt)
+
+    def teardown(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+        self._restore()
+
+    def on_exception(self, trainer: Trainer, pl_module: Module, exception: BaseException) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    @contextmanager
+    def explained(self, trainer: Trainer, command: str) -> Iterator[None]:
+        """Turn an end by ctrl-C into a KeyboardInterrupt that says what is kept, and that ``command`` goes on with it."""
+        try:
+            yield
+        except (KeyboardInterrupt, SIGTERMException) as end:
+            if isinstance(end, SIGTERMException) and not self.asked:
+                raise  # asked for by somebody else, who gets the status of SIGTERM
+            raise KeyboardInterrupt(kept(trainer, command)) from None
+
+
+def kept(trainer: Trainer, command: str) -> str:
+    """Say which checkpoint of an interrupted run is the newest, and how to go on from it."""
+    from arclight.checkpoint import find_last, inspect
+
+    run = trainer._run_folder
+    found = find_last(run.path / "checkpoints") if run is not None and (run.path / "checkpoints").is_dir() else None
+    if run is None or found is None:
+        return "there is no checkpoint yet to go on from"
+    place = Path(found).relative_to(Path.cwd()) if Path(found).is_relative_to(Path.cwd()) else found
+    return f"{place} holds step {inspect(found).step}; {command.format(run=run.path)} goes on from there"
