@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
+import re
+import socket
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
 
+from arclight.fabric import meeting
+from arclight.fabric.hanging import RankMissingError
 from arclight.fabric.meeting import fresh_name
+from arclight.fabric.stopping import StopSignal
+from arclight.fabric.watching import Watch
 
 
 def meet(store: dist.Store, ranks: list[int], world_size: int, timeout: float = 10) -> dict[int, object]:
@@ -38,3 +46,34 @@ def test_every_attempt_gets_a_name_of_its_own(lost: list[int]) -> None:
     assert len(set(first.values())) == len(set(second.values())) == 1
     assert first[0] != second[0]
     assert "come" not in str(first[0])
+
+
+@pytest.mark.parametrize(("came", "missing"), [([0], "rank 1, 2"), ([0, 2], "rank 1"), ([1], "rank 0")])
+def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    said: dict[int, str] = {}
+
+    def join(rank: int) -> None:
+        try:
+            meeting.meet("127.0.0.1", port, rank, 3, datetime.timedelta(seconds=1))
+        except RankMissingError as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in came]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert f"{missing} did not come to the meeting of all" in said[came[0]], said
+
+
+def test_a_collective_that_times_out_before_the_watch_has_looked_names_who_is_behind() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    watch = Watch(store, 0, 3, 600.0, StopSignal())
+    watch.close()
+    watch._since = time.monotonic() - 599  # its thread was given no time while the collective waited
+    answers = [{"entered": {"0": count}, "place": place} for count, place in ((7, "mine"), (6, "its sleep"), (7, ""))]
+    watch._question = lambda: answers  # type: ignore[method-assign]
+    found = watch.explain(RuntimeError("Connection closed by peer [127.0.0.1]:4333"))
+    assert re.search(r"rank 0 has waited 599 s at .* for rank 1 \(.*\), which is at its sleep", found), found

@@ -1,4 +1,4 @@
-"""A store that holds nothing of an attempt before.
+"""The meeting of all processes at a store, and a store that holds nothing of an attempt before.
 
 An elastic launcher starts all processes anew when one is lost, and lets them meet at the store of before: what the lost
 ones left there (addresses, wishes, failures) would be taken for news. How often a node has restarted does not tell attempts
@@ -7,12 +7,47 @@ apart, for nodes count by themselves.
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 import uuid
 from typing import Any
 
+import torch.distributed as dist
+
+from arclight.fabric.hanging import RankMissingError
+
 _INTERVAL = 0.02
+
+
+def meet(address: str, port: int, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
+    """Open the store of all processes, which is in rank 0, when all of them are there.
+
+    Raises RankMissingError with the ranks that did not come within ``timeout``.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        store = dist.TCPStore(
+            address, port, world_size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True
+        )  # fmt: skip
+    except dist.DistNetworkError as error:
+        if rank == 0:  # the port is taken, or no port of this host: torch says so
+            raise
+        raise RankMissingError(
+            f"rank 0 did not come to the meeting of all processes within {timeout.total_seconds():g} s: nothing answers at "
+            f"{address}:{port}, where it would be"
+        ) from error
+    store.set(f"arclight/here/{rank}", "1")
+    keys = [f"arclight/here/{other}" for other in range(world_size)]
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+            raise RankMissingError(
+                f"rank {missing} did not come to the meeting of all {world_size} processes at {address}:{port} within "
+                f"{timeout.total_seconds():g} s: it has not started, or has ended"
+            )
+        time.sleep(_INTERVAL)
+    return store
 
 
 def is_used_again() -> bool:

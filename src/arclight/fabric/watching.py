@@ -110,7 +110,7 @@ class Watch:
         claim = f"arclight/hang/claim/{json.dumps(self._mark)}"
         if self.store.compare_set(claim, "", str(self.rank)).decode() != str(self.rank):
             return  # another rank in the same collective reports
-        answers = self._question()
+        answers = self._question(max(ANSWER_TIME, self.patience / 8))  # a busy machine
         behind = ranks_behind([a and a["entered"] for a in answers], self.rank)
         if behind:
             sys.stderr.write(self._report(answers, behind))
@@ -119,12 +119,12 @@ class Watch:
             self.store.set(VERDICT, json.dumps([behind, places]))
             self._conclude(behind, places)
 
-    def _question(self) -> list[Any]:
-        """Every rank's answer, None for those that give none."""
+    def _question(self, patience: float = ANSWER_TIME) -> list[Any]:
+        """Ask every rank; None for those that give no answer in time."""
         question = self.store.add("arclight/hang/question", 1)
         self._answer(question)
         keys = [f"arclight/hang/{question}/{rank}" for rank in range(self.world_size)]
-        wait_until(lambda: self.store.check(keys) or self._end.is_set(), ANSWER_TIME)
+        wait_until(lambda: self.store.check(keys) or self._end.is_set(), patience)
         return [json.loads(self.store.get(key)) if self.store.check([key]) else None for key in keys]
 
     def _conclude(self, behind: list[int], places: list[str]) -> None:
@@ -147,7 +147,13 @@ class Watch:
         """Why a collective failed: whom this rank waited for, or who has ended. Empty where that is not known."""
         if self.verdict or self.store.check([FAILED]):
             return self.verdict
-        silent = [rank for rank, answer in enumerate(self._question()) if answer is None]
+        answers = self._question()
+        behind = ranks_behind([answer and answer["entered"] for answer in answers], self.rank)
+        awake = [rank for rank in behind if answers[rank] is not None]
+        if awake and time.monotonic() - self._since > self.patience:  # the thread had no time to look before
+            self._conclude(awake, [answers[rank]["place"] for rank in awake])
+            return self.verdict
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
         ended = " and ".join(f"rank {rank} ({self._who(rank)})" for rank in silent)
         return f"rank {self.rank} lost {ended}, which does not answer any more, and failed with it" if ended else ""
 

@@ -25,7 +25,7 @@ from arclight.fabric.launchers import (
     leave_group,
     share_threads,
 )
-from arclight.fabric.meeting import fresh_name, is_used_again
+from arclight.fabric.meeting import fresh_name, is_used_again, meet
 from arclight.fabric.precision import Precision
 from arclight.fabric.rank_zero import rank_zero_only
 from arclight.fabric.strategies.base import Strategy
@@ -121,22 +121,26 @@ class ParallelStrategy(Strategy):
         timeout = self.timeout or DEFAULT_TIMEOUT
         if "nccl" in self._get_process_group_backend():
             record_flights()
-        own = None
+        rank, world_size = self.global_rank, self.world_size
         if is_used_again():
-            kept, _, _ = next(dist.rendezvous("env://", self.global_rank, self.world_size, timeout=timeout))
-            name = fresh_name(kept, self.global_rank, self.world_size, timeout.total_seconds())
+            kept, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+            name = fresh_name(kept, rank, world_size, timeout.total_seconds())
             own = dist.PrefixStore(f"arclight/{name}", kept)
+        else:
+            environment = self.cluster_environment
+            kept = meet(environment.main_address, environment.main_port, rank, world_size, timeout)
+            own = dist.PrefixStore("default_pg", kept)
         dist.init_process_group(
             self._get_process_group_backend(),
             store=own,
-            rank=self.global_rank,
-            world_size=self.world_size,
+            rank=rank,
+            world_size=world_size,
             timeout=timeout,
             device_id=self.root_device if self.root_device.type == "cuda" else None,
         )
         atexit.register(leave_group)
         store = dist.distributed_c10d._get_default_store()
-        start_watch(store, self.global_rank, self.world_size, timeout.total_seconds(), self.stop)
+        start_watch(store, rank, world_size, timeout.total_seconds(), self.stop)
 
     @property
     def world_size(self) -> int:
