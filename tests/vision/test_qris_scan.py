@@ -16,7 +16,7 @@ pytest.importorskip("zxingcpp")
 
 from arclight.vision.detections import Boxes, Detections  # noqa: E402
 from arclight.vision.qris import Code, build, scan  # noqa: E402
-from arclight.vision.qris.decode import read_box, read_grid, read_opencv, read_zxing  # noqa: E402
+from arclight.vision.qris.decode import read_at, read_box, read_grid, read_opencv, read_zxing  # noqa: E402
 from arclight.vision.qris.grid import alignment_centres, modules_of, template  # noqa: E402
 
 QRIS = build(merchant_name="KOPI SENJA", city="BANDUNG", mcc="5814", nmid="ID1020012345678", criteria="UMI")
@@ -148,7 +148,7 @@ def test_a_bent_blurred_code_is_read_module_by_module() -> None:
     image = cv2.GaussianBlur(bent.astype(np.uint8), (0, 0), 2.0)
     assert read_zxing(image) == []
     box = (60.0, 60.0, 260.0, 275.0)
-    (read,) = read_grid(image, box)
+    ((read,), _) = read_grid(image, box)
     assert read.text == "HELLO CAN"
     assert np.abs(read.corners - quad).max() < 20
 
@@ -256,4 +256,70 @@ def test_reading_samples_truly(shared_data: Path) -> None:
 def test_a_box_with_nothing_in_it_is_read_as_nothing() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
     assert read_box(noise, (20.0, 20.0, 180.0, 180.0)) == []
-    assert read_grid(noise, (20.0, 20.0, 180.0, 180.0)) == []
+    reads, tries = read_grid(noise, (20.0, 20.0, 180.0, 180.0))
+    assert (reads, tries) == ([], 1)  # nothing there looks like a grid, so no other view is tried
+
+
+def photographed(
+    text: str, *, module_px: float, blur: np.ndarray, hide: bool = False
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """A tilted code of ``module_px`` pixels per module under a blur kernel, with its corners and modules; one finder hidden."""
+    modules = len(segno.make(text, micro=False, boost_error=False, error="m").matrix)
+    side = module_px * modules
+    turn = np.radians(17)
+    away = np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]]) * side
+    start = np.array([70.0, 120.0])
+    corners = np.stack([start, start + away[0], start + away[0] + away[1] * 0.9, start + away[1]])
+    image = placed(text, corners, (320, 360))
+    if hide:  # a finger on the top right
+        cv2.circle(image, tuple(int(v) for v in corners[1]), int(8 * module_px), (190, 140, 120), -1)
+    blurred = cv2.filter2D(image, -1, (blur / blur.sum()).astype(np.float32))
+    noise = np.random.default_rng(0).normal(0, 3, blurred.shape)
+    return np.clip(blurred + noise, 0, 255).astype(np.uint8), corners.astype(np.float32), modules
+
+
+def gaussian(sigma: float) -> np.ndarray:
+    line = np.exp(-0.5 * (np.arange(-9, 10) / sigma) ** 2)
+    return np.outer(line, line)
+
+
+def motion(length: int) -> np.ndarray:
+    return np.eye(length)
+
+
+@pytest.mark.parametrize(
+    "module_px, blur, hide",
+    [(4.0, gaussian(2.6), False), (4.0, motion(8), False), (4.0, gaussian(0.5), True)],
+    ids=["out of focus", "shaken", "finder hidden"],
+)
+def test_scan_reads_codes_that_plain_readers_miss(module_px: float, blur: np.ndarray, hide: bool) -> None:
+    text = "https://example.org/a"
+    image, corners, modules = photographed(text, module_px=module_px, blur=blur, hide=hide)
+    box = hull(corners.tolist())
+    assert not read_zxing(image)
+    assert not read_box(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), box)
+    known = read_at(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), corners, modules)
+    assert known is not None
+    assert known.text == text
+    assert [code.text for code in scan(image, finder(box))] == [text]
+
+
+def test_a_reader_that_is_told_corners_reads_nothing_where_no_code_is() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200), dtype=np.uint8)
+    corners = np.array([[40, 40], [160, 40], [160, 160], [40, 160]], np.float32)
+    assert read_at(noise, corners, 29) is None
+
+
+def test_the_number_of_grids_tried_in_a_photo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from arclight.vision.qris import scanner
+
+    asked: list[int] = []
+
+    def read_nothing(grey: np.ndarray, box: object, tries: int) -> tuple[list[object], int]:
+        asked.append(tries)
+        return [], min(tries, 3)
+
+    monkeypatch.setattr(scanner, "read_grid", read_nothing)
+    boxes = [(20.0 + 60 * i, 20.0, 70.0 + 60 * i, 70.0) for i in range(9)]
+    scan(np.full((120, 600, 3), 128, np.uint8), finder(*boxes))
+    assert asked == [6, 3]  # three views of each, six in all

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.fabric.extras import require
-from arclight.vision.qris.grid import LARGEST_VERSION, Box, Floats, Grid, find_grids, flattened, modules_seen
+from arclight.vision.qris.equalize import Equalizer, stamped
+from arclight.vision.qris.grid import LARGEST_VERSION, Box, Floats, Grid, find_grids, flattened, refine
 
 cv2 = require("cv2", extra="vision")
 zxingcpp = require("zxingcpp", extra="vision")
@@ -19,7 +20,7 @@ Grey = npt.NDArray[np.uint8]
 
 LARGEST = 1600
 """Longest side of an enlarged picture, pixels: beyond it enlarging costs much and reads nothing more."""
-FINEST = 1.7
+FINEST = 1.05
 """Fewest pixels per module at which laying a grid still reads something."""
 
 
@@ -158,24 +159,61 @@ def read_box(grey: Grey, box: Box) -> list[Read]:
     return []
 
 
-def read_grid(grey: Grey, box: Box) -> list[Read]:
-    """The code in ``box`` by laying a module grid over the picture and reading the modules one by one."""
+GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True), (200, False))
+"""Longest side in pixels, and whether the box is made square, which undoes foreshortening: what one misses another reads."""
+
+PROMISING = 0.55
+"""Least correlation of a grid that could not be decoded at which another view is worth its time."""
+
+
+def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> tuple[list[Read], int]:
+    """Read the code in ``box`` by laying a module grid over at most ``tries`` views of it and reading modules one by one.
+
+    Returns what was read and how many views were tried: no further ones where not even a likely grid was found.
+    """
     crop, origin = _crop(grey, box, 0.2)
     side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
     largest = min(LARGEST_VERSION, int((side / FINEST - 17) / 4))
     if largest < 1 or min(crop.shape) < 4:
-        return []
-    factor = float(np.clip(200 / max(crop.shape), 0.5, 6))
+        return [], 0
+    views = GRID_VIEWS[:tries]
+    for count, (longest, square) in enumerate(views, 1):
+        factor = float(np.clip(longest / max(crop.shape), 0.5, 6))
+        width, height = (max(crop.shape),) * 2 if square else crop.shape[::-1]
+        view = _enlarged(crop, origin, (round(width * factor), round(height * factor)))
+        picture = _stretched(view.image)
+        corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
+        local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
+        grids = find_grids(picture, local, largest, _proposals(picture))
+        for grid in grids:
+            code = decode_grid(picture, grid)
+            if code is not None:
+                return [view.back(Read(_read(code).text, grid.corners))], count
+        if not grids or grids[0].score < PROMISING:
+            return [], count
+    return [], len(views)
+
+
+def read_at(grey: Grey, corners: Floats, modules: int) -> Read | None:
+    """Read the code of ``modules`` a side whose ``corners`` (4, 2) are known, clockwise from its own top left.
+
+    For codes that were drawn: what this cannot read, no search for a code's place can. Edges that are not straight are fitted.
+    """
+    low, high = corners.min(0), corners.max(0)
+    crop, origin = _crop(grey, (float(low[0]), float(low[1]), float(high[0]), float(high[1])), 0.2)
+    if min(crop.shape) < 4:
+        return None
+    factor = float(np.clip(4 * modules / max(crop.shape), 1, 6))
     view = _enlarged(crop, origin, (round(crop.shape[1] * factor), round(crop.shape[0] * factor)))
     picture = _stretched(view.image)
-    corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
-    local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
-    for grid in find_grids(picture, local, largest, _proposals(picture)):
-        code = _decoded(picture, grid)
+    shape = np.concatenate([(corners - origin) * view.scale, np.zeros((4, 2))]).astype(np.float32)
+    known = Grid((modules - 17) // 4, shape, 0.0)
+    for bow in (None, 0.003, 0.01, 0.03):
+        grid = known if bow is None else refine(picture, known, rounds=12, bow=bow)
+        code = decode_grid(picture, grid)
         if code is not None:
-            text = _read(code).text
-            return [view.back(Read(text, grid.corners))]
-    return []
+            return view.back(Read(_read(code).text, grid.corners))
+    return None
 
 
 def _stretched(image: Grey) -> Floats:
@@ -199,22 +237,39 @@ def _proposals(picture: Floats) -> list[Floats]:
     return [quad for quad in quads if np.abs(np.diff(quad, axis=0)).max() > 0.2 * extent]
 
 
-def _decoded(picture: Floats, grid: Grid) -> Any:
-    """Decode the modules under a grid: each against a threshold, more and more sharpened; then as a flat picture."""
-    seen = modules_seen(picture, grid)
-    middle = (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2
-    for amount in (0.0, 0.6, 1.2, 2.0):
-        crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
-        for threshold in (middle, cv2.blur(crisp, (7, 7))):
-            codes = _zxing(_symbol(crisp < threshold), is_pure=True)
-            if codes:
-                return codes[0]
+EQUALIZERS = (
+    Equalizer(reach=1, cells=2, window=11, ridge=0.03),
+    Equalizer(reach=1, cells=2, window=31, ridge=0.03),
+    Equalizer(reach=2, cells=2, window=11, ridge=0.03, rounds=4),
+    Equalizer(reach=2, cells=2, window=17, ridge=0.01, rounds=6),
+)
+"""From the cheapest and most often right to the most patient."""
+
+
+def decode_grid(picture: Floats, grid: Grid) -> Any:
+    """Decode the modules under a grid: thresholded, sharpened, equalized, and last as a flat picture."""
+    for dark in _modules(picture, grid):
+        codes = _zxing(_symbol(stamped(dark, grid.version)), is_pure=True)
+        if codes:
+            return codes[0]
     flat = np.clip(flattened(picture, grid), 0, 255).astype(np.uint8)
-    for amount in (0.0, 1.0, 2.0):
+    for amount in (0.0, 1.0):
         codes = _zxing(sharpened(flat, amount, 5.0))
         if codes:
             return codes[0]
     return None
+
+
+def _modules(picture: Floats, grid: Grid) -> Iterator[npt.NDArray[np.bool_]]:
+    """Yield guesses of which modules are dark, (n, n), the cheapest first."""
+    seen = flattened(picture, grid, cell=1, quiet=0)
+    yield seen < (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2
+    yield EQUALIZERS[0].dark(picture, grid)
+    for amount in (0.6, 1.2):
+        crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
+        yield crisp < cv2.blur(crisp, (7, 7))
+    for equalizer in EQUALIZERS[1:]:
+        yield equalizer.dark(picture, grid)
 
 
 def _symbol(dark: npt.NDArray[np.bool_]) -> Grey:

@@ -2,8 +2,8 @@
 
 Every QR code of a version has the same finder, timing and alignment patterns (ISO/IEC 18004, 6.3). A grid
 is right when the picture, sampled where those modules should be, correlates with what they should be.
-Candidates are all parallelograms that just fit a detector's box, in every orientation; the best are refined
-by the cross-entropy method (Rubinstein and Kroese 2004) over the corners and the bows of the edges.
+Candidates are parallelograms that just fit a detector's box, in every orientation, and what finder patterns
+propose; the best are refined by the cross-entropy method (Rubinstein and Kroese 2004) over the corners and the bows of the edges.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from arclight.fabric.extras import require
+from arclight.vision.qris.finders import Floats, propose
 
 cv2 = require("cv2", extra="vision")
 
-Floats = npt.NDArray[np.float32]
 Box = tuple[float, float, float, float]
 
 LARGEST_VERSION = 16
 """A payment code has at most version 15; larger codes seldom come small or blurred."""
+LEAST_NEAR, LEAST_SCORE = 0.38, 0.48
+"""Least correlation after the first refinements and at the end: what scores lower was never read."""
 _COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
 
 
@@ -69,10 +71,10 @@ def alignment_centres(version: int) -> list[int]:
 
 
 @cache
-def template(version: int) -> Template:
-    """Fixed modules of a version, and the light border around the finder patterns."""
+def fixed_modules(version: int) -> npt.NDArray[np.int8]:
+    """Return +1 dark, -1 light, 0 data for every module of a version and one module of quiet zone, (n + 2, n + 2)."""
     size = modules_of(version)
-    fixed = np.zeros((size + 2, size + 2), np.int8)  # one module of quiet zone; 0 is unknown
+    fixed = np.zeros((size + 2, size + 2), np.int8)
     finder = np.full((9, 9), -1, np.int8)
     finder[1:8, 1:8] = 1
     finder[2:7, 2:7] = -1
@@ -86,8 +88,16 @@ def template(version: int) -> Template:
         for column in centres:
             if (row, column) not in {(6, 6), (6, size - 7), (size - 7, 6)}:
                 fixed[row - 1 : row + 4, column - 1 : column + 4] = np.where(ring % 2 == 0, 1, -1)
+    fixed.flags.writeable = False
+    return fixed
+
+
+@cache
+def template(version: int) -> Template:
+    """Return the fixed modules of a version, and the light border around the finder patterns, as points."""
+    fixed = fixed_modules(version)
     rows, columns = np.nonzero(fixed)
-    points = (np.stack([columns, rows], 1) - 0.5) / size
+    points = (np.stack([columns, rows], 1) - 0.5) / modules_of(version)
     return Template(points.astype(np.float32), fixed[rows, columns].astype(np.float32))
 
 
@@ -103,15 +113,15 @@ def place(shapes: Floats, points: Floats) -> Floats:
     cross = np.where(np.abs(cross) < 1e-6, 1e-6, cross)
     g = ((s[:, 0] * e2[:, 1] - s[:, 1] * e2[:, 0]) / cross)[:, None]
     h = ((e1[:, 0] * s[:, 1] - e1[:, 1] * s[:, 0]) / cross)[:, None]
-    x, y = points[None, :, 0], points[None, :, 1]
-    depth = np.maximum(g * x + h * y + 1, 0.05)
-    across, down = b - a + g * b, d - a + h * d
+    x, y = points[:, 0], points[:, 1]
+    linear = np.stack([x, y, np.ones_like(x)])
     bow_x, bow_y = 4 * x * (1 - x), 4 * y * (1 - y)
-    weights = (bow_x * (1 - y), bow_y * x, bow_x * y, bow_y * (1 - x))  # top, right, bottom, left
+    bows = np.stack([bow_x * (1 - y), bow_y * x, bow_x * y, bow_y * (1 - x)])  # top, right, bottom, left
+    depth = np.maximum(np.concatenate([g, h, np.ones_like(g)], 1) @ linear, 0.05)
+    ways = np.stack([b - a + g * b, d - a + h * d, a], 1)
     placed = np.empty((len(shapes), len(points), 2), np.float32)
     for axis in range(2):
-        flat = (across[:, None, axis] * x + down[:, None, axis] * y + a[:, None, axis]) / depth
-        placed[..., axis] = flat + sum(shapes[:, 4 + i, None, axis] * weight for i, weight in enumerate(weights))
+        placed[..., axis] = ways[..., axis] @ linear / depth + shapes[:, 4:, axis] @ bows
     return placed
 
 
@@ -131,15 +141,8 @@ def scores(picture: Floats, shapes: Floats, version: int) -> Floats:
     return np.asarray(seen @ wanted / norm, np.float32)
 
 
-def modules_seen(picture: Floats, grid: Grid) -> Floats:
-    """Brightness at the centre of every module, (n, n)."""
-    middle = (np.arange(grid.modules, dtype=np.float32) + 0.5) / grid.modules
-    points = np.stack(np.meshgrid(middle, middle), -1).reshape(-1, 2).astype(np.float32)
-    return sample(picture, place(grid.shape[None], points)).reshape(grid.modules, grid.modules)
-
-
 def flattened(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Floats:
-    """The code seen straight on, ``cell`` pixels per module, with ``quiet`` modules around it."""
+    """Return the code seen straight on, ``cell`` pixels per module, with ``quiet`` modules around it."""
     size = (grid.modules + 2 * quiet) * cell
     along = ((np.arange(size, dtype=np.float32) + 0.5) / cell - quiet) / grid.modules
     points = np.stack(np.meshgrid(along, along), -1).reshape(-1, 2).astype(np.float32)
@@ -175,17 +178,17 @@ def parallelograms(box: Box, steps: int = 9) -> Floats:
     return _shapes(quads * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
 
 
-def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, count: int = 64) -> Grid:
-    """The best grid of the same version around ``near``: sample around it, keep the best sixth, ``rounds`` times.
+def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, spread: float = 0.033, count: int = 64) -> Grid:
+    """Return the best grid of the same version around ``near``: sample around it, keep the best sixth, ``rounds`` times.
 
-    ``bow`` is how much edges may bow at first, as a share of the code's diagonal.
+    ``spread`` and ``bow`` are how far corners may move and edges may bow at first, as shares of the code's diagonal.
     """
     rng = np.random.default_rng(0)
     start = near.shape
     size = start.size
     reach = float(np.hypot(*(start[2] - start[0])) + np.hypot(*(start[3] - start[1]))) / 2
     mean = start.reshape(-1).astype(np.float64)
-    covariance = np.diag(np.repeat([0.033 * reach, bow * reach], size // 2) ** 2)
+    covariance = np.diag(np.repeat([spread * reach, bow * reach], size // 2) ** 2)
     best, best_score = start, -1.0
     for _ in range(rounds):
         root = np.linalg.cholesky(covariance + 1e-6 * np.eye(size))
@@ -204,29 +207,48 @@ def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, count: int =
 
 
 def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
-    """The likeliest grids of one code, up to version ``largest``, near ``box`` (x0, y0, x1, y1 in pixels), best first.
+    """Return the likeliest grids of one code, up to version ``largest``, near ``box`` (x0, y0, x1, y1 in pixels), best first.
 
-    ``quads`` are corners (4, 2) that other finders propose; any of them may be the first.
+    ``quads`` are corners (4, 2) that other finders propose; any of them may be the first. From coarse to fine: all
+    proposals on a blurred picture, the best of them refined there, then on the sharp one.
     """
+    extent = max(box[2] - box[0], box[3] - box[1])
+    soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
+    rough = _rough(picture, soft, box, largest, quads)
+    near = [_right_version(soft, refine(soft, grid, rounds=6, bow=0.01), largest) for grid in rough]
+    near = sorted(near, key=_worst_last)[:6]
+    near = [_right_version(picture, refine(picture, grid, rounds=8, bow=0.02), largest) for grid in near]
+    bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
+    best = [grid for grid in sorted(near, key=_worst_last)[:3] if grid.score > LEAST_NEAR]
+    found = sorted((refine(picture, grid, rounds=14, bow=bow) for grid in best for bow in bows), key=_worst_last)
+    if not found or found[0].score < LEAST_SCORE:
+        return []
+    fine = (refine(picture, found[0], rounds=20, bow=b, spread=s, count=96) for s, b in ((0.006, 0.006), (0.012, 0.02)))
+    return [grid for grid in (*fine, *found) if grid.score > found[0].score - 0.15]
+
+
+def _rough(
+    picture: Floats, soft: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]]
+) -> list[Grid]:
+    """The ten proposals that fit the blurred picture best, of all sources and versions."""
     shapes = parallelograms(box)
     if quads:
         shapes = np.concatenate([shapes, _shapes(np.stack([_clockwise(quad) for quad in quads]))])
-    extent = max(box[2] - box[0], box[3] - box[1])
-    soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
+    proposed: dict[int, list[Floats]] = {version: [shapes] for version in _COARSE_VERSIONS if version <= largest}
+    for proposal in propose(picture, largest):
+        straight = np.concatenate([proposal.corners, np.zeros((4, 2))])[None].astype(np.float32)
+        proposed.setdefault(proposal.version, []).append(straight)
     rough: list[Grid] = []
-    for version in (version for version in _COARSE_VERSIONS if version <= largest):
+    for version, parts in sorted(proposed.items()):
+        shapes = np.concatenate(parts)
         fit = scores(soft, shapes, version)
         kept: list[Grid] = []
         for index in np.argsort(-fit)[:40]:
             grid = Grid(version, shapes[index], float(fit[index]))
-            if all(np.abs(grid.corners - other.corners).max() > 0.08 * extent for other in kept):
+            if all(np.abs(grid.corners - other.corners).max() > 0.08 * max(picture.shape) / 1.4 for other in kept):
                 kept.append(grid)
         rough += kept[:3]
-    rough = sorted(rough, key=_worst_last)[:10]
-    near = (refine(picture, grid, rounds=8, bow=0.02) for grid in rough)
-    middle = sorted((_right_version(picture, grid, largest) for grid in near), key=_worst_last)[:3]
-    bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
-    return sorted((refine(picture, grid, rounds=14, bow=bow) for grid in middle for bow in bows), key=_worst_last)
+    return sorted(rough, key=_worst_last)[:10]
 
 
 def _right_version(picture: Floats, grid: Grid, largest: int) -> Grid:

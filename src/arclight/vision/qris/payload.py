@@ -13,8 +13,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from arclight.vision.qris import rules
-from arclight.vision.qris.crc import crc_of_text
-from arclight.vision.qris.tlv import Field, Problem, QrisError, join, split
+from arclight.vision.qris.tlv import Field, Problem, QrisError, crc_of_text, join, split
 
 Kind = Literal["qris", "emvco", "other"]
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from arclight.vision.qris.crc import crc_of_text
-from arclight.vision.qris.tlv import Field, Problem, split
+from arclight.vision.qris.tlv import Field, Problem, crc_of_text, split
 
 QRIS_TAG = "51"
 """Merchant account template of the national switch: a payload that carries it is a QRIS, one without it is not."""

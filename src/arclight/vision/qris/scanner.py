@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from arclight.vision.qris.decode import LARGEST, Grey, Read, read_box, read_grid, read_zxing, sharpened, to_grey
+from arclight.vision.qris.decode import (
+    LARGEST,
+    Grey,
+    Read,
+    read_box,
+    read_grid,
+    read_zxing,
+    sharpened,
+    to_grey,
+)
 from arclight.vision.qris.grid import Box, cv2
 from arclight.vision.qris.payload import Kind, Payload, parse
 from arclight.vision.qris.tlv import QrisError
@@ -18,8 +27,8 @@ if TYPE_CHECKING:
     from arclight.vision.detections import Detections
 
 NOT_READ = "a code was detected here but could not be read"
-PATIENCE = 4
-"""Boxes per photo on which a module grid is tried, the surest first: it costs a hundred times a plain reader."""
+MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
+"""Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
 
 
 Detector = Callable[[npt.NDArray[np.uint8]], "Detections"]
@@ -77,10 +86,17 @@ def scan(image: npt.NDArray[np.uint8], detector: Detector | None = None) -> list
             found = _merged(found, read_box(grey, box.xyxy))
     if not boxes or not all(_is_read(box, found) for box in boxes):
         found = _merged(found, _read_enlarged(grey))
-    for box in [box for box in boxes if not _is_read(box, found)][:PATIENCE]:
-        if not _is_read(box, found):
-            found = _merged(found, read_grid(grey, box.xyxy))
-    return _codes(found, boxes)
+    return _codes(_read_grids(grey, boxes, found), boxes)
+
+
+def _read_grids(grey: Grey, boxes: list[_Box], found: list[Read]) -> list[Read]:
+    """``found`` and what a module grid reads in the boxes left, the surest first."""
+    tries = MAX_GRID_TRIES
+    for box in [box for box in boxes if not _is_read(box, found)][:MAX_GRID_BOXES]:
+        if tries and not _is_read(box, found):
+            new, used = read_grid(grey, box.xyxy, tries)
+            found, tries = _merged(found, new), tries - used
+    return found
 
 
 def describe(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:

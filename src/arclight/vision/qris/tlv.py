@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from binascii import crc_hqx
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -91,3 +92,11 @@ def join(pairs: Iterable[tuple[str, str]]) -> str:
     if problems:
         raise QrisError(problems)
     return "".join(parts)
+
+
+def crc_of_text(text: str) -> str:
+    """Return the four upper-case hexadecimal digits that follow ``text``, which ends with the tag and length ``6304``.
+
+    CRC-16 with polynomial 0x1021, start 0xFFFF, no reflection, no final xor (EMVCo, ISO 13239).
+    """
+    return f"{crc_hqx(text.encode('utf-8', 'surrogatepass'), 0xFFFF):04X}"

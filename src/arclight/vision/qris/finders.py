@@ -1,0 +1,153 @@
+"""Propose where a code lies from its finder patterns: blobs that look like one, then triples and pairs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.fabric.extras import require
+
+cv2 = require("cv2", extra="vision")
+
+Floats = npt.NDArray[np.float32]
+Vector = npt.NDArray[np.float64]
+
+SCALE_STEP = 1.22
+"""Ratio of one module size to the next that is tried: a template still fits well between two."""
+ENOUGH_PX = 2.5
+"""Pixels per module that are enough to compare: larger patterns are looked for in a reduced picture."""
+LEAST_LIKE = 0.35
+"""Least correlation with a finder pattern."""
+MOST_PATTERNS, MOST_IN_PAIRS = 10, 6
+_APART = 10 / 11
+"""Half widths of a square's rings as radii of circles of about the same area."""
+
+
+@dataclass(frozen=True)
+class FinderPattern:
+    """A blob that looks like a finder pattern: its centre (x, y) and pixels per module; ``likeness`` in [-1, 1]."""
+
+    centre: Vector
+    module_px: float
+    likeness: float
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Corners (4, 2) of a code from its own top left clockwise, and the version that its size speaks for."""
+
+    corners: Vector
+    version: int
+
+
+def propose(picture: Floats, largest: int) -> list[Proposal]:
+    """Return proposals up to version ``largest`` for the code that fills most of ``picture`` (H, W).
+
+    Three patterns give a parallelogram; two give three squares, for a code of which one pattern is hidden.
+    """
+    patterns = find_patterns(picture, largest)
+    return [
+        Proposal(corners, version)
+        for origin, across, down, module in (*_triples(patterns), *_pairs(patterns[:MOST_IN_PAIRS]))
+        for version, corners in _codes(origin, across, down, module, largest)
+    ]
+
+
+def find_patterns(picture: Floats, largest: int) -> list[FinderPattern]:
+    """Return the likeliest finder patterns of a code that fills most of ``picture``, best first."""
+    extent = max(picture.shape) / 1.4
+    low, high = max(1.0, 0.6 * extent / (17 + 4 * largest)), 1.25 * extent / 21
+    steps = max(2, int(np.ceil(np.log(high / low) / np.log(SCALE_STEP))))
+    pad = int(np.ceil(2 * high))
+    framed = cv2.copyMakeBorder(picture, pad, pad, pad, pad, cv2.BORDER_REPLICATE)  # a pattern may be cut by the edge
+    found = [p for module in np.geomspace(low, high, steps) for p in _peaks(framed, float(module), pad)]
+    kept: list[FinderPattern] = []
+    for pattern in sorted(found, key=lambda p: -p.likeness):
+        if all(not _same(pattern, other) for other in kept):
+            kept.append(pattern)
+        if len(kept) == MOST_PATTERNS:
+            break
+    return kept
+
+
+def _same(a: FinderPattern, b: FinderPattern) -> bool:
+    apart = float(np.hypot(*(a.centre - b.centre)))
+    return apart <= 2.5 * min(a.module_px, b.module_px) and 0.45 < a.module_px / b.module_px < 2.2
+
+
+@cache
+def _rings(module_px: float) -> tuple[Floats, Floats]:
+    """A finder pattern with its light border as rings, so that it fits in any turn; and the part that counts."""
+    half = int(np.ceil(4.5 * module_px))
+    y, x = np.mgrid[-half : half + 1, -half : half + 1].astype(np.float32) / module_px
+    radius = np.hypot(x, y)
+    ring = np.floor(radius * _APART + 0.5)
+    pattern = np.where((ring == 2) | (ring > 3), 1, -1).astype(np.float32)
+    return cv2.GaussianBlur(pattern, (0, 0), 0.35 * module_px), (radius < 4.4).astype(np.float32)
+
+
+def _peaks(framed: Floats, module_px: float, pad: int, count: int = 6) -> Iterator[FinderPattern]:
+    factor = max(1.0, module_px / ENOUGH_PX)
+    if factor > 1:
+        framed = cv2.resize(framed, None, fx=1 / factor, fy=1 / factor, interpolation=cv2.INTER_AREA)
+    small = module_px / factor
+    pattern, mask = _rings(round(small, 4))
+    if min(framed.shape) <= max(pattern.shape):
+        return
+    like = cv2.matchTemplate(framed, pattern, cv2.TM_CCOEFF_NORMED, mask=mask)
+    like[~np.isfinite(like)] = 0  # plain areas have no correlation
+    half, reach = pattern.shape[0] // 2, int(2 * small) + 1
+    for _ in range(count):
+        y, x = np.unravel_index(int(np.argmax(like)), like.shape)
+        if like[y, x] < LEAST_LIKE:
+            return
+        centre = (np.array([x, y], np.float64) + half + 0.5) * factor - 0.5 - pad
+        yield FinderPattern(centre, module_px, float(like[y, x]))
+        like[max(0, y - reach) : y + reach + 1, max(0, x - reach) : x + reach + 1] = 0
+
+
+_Frame = tuple[Vector, Vector, Vector, float]
+"""Centre of the top-left pattern, the ways to the top-right and the bottom-left one, and pixels per module."""
+
+
+def _triples(patterns: list[FinderPattern]) -> Iterator[_Frame]:
+    for corner, right, below in permutations(patterns, 3):
+        across, down = right.centre - corner.centre, below.centre - corner.centre
+        wide, high = float(np.hypot(*across)), float(np.hypot(*down))
+        sizes = [p.module_px for p in (corner, right, below)]
+        module = float(np.prod(sizes) ** (1 / 3))
+        if min(wide, high) < 8 * module or max(sizes) > 1.7 * min(sizes) or not 0.4 < wide / high < 2.5:
+            continue
+        if across[0] * down[1] - across[1] * down[0] >= 0.45 * wide * high:  # clockwise and no sliver
+            yield corner.centre, across, down, module
+
+
+def _pairs(patterns: list[FinderPattern]) -> Iterator[_Frame]:
+    for first, second in permutations(patterns, 2):
+        way = second.centre - first.centre
+        turned = np.array([-way[1], way[0]])
+        module = float(np.sqrt(first.module_px * second.module_px))
+        apart = float(np.hypot(*way)) / module
+        if max(first.module_px, second.module_px) > 1.6 * min(first.module_px, second.module_px) or apart < 8:
+            continue
+        yield first.centre, way, turned, module
+        yield first.centre, -turned, way, module
+        if apart >= 11:  # the ends of a diagonal
+            corner = (first.centre + second.centre + turned) / 2
+            yield corner, first.centre - corner, second.centre - corner, module
+
+
+def _codes(origin: Vector, across: Vector, down: Vector, module: float, largest: int) -> Iterator[tuple[int, Vector]]:
+    """Versions that fit the distance of the patterns, each with its corners; centres lie 3.5 modules inside."""
+    modules = (float(np.hypot(*across)) + float(np.hypot(*down))) / 2 / module + 7
+    likely = (modules - 17) / 4
+    for version in range(max(1, int(np.floor(likely - 1))), min(largest, int(np.ceil(likely + 1))) + 1):
+        side = 17 + 4 * version
+        right, below = across / (side - 7), down / (side - 7)
+        start = origin - 3.5 * (right + below)
+        yield version, np.stack([start, start + side * right, start + side * (right + below), start + side * below])
