@@ -215,7 +215,7 @@ class Language(nn.Module):
     def batch_weight(self, batch: tuple[Tensor, Tensor]) -> int:
         return batch[1].numel()
 
-    def scale_losses(self, share: Tensor) -> None:
+    def scale_losses(self, share: Tensor, batch: tuple[Tensor, Tensor]) -> None:
         scale_balance_loss(self.model, share, per_token=True)
 
 

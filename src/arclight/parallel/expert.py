@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
 
 from arclight.parallel.mesh import Mesh
 from arclight.parallel.plan import Plan, PlanError
@@ -44,8 +45,13 @@ class AllToAllDispatcher:
     def __init__(self, group: dist.ProcessGroup, capacity: int | None = None) -> None:
         self.group, self.capacity, self.size = group, capacity, dist.get_world_size(group)
         self.dropped: Tensor | None = None
+        self.alone = False
+        """Whether rows stay here, with the first of the experts: a pass for shapes only, which other processes do not run."""
 
     def __call__(self, rows_RD: Tensor, counts_E: Tensor, experts: Compute) -> Tensor:
+        if self.alone:
+            counts_L = F.pad(counts_E.sum()[None], (0, len(counts_E) // self.size - 1))
+            return experts(rows_RD, counts_L)
         counts_WL = counts_E.view(self.size, -1)
         if self.capacity is not None:
             return self._fixed(rows_RD, counts_WL, self.capacity, experts)

@@ -39,8 +39,9 @@ class Runnable(Protocol):
         """The loss summed over all that counts in ``targets``, and their number; called once for each micro-batch."""
         ...
 
-    # Optional: ``scale_losses(share)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on totals
-    # times ``share`` (a scalar tensor). A module that adds losses of its own in backward is told here, before each batch.
+    # Optional: ``scale_losses(share, batch)``. A pipeline's backward runs before the module knows what its loss is multiplied by, on
+    # totals times ``share`` (a scalar tensor): what counts beside the mean over the batch counts ``share`` times the batch's count. A
+    # module that adds losses of its own in backward is told here, before each batch.
 
 
 def own_batch_weight(module: Any) -> Callable[[Any], Any] | None:

@@ -35,8 +35,6 @@ from arclight.parallel.pipeline.training.choosing import Wishes
 from arclight.parallel.pipeline.training.spreading import (
     check_steps,
     is_runnable,
-    only_stages,
-    shares_parameters,
     spread_steps,
 )
 from arclight.parallel.pipeline.training.steps import Steps
@@ -155,9 +153,7 @@ class PlanStrategy(ShardedStrategy):
             raise PlanError(
                 "automatic_optimization=False hides from the plan what a step calls: use strategy='fsdp', or let the Trainer step"
             )
-        own_steps = self.in_stages and not (
-            is_runnable(module) and can_be_cut_by_deletion(module.get_submodule("model"))
-        )
+        own_steps = self.in_stages and self._cuts_steps(module)
         if own_steps:
             check_steps(self.plan, module)
         else:
@@ -189,10 +185,10 @@ class PlanStrategy(ShardedStrategy):
         return StepRoot(module, shared=False)
 
     def _cuts_steps(self, module: nn.Module) -> bool:
-        """Whether the steps are cut, and not the model by what its parts are called: for modules that are not written for that, and for
-        models of which two parts share a parameter.
+        """Return True where the module's steps are cut, and not its model by deletion: for modules that are not written for runners, and
+        for models that deletion cannot cut (tied embeddings).
         """
-        return not is_runnable(module) or (only_stages(self.plan) and shares_parameters(module.model))
+        return not (is_runnable(module) and can_be_cut_by_deletion(module.get_submodule("model")))
 
     def _cut_steps(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         """The module's own steps cut into stages: it keeps what this process's have."""

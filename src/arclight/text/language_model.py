@@ -178,9 +178,13 @@ class LanguageModel(Module):
         """Valid labels: losses are means over all of an update's."""
         return (batch["labels"] != IGNORED).sum()
 
-    def scale_losses(self, share: Tensor) -> None:
-        """Called by a pipeline, whose stages run backward on sums over tokens times ``share``."""
-        scale_balance_loss(self.model, share, per_token=True)
+    def scale_losses(self, share: Tensor, batch: dict[str, Tensor]) -> None:
+        """Weigh the balance losses of a pipeline's micro-batches, whose backward runs on sums over valid labels times ``share``.
+
+        Beside their mean counts the mean over all tokens, those without a label too.
+        """
+        valid = self.batch_weight(batch) / batch["labels"].numel()
+        scale_balance_loss(self.model, share * valid.to(share), per_token=True)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         total, count = batch_loss(self, batch)

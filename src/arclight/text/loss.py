@@ -92,7 +92,7 @@ class _Chunked(torch.autograd.Function):
         w_VD = weight.to(dtype or hidden.dtype)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        d_weight: Tensor | None = None
         total = hidden.new_zeros((), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), size):
@@ -101,14 +101,18 @@ class _Chunked(torch.autograd.Function):
                 losses_N, d_logits_NV = _losses(
                     logits_NV, labels_N, group, first, vocabulary, softcap, wants_hidden or wants_weight
                 )
-                total += losses_N.sum()
+                total = total + losses_N.sum()
                 if d_logits_NV is None:
                     continue
                 d_logits_NV = d_logits_NV.to(w_VD.dtype)
                 if d_hidden is not None:
                     d_hidden[start : start + size] = d_logits_NV @ w_VD
-                if d_weight is not None:
-                    d_weight += d_logits_NV.T @ h_ND
+                if not wants_weight:
+                    continue
+                part_VD = d_logits_NV.T @ h_ND
+                d_weight = part_VD.float() if d_weight is None else d_weight.add_(part_VD)
+        if wants_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight)
         ctx.save_for_backward(d_hidden, None if d_weight is None else d_weight.to(weight.dtype))
         return total
 

@@ -24,7 +24,8 @@ def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
     So they count as the loss does, whatever it is multiplied by (weights of batches, a scaler). Stages of a pipeline run backward
     without seeing it: there `scale_balance_loss` says how they count.
     """
-    if not any(router.config.balance_loss for _, router in routers(model)):
+    balanced = [router for _, router in routers(model) if router.config.balance_loss]
+    if not balanced or any(router.scale_per_token for router in balanced):
         return loss
     weighed: Tensor = _Weigh.apply(loss, model)
     return weighed

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,39 @@ from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.parallel.pipeline.running.agreement import DisagreementError, Statement, digest, verify
+from arclight.parallel.pipeline.running.alone import alone
 from arclight.parallel.pipeline.running.boundary import Boundary, TensorShape
-from arclight.parallel.pipeline.running.faults import Board, failed, let_others_go, timeout_of
+from arclight.parallel.pipeline.running.faults import Board, DeviceSteps, failed, let_others_go, timeout_of
 from arclight.parallel.pipeline.running.halves import reached
 from arclight.parallel.pipeline.running.parts import Line, Part
 from arclight.parallel.pipeline.running.stage import Stage
 from arclight.parallel.pipeline.upstream import Schedule, that_fits
 from arclight.parallel.plan import PlanError
 from arclight.parallel.running import Split
+
+T = TypeVar("T")
+SHAPES = 64
+"""Shapes of batches, and of micro-batches, that are remembered. All processes of a pipeline forget the same ones."""
+
+
+class Newest(Generic[T]):
+    """The values that were asked for last, by key."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: dict[Any, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """Return the value of ``key``, which ``make`` gives where there is none; the one that was not asked for the longest goes."""
+        value = self._values.pop(key) if key in self._values else make()
+        self._values[key] = value
+        if len(self._values) > self.size:
+            del self._values[next(iter(self._values))]
+        return value
+
 
 _Passed = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 """By stage: what came in and what it gave, for one micro-batch."""
@@ -43,11 +69,15 @@ class Engine:
         """statement, shared, expected: see `agreement.verify`. Raises PlanError for stages that are in a DistributedDataParallel."""
         self.parts, self.line = parts, line
         self._statement, self._shared, self._expected = statement, shared or {}, expected
-        self._boundaries: dict[Any, dict[int, Boundary]] = {}
-        self._schedules: dict[Any, Schedule] = {}
+        self._boundaries: Newest[dict[int, Boundary]] = Newest(SHAPES)
+        self._schedules: Newest[Schedule] = Newest(SHAPES)
         self.parameters = list(dict.fromkeys(p for part in parts.values() for p in part.parameters()))
         """Of this process's stages, each once."""
         self._board = Board(line.group, line.rank) if line.group is not None else None
+        self._device: DeviceSteps | None = None
+        if self._board is not None and line.group is not None and line.device.type == "cuda":
+            record = functools.partial(torch.cuda.current_stream(line.device).record_event)
+            self._device = DeviceSteps(self._board, timeout_of(line.group, line.device), record)
         self._verified = line.group is None
         self._warned = False
         self._failure: str | None = None
@@ -67,6 +97,7 @@ class Engine:
         """All ``pieces`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
         if self._failure is not None:
             raise RuntimeError(f"this pipeline has failed before and cannot go on: {self._failure}")
+        self.wait(DeviceSteps.AHEAD - 1)
         device = self.line.device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         for part in self.parts.values():
@@ -81,6 +112,17 @@ class Engine:
                 raise self._fail(error, *self._place(schedule)) from error.__cause__
         if not backward:
             self._let_go()
+        if self._device is not None:
+            self._device.add()
+
+    def wait(self, left: int = 0) -> None:
+        """Wait until the device is at one of the last ``left`` steps: before numbers of theirs are read. Names who is waited for."""
+        if self._device is None:
+            return
+        try:
+            self._device.wait(left)
+        except BaseException as error:
+            raise self._fail(error, f"process {self.line.rank} failed on its device", True) from error.__cause__
 
     def _fail(self, error: BaseException, where: str, waiting: bool) -> BaseException:
         found = failed(self._board, error, where, waiting)
@@ -106,32 +148,18 @@ class Engine:
 
     def _schedule(self, pieces: list[Split], key: Hashable, backward: bool) -> Schedule:
         """For micro-batches of these shapes, made when they first come."""
-        key = (backward, key, tuple(p.requires_grad for p in self.parameters) if backward else ())
-        if key not in self._schedules:
-            stages = " and ".join(map(str, self.parts))
-            where = f"process {self.line.rank} (stage {stages}) failed in the first micro-batch of its shape"
-            shapes = [(backward, key[2], signature(*tree_flatten(piece))) for piece in pieces]
-            try:
-                self._agree(shapes)
-                for piece, shape in zip(pieces, shapes, strict=True):
-                    if shape not in self._boundaries:
-                        self._boundaries[shape] = self._cross(piece, backward)
-            except DisagreementError:  # which all processes have
-                raise
-            except BaseException as error:
-                raise self._fail(error, where, True) from error.__cause__
-            self._schedules[key] = self._make(shapes, backward)
-        return self._schedules[key]
+        trains = tuple(p.requires_grad for p in self.parameters) if backward else ()
+        return self._schedules.get((backward, key, trains), lambda: self._make(pieces, backward, trains))
 
-    def _make(self, shapes: list[Any], backward: bool) -> Schedule:
-        line, number_of_pieces = self.line, len(shapes)
+    def _make(self, pieces: list[Split], backward: bool, trains: tuple[bool, ...]) -> Schedule:
+        line, number_of_pieces = self.line, len(pieces)
+        found = self._crossings(pieces, backward, trains)
         kind = that_fits(line.kind, number_of_pieces, line.ranks, backward)
         if backward and kind.name != line.kind.name and line.group is not None and not self._warned:
             self._warned = True
             rank_zero_warn(
                 f"a batch of {number_of_pieces} micro-batches does not fit the schedule: it runs by a simpler one"
             )
-        found = [self._boundaries[shape] for shape in shapes]
         stages = [
             Stage(
                 part, number, line.stages, line.device, line.group,
@@ -140,6 +168,22 @@ class Engine:
             for number, part in self.parts.items()
         ]  # fmt: skip
         return Schedule(kind, stages, number_of_pieces, backward)
+
+    def _crossings(self, pieces: list[Split], backward: bool, trains: tuple[bool, ...]) -> list[dict[int, Boundary]]:
+        """Find what crosses the cuts, of each micro-batch."""
+        stages = " and ".join(map(str, self.parts))
+        where = f"process {self.line.rank} (stage {stages}) failed in the first micro-batch of its shape"
+        shapes = [(backward, trains, signature(*tree_flatten(piece))) for piece in pieces]
+        try:
+            self._agree(shapes)
+            return [
+                self._boundaries.get(shape, functools.partial(self._cross, piece, backward))
+                for piece, shape in zip(pieces, shapes, strict=True)
+            ]
+        except DisagreementError:  # which all processes have
+            raise
+        except BaseException as error:
+            raise self._fail(error, where, True) from error.__cause__
 
     def _agree(self, shapes: list[Any]) -> None:
         """All processes of a pipeline must have been given the same batch and plan, or they would wait for each other."""
@@ -165,13 +209,14 @@ class Engine:
         """By the number of the stage before it: what crosses each cut that this process has to do with.
 
         One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
-        back.
+        back. Replicas beside this pipeline may have no new shape, and hear nothing of it.
         """
         line, crossing, passed = self.line, dict[int, Boundary](), _Passed()
         devices = [line.device] if line.device.type == "cuda" else []
         with (
             torch.random.fork_rng(devices=devices, device_type=line.device.type if devices else None),
             torch.set_grad_enabled(backward),
+            alone(self.parts.values()),
         ):
             for number, part in self.parts.items():
                 arrived: tuple[Tensor, ...] = ()

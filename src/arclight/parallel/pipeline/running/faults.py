@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -121,6 +122,44 @@ def let_others_go(group: dist.ProcessGroup, device: torch.device) -> None:
     for peer in ((rank + distance) % size for distance in range(1, size)):
         with suppress(RuntimeError):
             group.recv([torch.empty(1, device=device)], peer, 2**30).wait(datetime.timedelta(milliseconds=1))
+
+
+class DeviceSteps:
+    """The steps that a device is still at while the host is ahead of it.
+
+    NCCL's operations do not hold up the host: a step returns while its messages are on their way, and one that never comes would be met
+    wherever a number is read next, until a watchdog ends the process. So the host waits for the step before the last here, which costs
+    nothing while the device keeps up, and hears of other processes' failures meanwhile.
+    """
+
+    AHEAD = 2
+    """Steps that the host may be ahead."""
+
+    def __init__(self, board: Board, timeout: datetime.timedelta, record: Callable[[], Any]) -> None:
+        """record: gives an event (``query()`` says if it has happened) behind all that the device was given so far."""
+        self._board, self._timeout, self._record = board, timeout, record
+        self._events: list[Any] = []
+
+    def add(self) -> None:
+        """Note the end of a step."""
+        self._events.append(self._record())
+
+    def wait(self, left: int = AHEAD - 1) -> None:
+        """Wait until no more than ``left`` steps are under way. Raises StageLostError where another process has failed, or in time."""
+        deadline, pause = time.monotonic() + self._timeout.total_seconds(), 0.0001
+        while len(self._events) > left:
+            if self._events[0].query():
+                del self._events[0]
+                continue
+            if (first := self._board.first_failure()) is not None:
+                raise StageLostError(f"process {self._board.rank} stops because of another: {first}")
+            if time.monotonic() > deadline:
+                raise StageLostError(
+                    f"process {self._board.rank} has waited {self._timeout.total_seconds():.0f} s for its device to end a step whose "
+                    "messages to or from other stages do not come"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:

@@ -52,6 +52,11 @@ def micro_batches_of(plan: Plan) -> int:
     return plan.micro_batches or 2 * plan.pp
 
 
+def in_step(plan: Plan) -> bool:
+    """Return True where replicas of a pipeline exchange weights or rows within each micro-batch, and not once in a step."""
+    return plan.ep > 1 or (plan.reshard_after_forward == "always" and plan.dp_shard * plan.cp > 1)
+
+
 def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> PipelineRunner:
     """Leave of ``module.model`` what this process's stages need, spread that, and let ``module.runner`` run all stages.
 
@@ -91,7 +96,7 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
         spread(model, parts[number])
     data = mesh.loss_group if plan.data_parallel * plan.cp > 1 else None
     runner = PipelineRunner(
-        Engine(parts, line), micro_batches_of(plan), cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data
+        Engine(parts, line), micro_batches_of(plan), cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=in_step(plan),
     )  # fmt: skip
     module.runner = runner
     return runner

@@ -179,6 +179,7 @@ class PipeRunner:
         """What sums over all processes with other batches are divided by."""
         if self.data is None or self.reduction.kind == "sum":
             return divisor
+        self.engine.wait()
         number = torch.tensor(divisor, dtype=torch.float64, device=self.line.device)
         dist.all_reduce(number, group=self.data)
         return float(number)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from arclight.fabric.spread import own_parts
 from arclight.parallel.context import over_sequences, shard_arguments
+from arclight.parallel.pipeline.running.agreement import DisagreementError
 from arclight.parallel.pipeline.running.engine import Engine, signature
 from arclight.parallel.pipeline.running.shared import Shared
 from arclight.parallel.plan import PlanError
@@ -28,13 +29,19 @@ class PipelineRunner:
 
     def __init__(
         self, engine: Engine, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None,
-        shared: Shared | None = None,
+        shared: Shared | None = None, in_step: bool = False,
     ) -> None:  # fmt: skip
+        """in_step: whether processes of ``data`` exchange something within each micro-batch, so that all need as many."""
+        self.in_step = in_step
+        self.unlike = UnlikeScales()
         self.engine, self.line, self.parts = engine, engine.line, engine.parts
         self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
 
     def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
+        self.unlike.raise_found()
         pieces = self._pieces(module, batch)
+        if self.in_step:
+            self._check_number(len(pieces))
         key = tuple(signature(*tree_flatten(piece)) for piece in pieces)
         if not torch.is_grad_enabled():
             self.engine.run(pieces, key, backward=False)
@@ -43,7 +50,7 @@ class PipelineRunner:
         for part in self.parts.values():
             part.share = share
         if hasattr(module, "scale_losses"):
-            module.scale_losses(share)
+            module.scale_losses(share, batch)
         held = Gradients([p for p in self.engine.parameters if p.requires_grad])
         self.engine.run(pieces, key, backward=True)
         gradients = held.taken()
@@ -52,7 +59,7 @@ class PipelineRunner:
         total, count = self._shared(*self._totals())
         factor = (self.cp.size() if self.cp is not None else 1) / share
         start = torch.zeros((), device=self.line.device, requires_grad=True)
-        return _Computed.apply(start, total, gradients, factor, self.data), count
+        return _Computed.apply(start, total, gradients, factor, self.data, self.unlike), count
 
     def _pieces(self, module: Any, batch: Any) -> list[Split]:
         """The micro-batches: as the module cuts them, where it does so itself (``micro_batches(batch, number)``)."""
@@ -63,6 +70,17 @@ class PipelineRunner:
         if self.cp is not None:
             split = shard_arguments(split, self.cp)
         return micro_batches(split, self.micro_batches)
+
+    def _check_number(self, pieces: int) -> None:
+        """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
+        both = torch.tensor([pieces, -pieces], device=self.line.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.data)
+        most, least = both.tolist()
+        if most != -least:
+            raise DisagreementError(
+                f"data-parallel processes were given batches of {-least} and of {most} micro-batches, which wait for one another in each "
+                "(ep > 1, or reshard_after_forward = always): give all of them the same number of samples (drop_last=True)"
+            )
 
     def _share(self, module: Any, batch: Any) -> Tensor:
         """1 / the mean over processes of what their batches count, if the module says that: gradients then have their final size from the
@@ -127,30 +145,61 @@ class Gradients:
                 parameter.grad = new
 
 
+class UnlikeScales:
+    """Hear of data-parallel processes that scale the gradients of their pipelines differently.
+
+    On a CPU at once. On a device, which nobody waits for here, such gradients are NaN, and the next step says why.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, Any]] = []
+
+    def checked(self, scale: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the scale of all processes of ``group``."""
+        both = torch.stack((scale, -scale))
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        largest, least = both[0], -both[1]
+        unlike = ~(largest - least <= 1e-4 * torch.maximum(largest.abs(), least.abs()))
+        if not unlike.is_cuda:
+            self.note(unlike, None)
+        else:
+            told = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(unlike, non_blocking=True)
+            self.note(told, torch.cuda.current_stream(unlike.device).record_event())
+        return largest.masked_fill(unlike, torch.nan)
+
+    def note(self, unlike: Tensor, event: Any) -> None:
+        """Look at ``unlike``, on the host, once ``event`` (None: now) has happened."""
+        self._noted.append((unlike, event))
+        if event is None:
+            self.raise_found()
+
+    def raise_found(self) -> None:
+        """Raise RuntimeError where scales were unlike, as far as is known by now."""
+        while self._noted and (self._noted[0][1] is None or self._noted[0][1].query()):
+            if bool(self._noted.pop(0)[0]):
+                raise RuntimeError(
+                    "data-parallel processes scale the gradients of their pipelines differently: give the module a batch_weight, so "
+                    "that losses count by what they are the mean of"
+                )
+
+
 class _Computed(torch.autograd.Function):
     """A loss whose gradients are there before its backward, which scales them."""
 
     @staticmethod
     def forward(
-        ctx: Any, start: Tensor, total: Tensor, gradients: Gradients, factor: Tensor, data: dist.ProcessGroup | None
+        ctx: Any, start: Tensor, total: Tensor, gradients: Gradients, factor: Tensor, data: dist.ProcessGroup | None,
+        unlike: UnlikeScales,
     ) -> Tensor:  # fmt: skip
-        ctx.gradients, ctx.factor, ctx.data = gradients, factor, data
+        ctx.gradients, ctx.factor, ctx.data, ctx.unlike = gradients, factor, data, unlike
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[None, ...]:
         if ctx.data is not None:  # FSDP has averaged over processes already: that is right if all of them scale alike
-            both = torch.stack((scale, -scale))
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=ctx.data)
-            largest, least = both[0], -both[1]
-            torch._assert_async(
-                largest - least <= 1e-4 * torch.maximum(largest.abs(), least.abs()),
-                "data-parallel processes scale the gradients of their pipelines differently: give the module a batch_weight, so "
-                "that losses count by what they are the mean of",
-            )
-            scale = largest
+            scale = ctx.unlike.checked(scale, ctx.data)
         ctx.gradients.put(scale * ctx.factor)
-        return None, None, None, None, None
+        return None, None, None, None, None, None
 
 
 def micro_batches(split: Split, number: int) -> list[Split]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,21 +11,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arclight.fabric.spread import own_part
-from arclight.parallel.pipeline.running.faults import timeout_of
 from arclight.parallel.pipeline.running.parts import Line
 
 BUCKET = 25 * 2**20
 """Bytes that are summed at once."""
+Gradients = dict[nn.Parameter, Tensor | None]
 
 
 class Shared:
-    """The parameters that stages of several processes have, and the groups of these processes."""
+    """Sum the gradients of parameters that stages of several processes have.
+
+    Where these are some of the pipeline's they exchange messages in its group: a group of their own would be made from the
+    communicator of all processes, which under NCCL all of them must enter, and other pipelines do not know of it.
+    """
 
     def __init__(self, line: Line, stages: Mapping[int, nn.Module], users: Mapping[str, tuple[int, ...]]) -> None:
         """users: numbers of the stages that have a parameter, by the first of its names. All processes of the pipeline call this."""
         self.elsewhere: set[nn.Parameter] = set()
         """Those of this process that count where an earlier stage has them."""
-        self._sums: list[tuple[Any, list[nn.Parameter]]] = []
+        self._line = line
+        self._sums: list[tuple[tuple[int, ...], list[nn.Parameter]]] = []
         self._copies: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for name in sorted(users):
@@ -39,35 +45,30 @@ class Shared:
                 groups.setdefault(places, []).append(first)
             if line.place(min(users[name])) != line.rank:
                 self.elsewhere.add(first)
-        for places in sorted(groups):
-            self._sums.append((_group(line, places), groups[places]))
+        self._sums = sorted(groups.items(), key=lambda one: one[0])
 
-    def sum(self, gradients: dict[nn.Parameter, Tensor | None]) -> None:
+    def sum(self, gradients: Gradients) -> None:
         """Replace the gradients of shared parameters in ``gradients`` by their sums over the stages that have them."""
         for first, copies in self._copies:
             found = [gradient for one in (first, *copies) if (gradient := gradients.get(one)) is not None]
             gradients[first] = torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
-        for group, members in self._sums:
-            sum_over(group, [parameter for parameter in members if parameter.requires_grad], gradients)
+        for places, members in self._sums:
+            some = places if len(places) < self._line.ranks else None
+            sum_over(self._line.group, [parameter for parameter in members if parameter.requires_grad], gradients, some)
         for first, copies in self._copies:
             total = gradients[first]
             for copy in copies:
                 gradients[copy] = total.clone() if total is not None else None
 
 
-def _group(line: Line, places: tuple[int, ...]) -> Any:
-    assert line.group is not None
-    if len(places) == line.ranks:
-        return line.group
-    ranks = [dist.get_global_rank(line.group, place) for place in places]
-    return dist.new_group(ranks, timeout=timeout_of(line.group, line.device), use_local_synchronization=True)
-
-
 @torch.no_grad()
-def sum_over(group: Any, parameters: Sequence[nn.Parameter], gradients: dict[nn.Parameter, Tensor | None]) -> None:
+def sum_over(
+    group: Any, parameters: Sequence[nn.Parameter], gradients: Gradients, places: tuple[int, ...] | None = None
+) -> None:  # fmt: skip
     """Replace the gradients of ``parameters`` by their sums over the processes of ``group``, in few messages.
 
-    A process where a parameter has none counts as zero; where none has one it stays so. What each has is in the same message.
+    places: ranks in the group of those that take part, of which this process is one; None: all. A process where a parameter has
+    none counts as zero; where none has one it stays so. What each has is in the same message.
     """
     for bucket in _buckets(parameters):
         sizes = [own_part(parameter).numel() for parameter in bucket]
@@ -78,7 +79,10 @@ def sum_over(group: Any, parameters: Sequence[nn.Parameter], gradients: dict[nn.
             if gradient is not None:
                 part.copy_(own_part(gradient).flatten())
                 flat[sum(sizes) + place] = 1
-        dist.all_reduce(flat, group=group)
+        if places is None:
+            dist.all_reduce(flat, group=group)
+        else:
+            _sum_by_messages(flat, group, places)
         here = all(gradients.get(parameter) is not None for parameter in bucket)
         holders = [1.0] * len(bucket) if here else flat[sum(sizes) :].tolist()
         for parameter, part, count in zip(bucket, flat[: sum(sizes)].split(sizes), holders, strict=True):
@@ -88,6 +92,22 @@ def sum_over(group: Any, parameters: Sequence[nn.Parameter], gradients: dict[nn.
                     gradient = gradients[parameter] = torch.empty_like(parameter)
                 own = own_part(gradient)
                 own.copy_(part.view(own.shape))
+
+
+def _sum_by_messages(flat: Tensor, group: Any, places: tuple[int, ...]) -> None:
+    """Replace ``flat`` by its sum over ``places``, in the same order on all of them, a part after the other."""
+    rank = dist.get_rank(group)
+    for part in flat.split(max(1, BUCKET // flat.element_size())):
+        found = {place: part if place == rank else torch.empty_like(part) for place in places}
+        messages = [
+            dist.P2POp(operation, tensor, group=group, group_peer=place)
+            for place in places
+            if place != rank
+            for operation, tensor in ((dist.isend, part), (dist.irecv, found[place]))
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        part.copy_(functools.reduce(torch.add, found.values()))
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -18,10 +18,10 @@ from arclight.parallel.compiling import compile_each
 from arclight.parallel.initial import declarations, materialize
 from arclight.parallel.pipeline.running.agreement import Statement
 from arclight.parallel.pipeline.running.engine import Engine
+from arclight.parallel.pipeline.running.install import in_step
 from arclight.parallel.pipeline.running.parts import Line
 from arclight.parallel.pipeline.running.runner import PipelineRunner
 from arclight.parallel.pipeline.running.shared import Shared
-from arclight.parallel.pipeline.stages.cut import refuse_shared
 from arclight.parallel.pipeline.stages.holding import outline
 from arclight.parallel.pipeline.training.choosing import Chosen, Wishes, choose_for
 from arclight.parallel.pipeline.training.pieces import hides_targets, parts
@@ -29,6 +29,7 @@ from arclight.parallel.pipeline.training.steps import StagePart, StepOptions, St
 from arclight.parallel.pipeline.upstream import schedule_kind
 from arclight.parallel.pipeline.weights.beginning import begin
 from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.running import own_batch_weight
 from arclight.parallel.shard import Types, unit_options
 
 if TYPE_CHECKING:
@@ -43,15 +44,6 @@ def is_runnable(module: nn.Module) -> bool:
 def only_stages(plan: Plan) -> bool:
     """Whether the plan spreads nothing within a stage but samples and shares of weights."""
     return plan.cp == plan.tp == plan.ep == 1
-
-
-def shares_parameters(model: Any) -> bool:
-    """Whether parts of ``model`` share a parameter, so that it cannot be cut by deletion."""
-    try:
-        refuse_shared(model)
-    except PlanError:
-        return True
-    return False
 
 
 def check_steps(plan: Plan, module: nn.Module) -> None:
@@ -83,6 +75,11 @@ def spread_steps(
     """
     plan, (step, batch) = mesh.plan, example
     check_steps(plan, module)
+    if hasattr(module, "scale_losses") and (wishes.reduction != "token_mean" or own_batch_weight(module) is None):
+        raise PlanError(
+            f"{type(module).__name__} adds losses in backward (scale_losses), which count beside means over what batch_weight counts alone: "
+            'give it a batch_weight, and leave reduction = "token_mean"'
+        )
     steps = Steps(module, device)
     piece, _ = parts(module, batch, plan.micro_batches or 2 * plan.pp)[0]
     args = _arguments(step, piece)
@@ -105,7 +102,7 @@ def spread_steps(
     engine = Engine(dict(found), line, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
     steps.runner = PipelineRunner(
         engine, chosen.micro_batches, data=mesh.loss_group if plan.data_parallel > 1 else None,
-        shared=Shared(line, named, steps.shared),
+        shared=Shared(line, named, steps.shared), in_step=in_step(plan),
     )  # fmt: skip
     return steps
 

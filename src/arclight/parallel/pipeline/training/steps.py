@@ -294,6 +294,7 @@ class Steps:
         assert self.runner is not None
         with self._own_randomness(), self.recorder.listening():
             total, _ = self.runner(_Call(self, pieces, args, trains and counted), None)
+        self.runner.engine.wait()
         outcome = self.teller.tell(self._outcome(name, pieces, trains) if self.last else None, seed)
         if outcome.values is not None:
             self.recorder.replay(outcome.names, outcome.values)
@@ -364,6 +365,12 @@ class _Call:
         """What all processes with the same layers take the mean of, before gradients are summed among them; None for samples."""
         module: Any = self.steps.module
         return (lambda _: module.batch_weight(self.args[0])) if self.counted else None
+
+    def scale_losses(self, share: Tensor, batch: Any) -> None:
+        """Tell the module what its sums are multiplied by before their backward, if it adds losses of its own there."""
+        module: Any = self.steps.module
+        if self.counted and hasattr(module, "scale_losses"):
+            module.scale_losses(share, self.args[0])
 
     def split_batch(self, batch: Any) -> Split:
         raise NotImplementedError

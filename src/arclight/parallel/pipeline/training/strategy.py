@@ -10,6 +10,8 @@ from torch import nn
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.running.install import micro_batches_of
 from arclight.parallel.pipeline.training.choosing import Wishes, check_memory
 from arclight.parallel.pipeline.training.pieces import REDUCTIONS, Reduction
 from arclight.parallel.pipeline.training.spreading import only_stages
@@ -70,7 +72,28 @@ class Pipeline(PlanStrategy):
         return True
 
     def _cuts_steps(self, module: nn.Module) -> bool:
-        return only_stages(self.plan) or super()._cuts_steps(module)
+        """Return True wherever steps can be cut, as what is wished for goes by the parts of a step."""
+        if only_stages(self.plan) or super()._cuts_steps(module):
+            return True
+        self._refuse_wishes(module)
+        return False
+
+    def _refuse_wishes(self, module: nn.Module) -> None:
+        """Raise PlanError for what is done for steps that are cut, where the model is cut by deletion; warn of "auto"."""
+        plan, wishes, usual = self.plan, self.wishes, Wishes()
+        spread = next(f"{name} = {value}" for name in ("cp", "tp", "ep") if (value := getattr(plan, name)) > 1)
+        for name in ("memory", "evaluation_micro_batches", "reduction", "example"):
+            if getattr(wishes, name) is not getattr(usual, name) and getattr(wishes, name) != getattr(usual, name):
+                raise PlanError(
+                    f"Pipeline({name}=...) needs stages that are cut by what their parts cost, and {spread} spreads "
+                    f"{type(module).__name__} over more than stages: leave {name} out, or use stages, replicas and shards alone"
+                )
+        left = [name for name in ("schedule", "micro_batches") if getattr(wishes, f"choose_{name}")]
+        if left:
+            rank_zero_warn(
+                f'{" and ".join(left)} = "auto" cannot be predicted with {spread}: {plan.schedule} and {micro_batches_of(plan)} micro-batches '
+                "are used; name what shall be"
+            )
 
     def attach(
         self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
