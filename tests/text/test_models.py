@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -202,3 +203,25 @@ def test_the_newest_token_needs_no_mask_in_full(name: str, monkeypatch: pytest.M
         2 if name == "llama3-debug" else 1
     )  # not those within chunks
     torch.testing.assert_close(last, model(tokens)[:, 11:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("half", "residual"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_residual_stream_has_one_type_with_weights_in_float32_and_gathered_in_bfloat16(
+    name: str, half: torch.dtype, residual: torch.dtype
+) -> None:
+    model, tokens = build_model(name, **SMALL[name]), torch.randint(0, 256, (2, 12))
+    initialize(model, seed=0)
+    seen: list[torch.dtype] = []
+    for block in (*model.layers.values(), model.norm):
+        block.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    with torch.no_grad(), torch.autocast("cpu", half, cache_enabled=False):
+        model(tokens)
+    assert set(seen) == {residual}
+    assert len(seen) == len(model.layers) + 1
+    seen.clear()
+    if half == torch.bfloat16:  # as FSDP gathers them
+        whole = copy.deepcopy(model).bfloat16()
+        with torch.no_grad(), torch.autocast("cpu", half, cache_enabled=False):
+            logits, same = model(tokens), whole(tokens)
+        assert torch.equal(logits, same)

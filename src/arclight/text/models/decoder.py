@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from arclight.parallel.initial import Normal
 from arclight.text.models.attention import Mask
 from arclight.text.models.cache import KVCache
-from arclight.text.models.layers import RMSNorm, Rotation
+from arclight.text.models.layers import RMSNorm, Rotation, in_compute_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,7 @@ class Decoder(nn.Module):
 
     def embed(self, tokens_BT: Tensor, around: Surroundings) -> Tensor:
         assert self.tok_embeddings is not None
-        h_BTD: Tensor = self.tok_embeddings(tokens_BT)
-        return h_BTD
+        return in_compute_type(self.tok_embeddings(tokens_BT))
 
     def surroundings(
         self, new: int, device: torch.device, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None

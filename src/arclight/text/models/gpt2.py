@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from arclight.parallel.initial import Constant, Initial, Normal
 from arclight.text.models.attention import InnerAttention
 from arclight.text.models.decoder import Decoder, DecoderConfig, Surroundings
-from arclight.text.models.layers import LayerNorm
+from arclight.text.models.layers import LayerNorm, in_compute_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,5 +118,5 @@ class GPT2(Decoder):
 
     def embed(self, tokens_BT: Tensor, around: Surroundings) -> Tensor:
         places = around.positions if around.positions.ndim == 2 else around.positions[None]
-        h_BTD: Tensor = super().embed(tokens_BT, around) + self.positions(places)
+        h_BTD: Tensor = super().embed(tokens_BT, around) + in_compute_type(self.positions(places))
         return h_BTD

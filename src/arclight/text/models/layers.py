@@ -18,21 +18,36 @@ from torch.nn import functional as F
 from arclight.parallel.initial import Constant, Initial, Normal
 
 
+def in_compute_type(x: Tensor) -> Tensor:
+    """Return ``x`` in bfloat16 where autocast computes in that.
+
+    FSDP gathers weights in bfloat16 then, so that embeddings and with them the residual stream have it; one device must not
+    compute with other numbers. (In float16, which sums overflow, weights are gathered as they are.)
+    """
+    kind = x.device.type
+    half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return x.to(torch.bfloat16) if half and x.dtype == torch.float32 else x
+
+
 class RMSNorm(nn.RMSNorm):
-    """x / rms(x) * weight, computed in float32 (Zhang and Sennrich 2019)."""
+    """x / rms(x) * weight, computed in float32 (Zhang and Sennrich 2019) and given in the type of x."""
 
     initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.eps or 0.0))
-        return self.weight * wide.to(x.dtype)
+        return self.weight.to(x.dtype) * wide.to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean) / deviation * weight + bias (Ba et al. 2016)."""
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016), given in the type of x."""
 
     initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

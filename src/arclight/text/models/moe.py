@@ -97,7 +97,7 @@ class Router(nn.Module):
         config, (batch, _, width) = self.config, x_BTD.shape
         with torch.autocast(x_BTD.device.type, enabled=False):
             wide = torch.promote_types(x_BTD.dtype, torch.float32)
-            logits_NE = F.linear(x_BTD.reshape(-1, width).to(wide), self.weight.to(wide))
+            logits_NE = F.linear(x_BTD.reshape(-1, width).to(wide), self.weight.to(x_BTD.dtype).to(wide))
             scores_NE = logits_NE.sigmoid() if config.score == "sigmoid" else logits_NE.softmax(-1)
         chosen_NK = self.choose(scores_NE.detach())
         chosen_R = chosen_NK.flatten()

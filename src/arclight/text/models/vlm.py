@@ -18,7 +18,7 @@ from arclight.parallel.initial import Constant, Initial, Normal
 from arclight.text.models.attention import Mask
 from arclight.text.models.decoder import Surroundings
 from arclight.text.models.gpt2 import Block
-from arclight.text.models.layers import LayerNorm
+from arclight.text.models.layers import LayerNorm, in_compute_type
 from arclight.text.models.llama import Llama, LlamaConfig
 
 
@@ -129,9 +129,8 @@ class VisionEncoder(nn.Module):
     def places(self, sizes: list[tuple[int, int]]) -> Tensor:
         """Learned positions stretched to each image's grid, (N, W)."""
         grid = self.config.grid
-        table = self.positions(
-            torch.arange(grid**2, device=self.positions.weight.device)
-        )  # called, as shares are then whole
+        numbers = torch.arange(grid**2, device=self.positions.weight.device)
+        table = in_compute_type(self.positions(numbers))  # called, as shares are then whole
         square = table.unflatten(0, (grid, grid)).permute(2, 0, 1)[None].float()
         found: dict[tuple[int, int], Tensor] = {}
         for size in sizes:
