@@ -181,7 +181,15 @@ def scale_to_norm(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_no
             "multiplied by what comes out"
         )
     if parts := own_parts(gradients):
-        torch._foreach_mul_(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        multiply(parts, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+@torch.no_grad()
+def multiply(parts: list[torch.Tensor], factor: torch.Tensor | float) -> None:
+    """Multiply ``parts`` in place by ``factor``, which may lie on another device than they (shares that are kept on the host)."""
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(parts[0].device)
+    torch._foreach_mul_(parts, factor)
 
 
 @torch.no_grad()

@@ -65,8 +65,13 @@ def replicate(root: nn.Module, plan: Plan) -> nn.Module:
 def _move(model: nn.Module, device: torch.device, parameters: bool = True) -> None:
     """To ``device`` what has memory elsewhere."""
     for tensor in (*(model.parameters() if parameters else ()), *model.buffers()):
-        if not tensor.is_meta and tensor.device.type != device.type:
+        if not tensor.is_meta and not _is_on(tensor, device):
             tensor.data = tensor.data.to(device)
+
+
+def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return True where ``tensor`` lies on ``device``: on that very one, if it is named."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def check(model: nn.Module, plan: Plan, sequence_length: int | None = None, world_size: int | None = None) -> None:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from arclight.fabric import sharding
 from arclight.fabric.accelerators import Accelerator
+from arclight.fabric.batches import map_tensors
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.precision import Float8Precision
 from arclight.fabric.spread import own_part
@@ -213,9 +214,9 @@ class PlanStrategy(ShardedStrategy):
     def _draw_alike(self) -> None:
         """From here on the processes of a pipeline draw the same random numbers outside of the parts of the model."""
         if (group := self.mesh.group("pp")) is not None and self.plan.pp > 1:
-            box = [torch.get_rng_state()]
-            dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group=group)
-            torch.set_rng_state(box[0])
+            state = torch.get_rng_state().to(self.device)
+            dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
+            torch.set_rng_state(state.cpu())
 
     def types(self) -> Types:
         """Parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
@@ -275,9 +276,34 @@ class PlanStrategy(ShardedStrategy):
         whole = sharding.gathered(tree, keep=first)
         if not first:
             return whole
-        stages: list[Any] | None = [None] * self.plan.pp if self.is_global_zero else None
-        dist.gather_object(whole, stages, dst=0, group=self.mesh.group("pp"))
+        stages = self._from_all_stages(whole)
         return whole if stages is None else functools.reduce(_united, stages)
+
+    def _from_all_stages(self, tree: Any) -> list[Any] | None:
+        """Give rank 0 the trees of all stages; None elsewhere. Each tensor is a message: one is on a device at a time."""
+        group = self.mesh.group("pp")
+        own: list[torch.Tensor] = []
+
+        def outline(tensor: torch.Tensor) -> torch.Tensor:
+            own.append(tensor)
+            return tensor.detach().to("meta")
+
+        outlines: list[Any] | None = [None] * self.plan.pp if self.is_global_zero else None
+        dist.gather_object(map_tensors(tree, outline), outlines, dst=0, group=group)
+        if outlines is None:
+            for tensor in filter(torch.Tensor.numel, own):
+                dist.send(_bytes(tensor.detach().to(self.device)), 0, group=group)
+            return None
+
+        def arrived(tensor: torch.Tensor, source: int) -> torch.Tensor:
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            if room.numel():
+                dist.recv(_bytes(room), source, group=group)
+            return room.cpu()
+
+        sources = [dist.get_global_rank(group, place) for place in range(1, self.plan.pp)]
+        others = zip(outlines[1:], sources, strict=True)
+        return [tree, *(map_tensors(other, functools.partial(arrived, source=source)) for other, source in others)]
 
     def _of_last_stage(self, tree: Any) -> Any:
         """``tree`` without what belongs to no part of a model and other processes than the last stage's have older values of."""
@@ -321,6 +347,11 @@ class PlanStrategy(ShardedStrategy):
             total = total + norm**norm_type / count
         dist.all_reduce(total, group=self.step_group)
         return total ** (1 / norm_type)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View ``tensor`` as bytes, which every back end sends."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _without(tree: Any, names: set[str]) -> Any:

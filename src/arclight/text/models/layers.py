@@ -41,13 +41,14 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean) / deviation * weight + bias (Ba et al. 2016), given in the type of x."""
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016), computed in float32 and given in the type of x."""
 
     initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0), "bias": Constant(0.0)}
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)  # half kernels of CPUs sum gradients in their own type
+        weight, bias = (parameter.to(x.dtype).to(wide) for parameter in (self.weight, self.bias))
+        return F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

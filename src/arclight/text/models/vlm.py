@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -181,6 +182,24 @@ class VisionLlama(Llama):
         if held != brought:
             raise ValueError(f"the text has {held} places for patches, the images have {brought}")
         if images is None:
-            return h_BTD
+            return self._with_no_image(h_BTD)
         seen_ND = self.projector(self.vision(images)).to(h_BTD.dtype)
         return h_BTD.masked_scatter(places_BT[..., None], seen_ND)
+
+    def _with_no_image(self, h_BTD: Tensor) -> Tensor:
+        """Return ``h_BTD``; where other processes may have images, after the encoder has run on a blank patch that counts nothing.
+
+        They wait for this one in each unit of the encoder whose weights are in shares, and for the gradients of its parameters.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        shares = any(isinstance(part, FSDPModule) for part in (*self.vision.modules(), *self.projector.modules()))
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        trains = torch.is_grad_enabled() and any(
+            p.requires_grad for p in (*self.vision.parameters(), *self.projector.parameters())
+        )
+        if not (shares or (several and trains)):
+            return h_BTD
+        config = self.config.vision
+        blank = Images(h_BTD.new_zeros(1, config.channels * config.patch**2), [(1, 1)])
+        return h_BTD + 0 * self.projector(self.vision(blank)).sum().to(h_BTD.dtype)

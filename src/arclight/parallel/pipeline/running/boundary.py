@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ class TensorShape:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorShape:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.requires_grad)
+
+    def plain(self) -> list[Any]:
+        """Return what JSON keeps of it; :meth:`of_plain` takes that."""
+        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.requires_grad, self.returns]
+
+    @classmethod
+    def of_plain(cls, told: list[Any]) -> TensorShape:
+        shape, dtype, requires_grad, returns = told
+        return cls(tuple(shape), getattr(torch, dtype), requires_grad, returns)
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)

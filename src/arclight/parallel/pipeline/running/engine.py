@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -259,20 +260,25 @@ class Engine:
     # -- messages while shapes are found out -----------------------------------------------------------------------
 
     def _tell(self, stage: int, message: Any) -> None:
-        dist.send_object_list([message], self.line.owner(stage), group=self.line.group, device=self.line.device)
+        """Send plain data to the process of a stage: its length, then its JSON."""
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), data):
+            dist.send(tensor.to(self.line.device), self.line.owner(stage), group=self.line.group)
 
     def _hear(self, stage: int) -> Any:
-        box = [None]
-        dist.recv_object_list(box, self.line.owner(stage), group=self.line.group, device=self.line.device)
-        return box[0]
+        length = torch.zeros(1, dtype=torch.int64, device=self.line.device)
+        dist.recv(length, self.line.owner(stage), group=self.line.group)
+        data = torch.zeros(int(length), dtype=torch.uint8, device=self.line.device)
+        dist.recv(data, self.line.owner(stage), group=self.line.group)
+        return json.loads(bytes(data.tolist()))
 
     def _send(self, stage: int, boundary: Boundary, tensors: tuple[Tensor, ...]) -> None:
-        self._tell(stage, boundary)
+        self._tell(stage, [shape.plain() for shape in boundary])
         for tensor in tensors:
             dist.send(tensor.detach(), self.line.owner(stage), group=self.line.group)
 
     def _receive(self, stage: int) -> tuple[Boundary, tuple[Tensor, ...]]:
-        boundary: Boundary = self._hear(stage)
+        boundary = tuple(map(TensorShape.of_plain, self._hear(stage)))
         tensors = tuple(shape.empty(self.line.device) for shape in boundary)
         for tensor in tensors:
             dist.recv(tensor, self.line.owner(stage), group=self.line.group)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from arclight.fabric.sharding import multiply
 from arclight.fabric.spread import own_parts
 from arclight.parallel.context import over_sequences, shard_arguments
 from arclight.parallel.pipeline.running.agreement import DisagreementError
@@ -136,7 +137,7 @@ class Gradients:
         if not pairs:
             return
         if not (isinstance(scale, float) and scale == 1.0):
-            torch._foreach_mul_(own_parts([new for _, new in pairs]), scale)
+            multiply(own_parts([new for _, new in pairs]), scale)
         sums = [(p.grad, new) for p, new in pairs if p.grad is not None]
         if sums:
             torch._foreach_add_(own_parts([old for old, _ in sums]), own_parts([new for _, new in sums]))

@@ -270,10 +270,17 @@ class Steps:
             return
         own = {self._decided.names[name]: p for name, p in self.module.named_parameters()}
         for name, stages in self.shared.items():
-            box: list[Any] = [own_part(own[name]).cpu() if name in own else None]
-            dist.broadcast_object_list(box, self.line.owner(stages[0]), group=self.line.group)
-            if name in own and stages[0] not in self.line.own:
-                own_part(own[name]).copy_(box[0])
+            if name not in own:
+                continue
+            part, first = own_part(own[name]), self.line.place(stages[0])
+            if self.line.rank != first:
+                room = torch.empty_like(part)
+                dist.recv(room, self.line.owner(stages[0]), group=self.line.group)
+                part.copy_(room)
+                continue
+            users = {self.line.place(stage): self.line.owner(stage) for stage in stages}
+            for place in sorted(users.keys() - {first}):
+                dist.send(part.contiguous(), users[place], group=self.line.group)
 
     # -- running ---------------------------------------------------------------------------------------------------
 
