@@ -202,4 +202,5 @@ class VisionLlama(Llama):
             return h_BTD
         config = self.config.vision
         blank = Images(h_BTD.new_zeros(1, config.channels * config.patch**2), [(1, 1)])
-        return h_BTD + 0 * self.projector(self.vision(blank)).sum().to(h_BTD.dtype)
+        nothing: Tensor = 0 * self.projector(self.vision(blank)).sum().to(h_BTD.dtype)
+        return h_BTD + nothing

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten
 
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.expert import AllToAllDispatcher
 from arclight.parallel.pipeline.running.agreement import DisagreementError, Statement, digest, verify
-from arclight.parallel.pipeline.running.alone import alone
 from arclight.parallel.pipeline.running.boundary import Boundary, TensorShape
 from arclight.parallel.pipeline.running.faults import Board, DeviceSteps, failed, let_others_go, timeout_of
 from arclight.parallel.pipeline.running.halves import reached
@@ -217,7 +217,7 @@ class Engine:
         with (
             torch.random.fork_rng(devices=devices, device_type=line.device.type if devices else None),
             torch.set_grad_enabled(backward),
-            alone(self.parts.values()),
+            _alone(self.parts.values()),
         ):
             for number, part in self.parts.items():
                 arrived: tuple[Tensor, ...] = ()
@@ -303,3 +303,48 @@ def signature(leaves: list[Any], structure: Any) -> Hashable:
         else x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__qualname__
         for x in leaves
     )  # fmt: skip
+
+
+# -- a pass that replicas do not run -------------------------------------------------------------------------------
+
+
+class _NothingGathered:
+    """Take the place of FSDP's all-gather: what other processes hold of the weights is zeros."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Leave ``output_tensor`` as it is; FSDP has put this process's share into it."""
+
+
+@contextmanager
+def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """In here forwards of ``stages`` exchange nothing over shards of weights or experts.
+
+    What comes out has the shapes, types and graph that it has otherwise, and other values. Exchanges among the processes that have the
+    same batch (``tp``, ``cp``) are made, as all of these run the same stages at the same time.
+    """
+    modules = [module for stage in stages for module in stage.modules()]
+    groups = [group for module in modules if isinstance(module, FSDPModule) for group in _groups(module)]
+    dispatchers = [d for module in modules if isinstance(d := getattr(module, "dispatcher", None), AllToAllDispatcher)]
+    before = [(group, group._all_gather_comm) for group in groups]
+    for group in groups:
+        group._all_gather_comm = _NothingGathered()
+    for dispatcher in dispatchers:
+        dispatcher.alone = True
+    try:
+        yield
+    finally:
+        for group, gather in before:
+            group._all_gather_comm = gather
+        for dispatcher in dispatchers:
+            dispatcher.alone = False
+
+
+def _groups(module: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP unit; its public setter refuses units of several, as blocks with experts are."""
+    found: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return found
