@@ -124,6 +124,11 @@ class Plan:
         return prod((self.dp_replicate, self.dp_shard, self.cp, self.tp, self.pp))
 
     @property
+    def pieces(self) -> int:
+        """Return how many micro-batches a batch becomes, where it has as many samples."""
+        return self.micro_batches or 2 * self.pp
+
+    @property
     def data_parallel(self) -> int:
         """Processes that read different samples."""
         return self.dp_replicate * self.dp_shard

@@ -59,7 +59,7 @@ def simulate(
         raise PlanError("say what the model is called with for one micro-batch (example), so that its parts have sizes")
     if isinstance(schedule, Plan):
         processes = schedule.pp if processes is None else processes
-        micro_batches, schedule = schedule.micro_batches or 2 * schedule.pp, schedule.schedule
+        micro_batches, schedule = schedule.pieces, schedule.schedule
     kind = schedule_kind(schedule)
     if isinstance(what, Pipe):
         if processes is None:

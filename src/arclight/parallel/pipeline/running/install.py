@@ -25,7 +25,7 @@ Spread = Callable[[nn.Module, nn.Module], Any]
 
 def check(plan: Plan) -> None:
     """Raise PlanError, naming the fix, for a pipeline that cannot be run."""
-    kind, number = schedule_kind(plan.schedule), micro_batches_of(plan)
+    kind, number = schedule_kind(plan.schedule), plan.pieces
     if kind.only is not None and not kind.fits(number, plan.pp):
         raise PlanError(
             f"{plan.schedule} is for {kind.only[0]} processes and {kind.only[1]} micro-batches, not for {plan.pp} and {number}: set "
@@ -45,11 +45,6 @@ def check(plan: Plan) -> None:
             f"{plan.schedule} computes gradients of weights by themselves, which compiled blocks cannot: set compile = none, or "
             f"schedule to one of {', '.join(whole)}"
         )
-
-
-def micro_batches_of(plan: Plan) -> int:
-    """How many micro-batches a batch of the plan becomes."""
-    return plan.micro_batches or 2 * plan.pp
 
 
 def in_step(plan: Plan) -> bool:
@@ -96,7 +91,7 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
         spread(model, parts[number])
     data = mesh.loss_group if plan.data_parallel * plan.cp > 1 else None
     runner = PipelineRunner(
-        Engine(parts, line), micro_batches_of(plan), cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=in_step(plan),
+        Engine(parts, line), plan.pieces, cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=in_step(plan),
     )  # fmt: skip
     module.runner = runner
     return runner

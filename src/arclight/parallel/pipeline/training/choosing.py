@@ -54,7 +54,7 @@ def choose_for(
     args: of the step, for one micro-batch. Every process that has the same model finds the same. Raises PlanError where nothing keeps
     the memory, there are too few parts, or what they cost cannot be predicted.
     """
-    number = plan.micro_batches or 2 * plan.pp
+    number = plan.pieces
     if plan.pp == 1:
         return Chosen("GPipe", number, (0,))
     schedules = _allowed(plan, wishes)

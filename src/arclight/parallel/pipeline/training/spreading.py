@@ -81,7 +81,7 @@ def spread_steps(
             'give it a batch_weight, and leave reduction = "token_mean"'
         )
     steps = Steps(module, device)
-    piece, _ = parts(module, batch, plan.micro_batches or 2 * plan.pp)[0]
+    piece, _ = parts(module, batch, plan.pieces)[0]
     args = _arguments(step, piece)
     graph = steps.look(step, args)
     chosen = choose_for(module, step, args, graph, parts(module, batch, 1)[0][1], plan, wishes)

@@ -11,7 +11,6 @@ from torch import nn
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.parallel.pipeline.running.install import micro_batches_of
 from arclight.parallel.pipeline.training.choosing import Wishes, check_memory
 from arclight.parallel.pipeline.training.pieces import REDUCTIONS, Reduction
 from arclight.parallel.pipeline.training.spreading import only_stages
@@ -91,7 +90,7 @@ class Pipeline(PlanStrategy):
         left = [name for name in ("schedule", "micro_batches") if getattr(wishes, f"choose_{name}")]
         if left:
             rank_zero_warn(
-                f'{" and ".join(left)} = "auto" cannot be predicted with {spread}: {plan.schedule} and {micro_batches_of(plan)} micro-batches '
+                f'{" and ".join(left)} = "auto" cannot be predicted with {spread}: {plan.schedule} and {plan.pieces} micro-batches '
                 "are used; name what shall be"
             )
 
