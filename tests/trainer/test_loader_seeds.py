@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,32 @@ def test_fabric_loaders_differ_and_resume(tmp_path: Path) -> None:
     resumed = fabric.setup_dataloaders(shuffled())
     resumed.load_state_dict(state)
     assert [batch[0].tolist() for batch in resumed] == rest
+
+
+class PerRank(Recorder):
+    """Each rank seeds its generator in its own way and writes down what it reads."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def train_dataloader(self) -> Any:
+        return [shuffled(100 + self.trainer.global_rank), shuffled(200 + self.trainer.global_rank)]
+
+    def on_train_end(self) -> None:
+        (self.folder / str(self.trainer.global_rank)).write_text(json.dumps([self.order(0), self.order(1)]))
+
+
+def test_ranks_share_one_order_even_if_they_seed_apart(tmp_path: Path) -> None:
+    fit_two = {"devices": 2, "strategy": "ddp_fork", "max_epochs": 1}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
+    al.Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet, **fit_two).fit(PerRank(tmp_path))
+    zero, one = (json.loads((tmp_path / rank).read_text()) for rank in "01")
+    for loader in range(2):
+        assert sorted(zero[loader] + one[loader]) == list(range(SAMPLES)), "each sample once"
+    assert zero[0] != zero[1]

@@ -38,7 +38,7 @@ class ResumableCombination:
 
     @property
     def seeds(self) -> list[int]:
-        """The seed of each part."""
+        """Seeds of the parts."""
         return [part.seed for part in self.parts]
 
     @property

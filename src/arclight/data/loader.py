@@ -94,7 +94,7 @@ class ResumableLoader:
 
     @property
     def seeds(self) -> list[int]:
-        """The seed, as a combination of loaders has one for each."""
+        """Seeds in the order of loaders, of which this one is all."""
         return [self.seed]
 
     def reseed(self, seed: int) -> None:

@@ -49,7 +49,7 @@ class LoaderSeeds:
 
 
 def _samplers_of(loader: Any) -> list[Any]:
-    """The samplers of a loader, each once."""
+    """Return the samplers of a loader, each once."""
     batches = getattr(loader, "batch_sampler", None)
     return _distinct((getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)))
 

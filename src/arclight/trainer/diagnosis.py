@@ -58,7 +58,7 @@ def diagnose(trainer: Trainer) -> str:
 
 @contextmanager
 def _without_callbacks(trainer: Trainer) -> Iterator[None]:
-    """Within, only callbacks that make the step are there; afterwards all are, with the position and metrics of before."""
+    """Leave out callbacks that do not make the step; put them, the position and the metrics back afterwards."""
     callbacks, position = trainer.callbacks, dict(vars(trainer.progress))
     metrics, trainer.metrics = trainer.metrics, trainer.metrics.copy()
     trainer.callbacks = [callback for callback in callbacks if hasattr(callback, "build_step")]

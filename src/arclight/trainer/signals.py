@@ -87,13 +87,13 @@ def requeue_job(trainer: Trainer) -> None:
 
 
 def _job() -> str:
-    """What SLURM's queue knows this job by, through every requeue; empty where it is no job."""
+    """Return the name that SLURM's queue has for this job through every requeue; empty where it is no job."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
 
 
 def requeue_folder(trainer: Trainer) -> Path:
-    """The folder in, or below, which checkpoints of requeued jobs lie."""
+    """Return the folder in or below which checkpoints of requeued jobs lie."""
     if not trainer.conventions.run_folders:
         return Path(trainer.default_root_dir)
     if trainer._run_folder is not None:
@@ -102,7 +102,7 @@ def requeue_folder(trainer: Trainer) -> Path:
 
 
 def requeue_checkpoints(trainer: Trainer, any_job: bool = False) -> list[Path]:
-    """Checkpoints from which this job goes on when the queue has started it again, the newest last.
+    """List the checkpoints from which this job goes on when the queue starts it again, the newest last.
 
     They lie in the folders of runs of this name and are named after the job (by Lightning's convention in ``default_root_dir``, for
     whichever job). ``any_job``: those of other jobs too.
@@ -120,7 +120,7 @@ def requeue_checkpoints(trainer: Trainer, any_job: bool = False) -> list[Path]:
 
 
 def requeue_checkpoint(trainer: Trainer, any_job: bool = False) -> Path | None:
-    """The newest checkpoint of a job that was put back into the queue, the same on every rank; None where there is none."""
+    """Return the newest checkpoint of a requeued job, the same on every rank; None where there is none."""
     kept = requeue_checkpoints(trainer) or (requeue_checkpoints(trainer, any_job=True) if any_job else [])
     newest: Path | None = trainer.strategy.broadcast(kept[-1] if kept else None)
     return newest
@@ -153,7 +153,7 @@ def end_by_signal(trainer: Trainer) -> None:
 
 
 def _save_at_signal(trainer: Trainer) -> Path | str | None:
-    """The checkpoint that was saved, by the callback that will remove it when there is a newer one; None where none are kept."""
+    """Save by the callback that removes the checkpoint when there is a newer one; None if no checkpoints are kept."""
     from arclight.trainer import state
     from arclight.trainer.callbacks import ModelCheckpoint
 

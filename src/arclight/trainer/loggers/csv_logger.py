@@ -122,7 +122,7 @@ class ExperimentWriter:
         self._local = isinstance(self._files, LocalFileSystem)
         self._columns: list[str] | None = None
         self._torn = False
-        """Whether the file ends within a row, which a crash has cut off."""
+        """True if the file ends within a row, which a crash has cut off."""
         self._next_step: int | None = None
         self._aside: str | None = None
         self._replayed: list[Row] = []
