@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
@@ -15,6 +18,7 @@ import pytest
 
 import arclight
 from arclight import _installed
+from arclight.compat.lightning.names import NAMES
 from arclight.fabric.extras import MissingExtraError, require
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,3 +125,98 @@ def test_make_setup_uses_an_environment_that_is_there(tmp_path: Path, linked: bo
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked[-1].startswith("-m pip install --quiet --editable")
     assert len(asked) == len(set(asked))
+
+
+USER = """
+import torch
+import arclight as al
+import arclight.compat.lightning as L
+import arclight.compat.lightning.pytorch as pl
+from arclight.compat.lightning.fabric import Fabric
+from arclight.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from arclight.compat.lightning.pytorch.loggers import CSVLogger
+from arclight.compat.lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+
+class Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layer(batch).sum()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self) -> list[torch.Tensor]:
+        return [torch.zeros(1, 2)]
+
+
+class Noting(pl.callbacks.Callback):
+    def on_train_start(self, trainer: al.Trainer, pl_module: al.Module) -> None:
+        print(trainer.global_step)
+
+
+trainer = L.Trainer(max_epochs=1, callbacks=[Noting(), EarlyStopping("loss"), ModelCheckpoint()], logger=CSVLogger("logs"))
+trainer.fit(Model(), datamodule=Data())
+reveal_type(pl.Trainer(max_steps=1).global_step)
+reveal_type(Fabric(devices=1).world_size)
+reveal_type(al.Trainer.fit)
+wrong: str = trainer.global_step
+missing = pl.callbacks.EarlyStoping
+"""
+
+
+def public_imports() -> list[str]:
+    """Statements that import every public name of every package, and every name of Lightning's, each under a name of its own."""
+    packages = [module.name for module in pkgutil.walk_packages(arclight.__path__, "arclight.") if module.ispkg]
+    statements = []
+    for name in ["arclight", *packages]:
+        path = name.replace(".", "_")
+        listed = getattr(importlib.import_module(name), "__all__", [])
+        statements += [f"from {name} import {item} as {path}_{item}" for item in listed]
+    for path, names in NAMES.items():
+        module = ".".join(filter(None, ("arclight.compat.lightning", path)))
+        statements += [f"from {module} import {item} as {module.replace('.', '_')}_{item}" for item in names]
+    return statements
+
+
+@pytest.mark.slow
+def test_type_checkers_know_every_public_name_of_a_wheel(
+    unpacked: Path, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """``mypy --strict`` on a user's file, in an environment with the wheel and what it needs. A minute with an empty cache."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "paths.pth").write_text(f"{unpacked}\n{sysconfig.get_path('purelib')}\n")
+    statements = public_imports()
+    assert len(statements) > 700
+    file = tmp_path / "user.py"
+    file.write_text("\n".join(statements) + "\n" + USER)
+    cache = pytestconfig.cache.mkdir("mypy") if pytestconfig.cache is not None else tmp_path / "cache"
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--cache-dir",
+        str(cache),
+        "--no-error-summary",
+    ]
+    done = subprocess.run(
+        [*command, "--python-executable", str(tmp_path / "env" / "bin" / "python"), str(file)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    revealed = [line for line in said if line.startswith("note: Revealed type")]
+    assert [kind for kind in ("int", "int", "def (") if not any(kind in line for line in revealed)] == [], done.stdout
+    errors = [line for line in said if line.startswith("error")]
+    assert len(errors) == 2, done.stdout + done.stderr
+    assert "Incompatible types in assignment" in errors[0]
+    assert 'Module has no attribute "EarlyStoping"' in errors[1]

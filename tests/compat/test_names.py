@@ -8,6 +8,7 @@ import sys
 from unittest import mock
 
 import pytest
+from tests.compat import write_stubs
 
 import arclight as al
 import arclight.compat.lightning as L
@@ -71,13 +72,33 @@ def test_a_mistyped_name_is_told_the_nearest_one() -> None:
         importlib.import_module(f"{ROOT}.pytorch.callback_s")
 
 
-def test_replacing_a_name_for_a_while_replaces_it_where_it_is_used() -> None:
-    from arclight.fabric.environments import variables
+def test_replacing_a_name_for_a_while_leaves_our_rooms_alone() -> None:
+    from arclight.fabric.environments import base
 
-    before = variables.find_free_network_port
-    with mock.patch(f"{ROOT}.fabric.plugins.environments.lightning.find_free_network_port", return_value=3):
-        assert variables.LightningEnvironment().main_port == 3
-    assert variables.find_free_network_port is before
+    first, second = f"{ROOT}.fabric.utilities.seed", f"{ROOT}.fabric"
+    modules = [importlib.import_module(name) for name in (first, second)]
+    ours = al.seed_everything
+    with (
+        mock.patch(f"{first}.seed_everything", return_value=3),
+        mock.patch(f"{second}.seed_everything", return_value=4),
+    ):
+        assert [module.seed_everything() for module in modules] == [3, 4]
+        assert importlib.import_module("arclight.fabric.seeding").seed_everything is ours
+    assert [module.seed_everything for module in modules] == [ours, ours]
+    before = base.find_free_network_port
+    with (
+        pytest.raises(ZeroDivisionError),
+        mock.patch(f"{ROOT}.fabric.plugins.environments.lightning.find_free_network_port"),
+    ):
+        _ = 1 / 0
+    assert base.find_free_network_port is before
+
+
+def test_stubs_are_those_of_the_table() -> None:
+    expected, found = write_stubs.stubs(), write_stubs.written()
+    again = "run tests/compat/write_stubs.py"
+    assert sorted(map(str, expected.keys() ^ found.keys())) == [], again
+    assert [str(file) for file, text in expected.items() if found[file] != text] == [], again
 
 
 def test_a_module_that_stands_for_one_of_ours_shows_what_else_is_in_it() -> None:

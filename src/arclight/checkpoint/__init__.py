@@ -5,14 +5,21 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.checkpoint.conversion import convert, load_weights, read_pickled
-    from arclight.checkpoint.errors import CheckpointError
-    from arclight.checkpoint.inspection import Inspection, inspect
-    from arclight.checkpoint.retention import find_last, prune, remove
-    from arclight.checkpoint.saver import AsyncSaver
-    from arclight.checkpoint.share_loading import load_shares
-    from arclight.checkpoint.shares import save_shares
-    from arclight.checkpoint.store import load, save, verify
+    from arclight.checkpoint.conversion import convert as convert
+    from arclight.checkpoint.conversion import load_weights as load_weights
+    from arclight.checkpoint.conversion import read_pickled as read_pickled
+    from arclight.checkpoint.errors import CheckpointError as CheckpointError
+    from arclight.checkpoint.inspection import Inspection as Inspection
+    from arclight.checkpoint.inspection import inspect as inspect
+    from arclight.checkpoint.retention import find_last as find_last
+    from arclight.checkpoint.retention import prune as prune
+    from arclight.checkpoint.retention import remove as remove
+    from arclight.checkpoint.saver import AsyncSaver as AsyncSaver
+    from arclight.checkpoint.share_loading import load_shares as load_shares
+    from arclight.checkpoint.shares import save_shares as save_shares
+    from arclight.checkpoint.store import load as load
+    from arclight.checkpoint.store import save as save
+    from arclight.checkpoint.store import verify as verify
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

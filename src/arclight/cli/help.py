@@ -7,12 +7,13 @@ import shutil
 import textwrap
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
+from dataclasses import MISSING
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Any
 
 from arclight.cli.style import bold, coloured, dim
-from arclight.recipe import MISSING, Setting, explain
+from arclight.recipe import Setting, explain
 
 INTRODUCTION = """
 A recipe is a .toml or .yaml file, my_runs.py:function or package.module:function. Every field below may also be

@@ -16,7 +16,7 @@ import sys
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from arclight import recipe
 from arclight.cli.arguments import UsageError, problems_listed
 from arclight.parallel.plan import Plan
-from arclight.recipe import MISSING, Imported, RecipeError, read, write
+from arclight.recipe import Imported, RecipeError, read, write
 from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
 
 TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")

@@ -138,9 +138,10 @@ class ConfigRecord(RunRecord):
 
 def own_help(parser: Parser, model: type, options: Namespace) -> str:
     """The options, the constructors' arguments with types, defaults and docstrings, and all other settings."""
+    from arclight._intervals import describe
     from arclight.cli.help import described, listing
     from arclight.cli.style import bold, dim
-    from arclight.recipe import Setting, describe, explain
+    from arclight.recipe import Setting, explain
 
     width = min(shutil.get_terminal_size((120, 24)).columns, 130)
     table: dict[str, object] = {}

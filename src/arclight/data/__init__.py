@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.data.combination import ResumableCombination
-    from arclight.data.combined import CombinedLoader
-    from arclight.data.loader import ResumableLoader
-    from arclight.data.seeding import derive_seed, isolated_rng
-    from arclight.data.token_shards import TokenShards
+    from arclight.data.combination import ResumableCombination as ResumableCombination
+    from arclight.data.combined import CombinedLoader as CombinedLoader
+    from arclight.data.loader import ResumableLoader as ResumableLoader
+    from arclight.data.seeding import derive_seed as derive_seed
+    from arclight.data.seeding import isolated_rng as isolated_rng
+    from arclight.data.token_shards import TokenShards as TokenShards
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.deploy.benchmarking import Table, benchmark
-    from arclight.deploy.errors import ExportError, ProgramError, QuantizeError
-    from arclight.deploy.exporting import export
-    from arclight.deploy.processing import Processing
-    from arclight.deploy.program import Program, TensorSpec
-    from arclight.deploy.quantization import QuantizedModel, quantize
-    from arclight.deploy.settings import Int8
+    from arclight.deploy.benchmarking import Table as Table
+    from arclight.deploy.benchmarking import benchmark as benchmark
+    from arclight.deploy.errors import ExportError as ExportError
+    from arclight.deploy.errors import ProgramError as ProgramError
+    from arclight.deploy.errors import QuantizeError as QuantizeError
+    from arclight.deploy.exporting import export as export
+    from arclight.deploy.processing import Processing as Processing
+    from arclight.deploy.program import Program as Program
+    from arclight.deploy.program import TensorSpec as TensorSpec
+    from arclight.deploy.quantization import QuantizedModel as QuantizedModel
+    from arclight.deploy.quantization import quantize as quantize
+    from arclight.deploy.settings import Int8 as Int8
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

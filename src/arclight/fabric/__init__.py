@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.fabric.extras import MissingExtraError
-    from arclight.fabric.seeding import isolate_rng, seed_everything
+    from arclight.fabric.extras import MissingExtraError as MissingExtraError
+    from arclight.fabric.seeding import isolate_rng as isolate_rng
+    from arclight.fabric.seeding import seed_everything as seed_everything
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

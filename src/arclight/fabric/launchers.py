@@ -171,6 +171,7 @@ class MultiProcessingLauncher(Launcher):
 
     def launch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         import torch.multiprocessing as mp
+        from torch.multiprocessing.spawn import start_processes
 
         if "LOCAL_RANK" in os.environ:
             return function(*arguments, **options)
@@ -181,7 +182,7 @@ class MultiProcessingLauncher(Launcher):
         state = None if self._start_method == "fork" else _interpreter_state()
         parent = None if self._start_method == "forkserver" else os.getpid()
         job = _Job(self.num_processes, shared, state, parent, function, arguments, options)
-        processes = mp.start_processes(
+        processes = start_processes(
             _entry,
             args=(job, queue, taken),
             nprocs=self.num_processes,

@@ -27,7 +27,7 @@ def meet(address: str, port: int, rank: int, world_size: int, timeout: datetime.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # documented, though not listed
             address, port, world_size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True
         )  # fmt: skip
     except dist.DistNetworkError as error:

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.federated.clients.client import Client
-    from arclight.federated.server.server import Server
-    from arclight.federated.settings import Federation
-    from arclight.federated.simulation.simulate import simulate
-    from arclight.federated.strategies import (
-        DiLoCo,
-        FedAdam,
-        FedAvg,
-        FedMomentum,
-        FedNesterov,
-        FedYogi,
-        SparseLoCo,
-    )
+    from arclight.federated.clients.client import Client as Client
+    from arclight.federated.server.server import Server as Server
+    from arclight.federated.settings import Federation as Federation
+    from arclight.federated.simulation.simulate import simulate as simulate
+    from arclight.federated.strategies import DiLoCo as DiLoCo
+    from arclight.federated.strategies import FedAdam as FedAdam
+    from arclight.federated.strategies import FedAvg as FedAvg
+    from arclight.federated.strategies import FedMomentum as FedMomentum
+    from arclight.federated.strategies import FedNesterov as FedNesterov
+    from arclight.federated.strategies import FedYogi as FedYogi
+    from arclight.federated.strategies import SparseLoCo as SparseLoCo
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

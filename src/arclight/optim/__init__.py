@@ -7,12 +7,23 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.optim.groups import decay_groups
-    from arclight.optim.optimizer import MixedOptimizer
-    from arclight.optim.restore import restore_optimizer
-    from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
-    from arclight.optim.schedules import constant, cosine, lambda_schedule, wsd
-    from arclight.optim.settings import SGD, AdamW, Mixed, Muon, NorMuon
+    from arclight.optim.groups import decay_groups as decay_groups
+    from arclight.optim.optimizer import MixedOptimizer as MixedOptimizer
+    from arclight.optim.restore import restore_optimizer as restore_optimizer
+    from arclight.optim.schedule_settings import WSD as WSD
+    from arclight.optim.schedule_settings import Constant as Constant
+    from arclight.optim.schedule_settings import Cosine as Cosine
+    from arclight.optim.schedule_settings import InverseSqrt as InverseSqrt
+    from arclight.optim.schedule_settings import Linear as Linear
+    from arclight.optim.schedules import constant as constant
+    from arclight.optim.schedules import cosine as cosine
+    from arclight.optim.schedules import lambda_schedule as lambda_schedule
+    from arclight.optim.schedules import wsd as wsd
+    from arclight.optim.settings import SGD as SGD
+    from arclight.optim.settings import AdamW as AdamW
+    from arclight.optim.settings import Mixed as Mixed
+    from arclight.optim.settings import Muon as Muon
+    from arclight.optim.settings import NorMuon as NorMuon
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

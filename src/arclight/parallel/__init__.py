@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.parallel.apply import parallelize
-    from arclight.parallel.initial import Constant, Normal, draw, initialize
-    from arclight.parallel.mesh import Mesh
-    from arclight.parallel.pipeline.training.strategy import Pipeline
-    from arclight.parallel.plan import Plan, PlanError
-    from arclight.parallel.strategy import PlanStrategy
+    from arclight.parallel.apply import parallelize as parallelize
+    from arclight.parallel.initial import Constant as Constant
+    from arclight.parallel.initial import Normal as Normal
+    from arclight.parallel.initial import draw as draw
+    from arclight.parallel.initial import initialize as initialize
+    from arclight.parallel.mesh import Mesh as Mesh
+    from arclight.parallel.pipeline.training.strategy import Pipeline as Pipeline
+    from arclight.parallel.plan import Plan as Plan
+    from arclight.parallel.plan import PlanError as PlanError
+    from arclight.parallel.strategy import PlanStrategy as PlanStrategy
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

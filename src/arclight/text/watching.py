@@ -12,7 +12,8 @@ import torch
 
 from arclight.text.settings import Sampling
 from arclight.trainer import Callback
-from arclight.trainer.throughput import compute_dtype, get_available_flops
+from arclight.trainer.device_peaks import get_available_flops
+from arclight.trainer.throughput import compute_dtype
 
 if TYPE_CHECKING:
     from arclight.text.language_model import LanguageModel

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.trainer.callback import Callback
-    from arclight.trainer.datamodule import DataModule
-    from arclight.trainer.module import Module
-    from arclight.trainer.reporting import NonFiniteLossError
-    from arclight.trainer.run import RunFolder
-    from arclight.trainer.settings import EMA, Checkpointing, Stopping, TrainerSettings
-    from arclight.trainer.trainer import Trainer
+    from arclight.trainer.callback import Callback as Callback
+    from arclight.trainer.datamodule import DataModule as DataModule
+    from arclight.trainer.module import Module as Module
+    from arclight.trainer.reporting import NonFiniteLossError as NonFiniteLossError
+    from arclight.trainer.run import RunFolder as RunFolder
+    from arclight.trainer.settings import EMA as EMA
+    from arclight.trainer.settings import Checkpointing as Checkpointing
+    from arclight.trainer.settings import Stopping as Stopping
+    from arclight.trainer.settings import TrainerSettings as TrainerSettings
+    from arclight.trainer.trainer import Trainer as Trainer
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

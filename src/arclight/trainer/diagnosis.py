@@ -16,6 +16,7 @@ from arclight.data import ResumableLoader
 from arclight.fabric.batches import map_tensors
 from arclight.trainer import dataloading, state
 from arclight.trainer.gradients import loss_of
+from arclight.trainer.loading import load_weights
 from arclight.trainer.module import Module
 from arclight.trainer.optimization import build_forward, build_step
 from arclight.trainer.transfer import batch_transfer
@@ -45,7 +46,7 @@ def diagnose(trainer: Trainer) -> str:
         return f"run from {checkpoint} with log_every_n_steps=1 to find the first such step"
     try:
         with _without_callbacks(trainer):
-            state.load_weights(module, saved["state_dict"])
+            load_weights(module, saved["state_dict"])
             state.restore(trainer, saved)
             dataloading.restore_position(trainer)
             found = _replay(trainer, module, last)

@@ -22,6 +22,7 @@ from arclight.trainer.evaluation import predictions, run_evaluation
 from arclight.trainer.example import example_of
 from arclight.trainer.hooks import overridden
 from arclight.trainer.hparams import clean_namespace, hyperparameters_to_log
+from arclight.trainer.loading import load_weights
 from arclight.trainer.logged import LoggedValues
 from arclight.trainer.loggers.beginning import log_beginning, open_experiments
 from arclight.trainer.loop import finished, run_fit
@@ -374,7 +375,7 @@ def _begin_evaluation(
     _place(trainer, module, stage)
     if saved is not None:
         weights = {**saved["state_dict"], **saved.get("ema", {})}
-        state.load_weights(module, weights, strict=module.strict_loading)
+        load_weights(module, weights, strict=module.strict_loading)
     module.zero_grad()
     watching.begin(trainer, module, stage)
     return module

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.vision import qris
-    from arclight.vision.detections import Detections
-    from arclight.vision.detector import Detector
-    from arclight.vision.letterboxing import letterbox
-    from arclight.vision.yolo import fuse
-    from arclight.vision.zoo import build_model
+    from arclight.vision import qris as qris
+    from arclight.vision.detections import Detections as Detections
+    from arclight.vision.detector import Detector as Detector
+    from arclight.vision.letterboxing import letterbox as letterbox
+    from arclight.vision.yolo import fuse as fuse
+    from arclight.vision.zoo import build_model as build_model
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

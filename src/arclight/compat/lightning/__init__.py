@@ -8,18 +8,8 @@ subclass of ours that keeps Lightning's habits. :mod:`arclight.compat.lightning.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from arclight.compat.lightning.modules import install
-
-if TYPE_CHECKING:
-    from arclight.compat.lightning.trainer import Trainer as Trainer
-    from arclight.compat.lightning.version import __version__ as __version__
-    from arclight.fabric import seed_everything as seed_everything
-    from arclight.trainer import Callback as Callback
-    from arclight.trainer import DataModule as LightningDataModule
-    from arclight.trainer import Module as LightningModule
-    from arclight.trainer.fabric import Fabric as Fabric
 
 install(__name__)
 

@@ -60,7 +60,7 @@ CALLBACKS: Rows = (
         f"{_HOME}.rich_progress_bar",
         "RichProgressBar",
     ),
-    ("pytorch.callbacks.progress.rich_progress", f"{_HOME}.rich_progress_bar", "RichProgressBarTheme"),
+    ("pytorch.callbacks.progress.rich_progress", f"{_HOME}.progress_columns", "RichProgressBarTheme"),
     (
         "pytorch.callbacks pytorch.callbacks.stochastic_weight_avg",
         f"{_HOME}.stochastic_weight_averaging",

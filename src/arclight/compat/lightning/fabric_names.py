@@ -107,8 +107,9 @@ FABRIC: tuple[tuple[str, str, str], ...] = (
     (
         "fabric.plugins.environments.lightning",
         f"{_ENVIRONMENTS}.variables",
-        "LightningEnvironment find_free_network_port",
+        "LightningEnvironment",
     ),
+    ("fabric.plugins.environments.lightning", f"{_ENVIRONMENTS}.base", "find_free_network_port"),
     ("fabric.plugins.environments.torchelastic", f"{_ENVIRONMENTS}.variables", "TorchElasticEnvironment"),
     ("fabric.plugins.environments.kubeflow", f"{_ENVIRONMENTS}.variables", "KubeflowEnvironment"),
     ("fabric.plugins.environments.slurm", f"{_ENVIRONMENTS}.slurm", "SLURMEnvironment"),

@@ -1,8 +1,10 @@
 """Modules made from the table of names, so that Lightning's many import paths need no file each.
 
-A module holds no copies: a name is looked up in the room that defines it at every use, and setting one (as tests do
-that replace a function for a while) sets it there. A module without modules below it stands for ours that its names come
-from: what else is in those can be reached too.
+A module holds no copies: a name is looked up in the room that defines it at every use. What is set in one of these modules
+(by ``unittest.mock.patch``, say) is set there alone, as in any module: to replace what a room uses, patch the room. A module
+without modules below it stands for ours that its names come from: what else is in those can be read too.
+
+Type checkers read the stubs beside this file, which ``tests/compat/write_stubs.py`` writes from the same table.
 """
 
 from __future__ import annotations
@@ -23,23 +25,19 @@ ROOT = "arclight.compat.lightning"
 
 
 def children(path: str) -> list[str]:
-    """Names of the modules directly below ``path`` (``"pytorch.callbacks"``; ``""`` is the root)."""
+    """List the modules directly below ``path`` (``"pytorch.callbacks"``; ``""`` is the root)."""
     prefix = f"{path}." if path else ""
     return sorted({p[len(prefix) :].split(".")[0] for p in (*NAMES, *REFUSED) if p.startswith(prefix) and p != path})
 
 
 def origins(path: str) -> list[str]:
-    """Our modules that this module's names come from."""
+    """List our modules that this module's names come from."""
     return list(dict.fromkeys(origin.partition(":")[0] for origin in NAMES.get(path, {}).values()))
 
 
 def exists(path: str) -> bool:
-    """Whether the table has this module, or one below it."""
+    """Return True if the table has this module, or one below it."""
     return path in NAMES or path in REFUSED or bool(children(path))
-
-
-_REPLACED: dict[tuple[str, str], Any] = {}
-"""What was in one of our modules before its name was set through one of these."""
 
 
 class NamesModule(ModuleType):
@@ -58,9 +56,9 @@ class NamesModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         path = self._path
-        place = self._place(name)
-        if place is not None and hasattr(*place):
-            return getattr(*place)
+        for home, own in self._places(name):
+            if hasattr(home, own):
+                return getattr(home, own)
         reason = REFUSED.get(path, {}).get(name)
         if reason is not None:
             return refusal(name, reason)
@@ -71,34 +69,15 @@ class NamesModule(ModuleType):
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}{hint}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        place = self._place(name)
-        if place is None:
-            super().__setattr__(name, value)
-        else:
-            home, own = place
-            if hasattr(home, own):
-                _REPLACED.setdefault((home.__name__, own), getattr(home, own))
-            setattr(home, own, value)
-
-    def __delattr__(self, name: str) -> None:
-        place = self._place(name)
-        if place is None:
-            super().__delattr__(name)
-        elif (key := (place[0].__name__, place[1])) in _REPLACED:  # it ends a replacement: the room keeps its own
-            setattr(*place, _REPLACED.pop(key))
-        else:
-            delattr(*place)
-
-    def _place(self, name: str) -> tuple[ModuleType, str] | None:
-        """Where ``name`` lives: one of our modules and its name there."""
+    def _places(self, name: str) -> list[tuple[ModuleType, str]]:
+        """List where ``name`` may live: our modules, and its name there."""
         if name.startswith("__") and name != "__version__":
-            return None  # a module's own affairs
+            return []  # a module's own affairs
         origin, _, own = NAMES.get(self._path, {}).get(name, "").partition(":")
         if origin:
-            return importlib.import_module(origin), own
-        homes = [] if children(self._path) else [importlib.import_module(home) for home in origins(self._path)]
-        return next(((home, name) for home in homes if hasattr(home, name)), (homes[0], name) if homes else None)
+            return [(importlib.import_module(origin), own)]
+        homes = [] if children(self._path) else origins(self._path)
+        return [(importlib.import_module(home), name) for home in homes]
 
 
 class _NamesLoader(Loader):
@@ -122,4 +101,4 @@ class _NamesFinder(MetaPathFinder):
 def install(package: str) -> None:
     """Let ``package``, the room itself, and every module of the table below it be imported."""
     sys.modules[package].__class__ = NamesModule
-    sys.meta_path.append(_NamesFinder())
+    sys.meta_path.insert(0, _NamesFinder())  # before folders are looked at: those of the stubs hold no modules

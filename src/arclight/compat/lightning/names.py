@@ -46,8 +46,9 @@ _TRAINER: _Rows = (
     (
         "fabric.utilities.throughput",
         "arclight.trainer.throughput",
-        "Throughput ThroughputMonitor get_available_flops measure_flops",
+        "Throughput ThroughputMonitor measure_flops",
     ),
+    ("fabric.utilities.throughput", "arclight.trainer.device_peaks", "get_available_flops"),
     ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", f"{_LOGGERS}.logger", "Logger"),
     ("pytorch.loggers.logger", f"{_LOGGERS}.logger", "DummyExperiment DummyLogger"),
     ("fabric.loggers.logger", f"{_LOGGERS}.logger", "_DummyExperiment=DummyExperiment"),
@@ -108,17 +109,18 @@ _TRAINER: _Rows = (
     (
         "pytorch.cli",
         f"{_OWN}.cli",
-        "LightningCLI LightningArgumentParser SaveConfigCallback instantiate_class instantiate_module",
+        "LightningCLI instantiate_class instantiate_module",
     ),
+    ("pytorch.cli", f"{_OWN}.save_config", "SaveConfigCallback"),
     (
         "pytorch.cli",
         f"{_OWN}.cli_parser",
-        "ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerCallable "
+        "LightningArgumentParser ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerCallable "
         "ReduceLROnPlateau",
     ),
     ("pytorch.tuner pytorch.tuner.tuning", "arclight.trainer.tuner.tuning", "Tuner"),
     ("pytorch.tuner.lr_finder", "arclight.trainer.tuner.lr_finder", "_LRFinder=LRFinder"),
-    ("pytorch.tuner.batch_size_scaling", "arclight.trainer.tuner.batch_size_scaling", "is_oom_error=is_out_of_memory"),
+    ("pytorch.tuner.batch_size_scaling", "arclight.fabric.memory", "is_oom_error=is_out_of_memory"),
     ("pytorch.utilities.exceptions", "arclight.trainer.states", "_TunerExitException=RunEnded"),
     ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
     ("pytorch.core.optimizer", "arclight.trainer.managed_optimizer", "LightningOptimizer=ManagedOptimizer"),

@@ -6,7 +6,7 @@ import ast
 import inspect
 import os
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arclight.compat.lightning.loops import FitLoop, PredictLoop, StageLoop
 from arclight.trainer import Trainer as _Trainer
@@ -20,9 +20,11 @@ class Trainer(_Trainer):
 
     conventions = LIGHTNING
 
-    @wraps(_Trainer.__init__)  # type: ignore[misc]  # the signature that tools show
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**from_environment() | arguments)
+    if not TYPE_CHECKING:  # for type checkers, too, it takes what ours takes
+
+        @wraps(_Trainer.__init__)  # the signature that tools show
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**from_environment() | arguments)
 
     @property
     def current_epoch(self) -> int:

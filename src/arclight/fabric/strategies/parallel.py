@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
@@ -123,13 +124,13 @@ class ParallelStrategy(Strategy):
             record_flights()
         rank, world_size = self.global_rank, self.world_size
         if is_used_again():
-            kept, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+            kept, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
             name = fresh_name(kept, rank, world_size, timeout.total_seconds())
-            own = dist.PrefixStore(f"arclight/{name}", kept)
+            own = dist.distributed_c10d.PrefixStore(f"arclight/{name}", kept)
         else:
             environment = self.cluster_environment
             kept = meet(environment.main_address, environment.main_port, rank, world_size, timeout)
-            own = dist.PrefixStore("default_pg", kept)
+            own = dist.distributed_c10d.PrefixStore("default_pg", kept)
         dist.init_process_group(
             self._get_process_group_backend(),
             store=own,

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
 from arclight.fabric.seeding import MAX_SEED, isolate_rng, seed_generators
-from arclight.federated.clients.keeping import MODEL, Keep, bind, to_measure
+from arclight.federated.clients.keeping import Keep, bind, to_measure
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.clients.states import States
 from arclight.federated.clients.turn import ENTRY, Measuring, Position, Taken, Turn
 from arclight.federated.errors import FederatedError
+from arclight.federated.masks.travel import MODEL
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.trainer import Trainer
 

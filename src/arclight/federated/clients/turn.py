@@ -12,12 +12,10 @@ import torch
 from arclight.fabric.batches import counts_of
 from arclight.fabric.spread import own_part
 from arclight.federated.clients.keeping import (
-    MODEL,
     Keep,
     bind,
     drawn_anew,
     for_module,
-    matches,
     moments_in,
     reconcile,
     to_take,
@@ -25,6 +23,8 @@ from arclight.federated.clients.keeping import (
 )
 from arclight.federated.errors import CancelledError
 from arclight.federated.masks.experts import Parts
+from arclight.federated.masks.matching import matches
+from arclight.federated.masks.travel import MODEL
 from arclight.trainer.callback import Callback
 from arclight.trainer.clock import Clock
 from arclight.trainer.named import (

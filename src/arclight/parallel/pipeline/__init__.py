@@ -78,14 +78,16 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.parallel.pipeline.plans.forecasts import simulate
-    from arclight.parallel.pipeline.running.chunks import Reducer
-    from arclight.parallel.pipeline.running.piperunner import PipeRunner
-    from arclight.parallel.pipeline.stages.splitting import Pipe, StageModule, split
-    from arclight.parallel.pipeline.training.strategy import Pipeline
-    from arclight.parallel.pipeline.views.chrome import chrome_trace
-    from arclight.parallel.pipeline.views.recording import record
-    from arclight.parallel.pipeline.views.timelines import timeline
+    from arclight.parallel.pipeline.plans.forecasts import simulate as simulate
+    from arclight.parallel.pipeline.running.chunks import Reducer as Reducer
+    from arclight.parallel.pipeline.running.piperunner import PipeRunner as PipeRunner
+    from arclight.parallel.pipeline.stages.splitting import Pipe as Pipe
+    from arclight.parallel.pipeline.stages.splitting import StageModule as StageModule
+    from arclight.parallel.pipeline.stages.splitting import split as split
+    from arclight.parallel.pipeline.training.strategy import Pipeline as Pipeline
+    from arclight.parallel.pipeline.views.chrome import chrome_trace as chrome_trace
+    from arclight.parallel.pipeline.views.recording import record as record
+    from arclight.parallel.pipeline.views.timelines import timeline as timeline
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

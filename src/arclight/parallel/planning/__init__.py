@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.parallel.planning.estimates import estimate
-    from arclight.parallel.planning.searching import search
+    from arclight.parallel.planning.estimates import estimate as estimate
+    from arclight.parallel.planning.searching import search as search
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.text.models.decoder import Decoder, DecoderConfig
-    from arclight.text.models.llama import Llama, LlamaConfig
+    from arclight.text.models.decoder import Decoder as Decoder
+    from arclight.text.models.decoder import DecoderConfig as DecoderConfig
+    from arclight.text.models.llama import Llama as Llama
+    from arclight.text.models.llama import LlamaConfig as LlamaConfig
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

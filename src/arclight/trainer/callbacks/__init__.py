@@ -5,35 +5,44 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.trainer.callback import Callback, Checkpoint
-    from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder
-    from arclight.trainer.callbacks.device_stats_monitor import DeviceStatsMonitor
-    from arclight.trainer.callbacks.diloco import DiLoCo
-    from arclight.trainer.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
-    from arclight.trainer.callbacks.finetuning import BackboneFinetuning, BaseFinetuning
-    from arclight.trainer.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-    from arclight.trainer.callbacks.lambda_callback import LambdaCallback
-    from arclight.trainer.callbacks.loss_guard import LossGuard
-    from arclight.trainer.callbacks.lr_finder import LearningRateFinder
-    from arclight.trainer.callbacks.lr_monitor import LearningRateMonitor
-    from arclight.trainer.callbacks.micro_batching import MicroBatching
-    from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
-    from arclight.trainer.callbacks.model_summary import ModelSummary, RichModelSummary
-    from arclight.trainer.callbacks.monitored import MissingMetricError
-    from arclight.trainer.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-    from arclight.trainer.callbacks.pipeline_timeline import PipelineTimeline
-    from arclight.trainer.callbacks.prediction_writer import BasePredictionWriter
-    from arclight.trainer.callbacks.progress_bar import ProgressBar
-    from arclight.trainer.callbacks.progress_columns import RichProgressBarTheme
-    from arclight.trainer.callbacks.pruning import ModelPruning
-    from arclight.trainer.callbacks.rich_progress_bar import RichProgressBar
-    from arclight.trainer.callbacks.run_report import RunReport
-    from arclight.trainer.callbacks.spike import SpikeDetection
-    from arclight.trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-    from arclight.trainer.callbacks.throughput_monitor import ThroughputMonitor
-    from arclight.trainer.callbacks.timer import Timer
-    from arclight.trainer.callbacks.tqdm_progress import TQDMProgressBar
-    from arclight.trainer.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+    from arclight.trainer.callback import Callback as Callback
+    from arclight.trainer.callback import Checkpoint as Checkpoint
+    from arclight.trainer.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
+    from arclight.trainer.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from arclight.trainer.callbacks.diloco import DiLoCo as DiLoCo
+    from arclight.trainer.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from arclight.trainer.callbacks.early_stopping import EarlyStoppingReason as EarlyStoppingReason
+    from arclight.trainer.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from arclight.trainer.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from arclight.trainer.callbacks.gradient_accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
+    from arclight.trainer.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from arclight.trainer.callbacks.loss_guard import LossGuard as LossGuard
+    from arclight.trainer.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
+    from arclight.trainer.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from arclight.trainer.callbacks.micro_batching import MicroBatching as MicroBatching
+    from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from arclight.trainer.callbacks.model_summary import ModelSummary as ModelSummary
+    from arclight.trainer.callbacks.model_summary import RichModelSummary as RichModelSummary
+    from arclight.trainer.callbacks.monitored import MissingMetricError as MissingMetricError
+    from arclight.trainer.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from arclight.trainer.callbacks.pipeline_timeline import PipelineTimeline as PipelineTimeline
+    from arclight.trainer.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
+    from arclight.trainer.callbacks.progress_bar import ProgressBar as ProgressBar
+    from arclight.trainer.callbacks.progress_columns import RichProgressBarTheme as RichProgressBarTheme
+    from arclight.trainer.callbacks.pruning import ModelPruning as ModelPruning
+    from arclight.trainer.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+    from arclight.trainer.callbacks.run_report import RunReport as RunReport
+    from arclight.trainer.callbacks.spike import SpikeDetection as SpikeDetection
+    from arclight.trainer.callbacks.stochastic_weight_averaging import (
+        StochasticWeightAveraging as StochasticWeightAveraging,
+    )
+    from arclight.trainer.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from arclight.trainer.callbacks.timer import Timer as Timer
+    from arclight.trainer.callbacks.tqdm_progress import TQDMProgressBar as TQDMProgressBar
+    from arclight.trainer.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from arclight.trainer.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 _FILES = {
     "BackboneFinetuning": "finetuning",

@@ -20,6 +20,7 @@ from arclight.optim import MixedOptimizer
 from arclight.trainer import state
 from arclight.trainer.callback import Callback
 from arclight.trainer.gradients import parameters_of
+from arclight.trainer.loading import load_weights
 from arclight.trainer.plain import known_fields
 from arclight.trainer.reporting import NonFiniteLossError
 from arclight.trainer.spike import TrainingSpikeException
@@ -278,7 +279,7 @@ class LossGuard(Callback):
             self._end(event, f"; there is no checkpoint from {self.margin} steps before it to go back to")
         checkpoint = state.load(trainer, str(path))
         weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
-        state.load_weights(module, weights, strict=module.strict_loading)
+        load_weights(module, weights, strict=module.strict_loading)
         state.restore_optimization(trainer, checkpoint)
         module.zero_grad()
         trainer.window.count = 0

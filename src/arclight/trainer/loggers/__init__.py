@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.trainer.loggers.clearml_logger import ClearMLLogger
-    from arclight.trainer.loggers.comet_logger import CometLogger
-    from arclight.trainer.loggers.csv_logger import CSVLogger
-    from arclight.trainer.loggers.logger import DummyLogger, Logger, rank_zero_experiment
-    from arclight.trainer.loggers.mlflow_logger import MLFlowLogger
-    from arclight.trainer.loggers.neptune_logger import NeptuneLogger
-    from arclight.trainer.loggers.tensorboard_logger import TensorBoardLogger
-    from arclight.trainer.loggers.wandb_logger import WandbLogger
+    from arclight.trainer.loggers.clearml_logger import ClearMLLogger as ClearMLLogger
+    from arclight.trainer.loggers.comet_logger import CometLogger as CometLogger
+    from arclight.trainer.loggers.csv_logger import CSVLogger as CSVLogger
+    from arclight.trainer.loggers.logger import DummyLogger as DummyLogger
+    from arclight.trainer.loggers.logger import Logger as Logger
+    from arclight.trainer.loggers.logger import rank_zero_experiment as rank_zero_experiment
+    from arclight.trainer.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
+    from arclight.trainer.loggers.neptune_logger import NeptuneLogger as NeptuneLogger
+    from arclight.trainer.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+    from arclight.trainer.loggers.wandb_logger import WandbLogger as WandbLogger
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

@@ -5,10 +5,12 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.trainer.profilers.advanced import AdvancedProfiler
-    from arclight.trainer.profilers.profiler import PassThroughProfiler, Profiler, resolve_profiler
-    from arclight.trainer.profilers.pytorch import PyTorchProfiler
-    from arclight.trainer.profilers.simple import SimpleProfiler
+    from arclight.trainer.profilers.advanced import AdvancedProfiler as AdvancedProfiler
+    from arclight.trainer.profilers.profiler import PassThroughProfiler as PassThroughProfiler
+    from arclight.trainer.profilers.profiler import Profiler as Profiler
+    from arclight.trainer.profilers.profiler import resolve_profiler as resolve_profiler
+    from arclight.trainer.profilers.pytorch import PyTorchProfiler as PyTorchProfiler
+    from arclight.trainer.profilers.simple import SimpleProfiler as SimpleProfiler
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,

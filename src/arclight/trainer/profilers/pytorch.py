@@ -153,8 +153,8 @@ class PyTorchProfiler(Profiler):
             self._step(action_name)
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():  # another profiler, that nobody ended
-            torch.autograd._disable_profiler()
+        if torch._C._autograd._profiler_enabled():  # another profiler, that nobody ended
+            torch._C._autograd._disable_profiler()
         if self._emit_nvtx:
             self._cuda_profiler = torch.cuda.profiler.profile()
             self._cuda_profiler.__enter__()

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.trainer.tuner.lr_finder import LRFinder
-    from arclight.trainer.tuner.tuning import Tuner
+    from arclight.trainer.tuner.lr_finder import LRFinder as LRFinder
+    from arclight.trainer.tuner.tuning import Tuner as Tuner
 
 __getattr__, __dir__, __all__ = lazy(
     __name__, {"LRFinder": "arclight.trainer.tuner.lr_finder", "Tuner": "arclight.trainer.tuner.tuning"}

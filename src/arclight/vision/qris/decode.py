@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from arclight.fabric.extras import require
 from arclight.vision.qris.equalize import Equalizer, stamped
-from arclight.vision.qris.grid import LARGEST_VERSION, Box, Floats, Grid, find_grids, flattened, refine
+from arclight.vision.qris.finders import Floats
+from arclight.vision.qris.grid import LARGEST_VERSION, Box, Grid, find_grids, flattened, refine
 
 cv2 = require("cv2", extra="vision")
 zxingcpp = require("zxingcpp", extra="vision")

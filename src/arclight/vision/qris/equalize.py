@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from arclight.vision.qris.grid import Floats, Grid, cv2, fixed_modules, flattened
+from arclight.vision.qris.finders import Floats
+from arclight.vision.qris.grid import Grid, cv2, fixed_modules, flattened
 
 FLAT = 2.0
 """Least spread of brightness, grey levels, by which a window is scaled: noise on plain paper is no contrast."""

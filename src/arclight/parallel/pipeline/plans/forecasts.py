@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 from arclight.parallel.pipeline.costs import Link, UnitCost
 from arclight.parallel.pipeline.plans.measuring import WARM, measure, predict, samples_of
 from arclight.parallel.pipeline.plans.options import Forecast, Option, Setting
-from arclight.parallel.pipeline.plans.passes import Clock
+from arclight.parallel.pipeline.plans.passes import Clock, arguments_of
 from arclight.parallel.pipeline.running.halves import backward_of_inputs
 from arclight.parallel.pipeline.schedules.simulation import AT_ONCE, Prediction
 from arclight.parallel.pipeline.schedules.simulation import simulate as simulate_order
 from arclight.parallel.pipeline.stages.observe import observe
-from arclight.parallel.pipeline.stages.splitting import Pipe, arguments_of
+from arclight.parallel.pipeline.stages.splitting import Pipe
 from arclight.parallel.pipeline.upstream import schedule_kind
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.devices import Hardware

@@ -32,7 +32,7 @@ class Board:
         self.rank = rank
         self.ranks = dist.get_world_size(group)
         _made[group.group_name] = number = _made.get(group.group_name, 0) + 1
-        self._store = dist.PrefixStore(
+        self._store = dist.distributed_c10d.PrefixStore(
             f"arclight/pipeline/{group.group_name}/{number}", dist.distributed_c10d._get_default_store()
         )
         self._turn = 0

@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.accelerators.mps import MPSAccelerator as MPSAccelerator
+
+__all__ = [
+    "MPSAccelerator",
+]

@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.accelerators.registry import AcceleratorRegistry as __AcceleratorRegistry
+
+__all__ = [
+]
+_AcceleratorRegistry = __AcceleratorRegistry

@@ -1,0 +1,10 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.loggers.logger import Logger as Logger
+from arclight.trainer.loggers.logger import DummyExperiment as __DummyExperiment
+from arclight.trainer.loggers.logger import rank_zero_experiment as rank_zero_experiment
+
+__all__ = [
+    "Logger",
+    "rank_zero_experiment",
+]
+_DummyExperiment = __DummyExperiment

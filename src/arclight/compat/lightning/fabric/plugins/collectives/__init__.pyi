@@ -1,0 +1,13 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.collectives import Collective as Collective
+from arclight.fabric.collectives import SingleDeviceCollective as SingleDeviceCollective
+from arclight.fabric.collectives import TorchCollective as TorchCollective
+from . import collective as collective
+from . import single_device as single_device
+from . import torch_collective as torch_collective
+
+__all__ = [
+    "Collective",
+    "SingleDeviceCollective",
+    "TorchCollective",
+]

@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.environments.variables import KubeflowEnvironment as KubeflowEnvironment
+
+__all__ = [
+    "KubeflowEnvironment",
+]

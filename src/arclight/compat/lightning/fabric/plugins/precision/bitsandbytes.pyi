@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.precision.bitsandbytes import BitsandbytesPrecision as BitsandbytesPrecision
+
+__all__ = [
+    "BitsandbytesPrecision",
+]

@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.compat.lightning.refused import Refused as _Refused
+
+__all__ = [
+]
+class DeepSpeedStrategy(_Refused): ...

@@ -1,0 +1,25 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.accelerators import Accelerator as Accelerator
+from arclight.fabric.accelerators import ACCELERATOR_REGISTRY as AcceleratorRegistry
+from arclight.fabric.accelerators import CPUAccelerator as CPUAccelerator
+from arclight.fabric.accelerators import CUDAAccelerator as CUDAAccelerator
+from arclight.fabric.accelerators import MPSAccelerator as MPSAccelerator
+from arclight.fabric.accelerators import XLAAccelerator as XLAAccelerator
+from arclight.fabric.accelerators import find_usable_cuda_devices as find_usable_cuda_devices
+from . import accelerator as accelerator
+from . import cpu as cpu
+from . import cuda as cuda
+from . import mps as mps
+from . import xla as xla
+from arclight.compat.lightning.refused import Refused as _Refused
+
+__all__ = [
+    "Accelerator",
+    "AcceleratorRegistry",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "MPSAccelerator",
+    "XLAAccelerator",
+    "find_usable_cuda_devices",
+]
+class HPUAccelerator(_Refused): ...

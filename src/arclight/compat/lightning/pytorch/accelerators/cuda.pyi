@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
+
+__all__ = [
+    "CUDAAccelerator",
+]

@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.callbacks.model_summary import ModelSummary as ModelSummary
+
+__all__ = [
+    "ModelSummary",
+]

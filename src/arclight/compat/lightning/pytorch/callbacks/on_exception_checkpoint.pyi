@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+
+__all__ = [
+    "OnExceptionCheckpoint",
+]

@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.callbacks.model_summary import RichModelSummary as RichModelSummary
+
+__all__ = [
+    "RichModelSummary",
+]

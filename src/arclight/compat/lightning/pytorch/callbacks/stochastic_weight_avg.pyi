@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+
+__all__ = [
+    "StochasticWeightAveraging",
+]

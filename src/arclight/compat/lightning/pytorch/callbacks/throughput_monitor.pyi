@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+
+__all__ = [
+    "ThroughputMonitor",
+]

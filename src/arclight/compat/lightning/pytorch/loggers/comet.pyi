@@ -1,0 +1,7 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.loggers.comet_logger import CometLogger as CometLogger
+from arclight.compat.lightning.availability import _COMET_AVAILABLE as _COMET_AVAILABLE
+
+__all__ = [
+    "CometLogger",
+]

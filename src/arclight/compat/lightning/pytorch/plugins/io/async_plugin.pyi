@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO as AsyncCheckpointIO
+
+__all__ = [
+    "AsyncCheckpointIO",
+]

@@ -1,0 +1,6 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.fabric.precision.one_type import DoublePrecision as DoublePrecision
+
+__all__ = [
+    "DoublePrecision",
+]

@@ -1,0 +1,8 @@
+# Written by tests/compat/write_stubs.py from the table of names.
+from arclight.trainer.compiling import from_compiled as from_compiled
+from arclight.trainer.compiling import to_uncompiled as to_uncompiled
+
+__all__ = [
+    "from_compiled",
+    "to_uncompiled",
+]
