@@ -23,7 +23,9 @@ from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RunEnded
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.coordination.state import StateSaved
-from arclight.federated.errors import ClientError, FederatedError, LinkError, ProtocolError
+from arclight.federated.errors import ClientError, FederatedError, LinkError, ProtocolError, RefusedError
+from arclight.federated.masks.settings import Masks
+from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy.agreement import Keys
 from arclight.federated.privacy.masks import Participant
 from arclight.federated.privacy.settings import SecureSum
@@ -39,8 +41,10 @@ from arclight.federated.protocol import (
     Welcome,
     keys_text,
 )
+from arclight.federated.server.checking import Asked, Seen, check
 from arclight.federated.server.secure import Exchange, circle_of
 from arclight.federated.server.server import Server
+from arclight.federated.server.settings import Checks
 from arclight.federated.server.shelf import manifest_of
 from arclight.federated.settings import Federation
 from arclight.federated.transports import flower
@@ -366,6 +370,23 @@ def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
         FederatedError, match=r"has \d+ samples in round 1, and a secure sum weighs up to 10: raise sec"
     ):
         trained_here(Server(settings(secure=few, waiting=Waiting(retries=0)), START, folder=tmp_path / "run"), sites)
+
+
+def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None:
+    with Server(settings(secure=SecureSum(most_weight=10)), START, folder=tmp_path / "run").opened() as run:
+        base = run.shelf.all()[-1].manifest
+        asked = Asked(
+            base=base, weights={}, travel=Travel(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
+            most_weight=10,
+        )  # fmt: skip
+        sent = Manifest(kind="update", tensors={}, blobs={}, base=base.digest)
+        update = Update(
+            node="n", session="s", client="0", round=1, manifest=sent, samples=11, tokens=0, steps=4, seconds=1.0,
+            secure=True,
+        )  # fmt: skip
+        with pytest.raises(RefusedError, match=r"samples = 11, and a secure sum weighs up to 10") as raised:
+            check(update, asked, Seen(), Checks(), run.blobs)
+        assert raised.value.reason == "weight"
 
 
 def trained_here(server: Server, sites: list[Site]) -> None:

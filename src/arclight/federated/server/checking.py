@@ -46,6 +46,8 @@ class Asked:
     round: int
     steps: int
     weigh_by: str
+    most_weight: int | None = None
+    """Largest weight in a secure sum."""
 
     def entry(self, key: str) -> Entry | None:
         """What a tensor that may be sent is like; None for one that may not."""
@@ -77,6 +79,12 @@ def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobS
     if update.manifest.kind != "update" or update.manifest.base not in (None, asked.base.digest):
         raise RefusedError("stale", f"{who} is not a change of the weights that it was asked to begin from")
     _check_numbers(who, update, asked, seen, limits)
+    weight = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[asked.weigh_by]
+    if asked.most_weight is not None and weight > asked.most_weight:
+        raise RefusedError(
+            "weight",
+            f"{who} says {asked.weigh_by} = {weight:,}, and a secure sum weighs up to {asked.most_weight:,} (secure.most_weight)",
+        )
     _check_layout(who, update, asked, limits)
     if asked.masked:
         return _check_masked(who, update, store)

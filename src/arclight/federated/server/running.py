@@ -315,7 +315,7 @@ class Run:
 
     def _spent_with(self, fold: events.Fold, given: Sequence[Given]) -> noise.Ledger:
         """Return what the noise of all rounds has spent once this one is published, by what its updates really are."""
-        if self._budget is None:
+        if self._budget is None or not given:
             return self._spent
         multiplier, clients = self._budget.noise.multiplier, {update.client for update in fold.updates}
         if self._budget.noise.by == "clients":

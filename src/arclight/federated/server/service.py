@@ -299,6 +299,7 @@ class Service:
             masked=self.federation.secure is not None,
             steps=opened.steps,
             weigh_by=self.federation.weigh_by,
+            most_weight=None if self.federation.secure is None else self.federation.secure.most_weight,
         )
         recent = self.driver.recent()
         norms, samples, tokens = zip(*recent, strict=True) if recent else ((), (), ())

@@ -85,7 +85,7 @@ class Guard:
             if not self._registry.vouches(message.node, message.client, text, message.keys.get("signature", "")):
                 raise ProtocolError(
                     f"the keys of client {message.client} are not signed by the key of {message.node!r}, or that is not registered for "
-                    "this client: other clients would not mask with it"
+                    "this client, and others would not mask with it: join with --key, or give `Node` the `Identity` of that key"
                 )
 
     def node_of(self, token: str) -> str:
