@@ -47,11 +47,16 @@ app = server_app("{package}.building:server")
 _CLIENT = '''\
 """What Flower runs at each SuperNode."""
 
-from {package}.building import client
-
 from arclight.federated.transports.flower import client_app
 
-app = client_app(client)
+
+def build(name, config):
+    from {package}.building import client  # with all that it trains with, which the site's key is given without
+
+    return client(name, config)
+
+
+app = client_app(build)
 '''
 
 _README = """\
