@@ -46,7 +46,7 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
     from arclight.cli.schema import Recipe
     from arclight.recipe import explain
 
-    _, out, _ = typed(f"{verb} --help")
+    _, out, _ = typed(f"{verb} --help all")
     words = " ".join(out.split())
     settings = explain(Recipe)
     tables = {setting.path.rpartition(".")[0] for setting in settings}
@@ -60,6 +60,18 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
             assert line + ("(required)" if default is None else f"[{default}]") in words
     assert '[task.schedule] kind = "cosine", the default' in out
     assert "arclight train --resume" not in out
+
+
+@pytest.mark.parametrize("verb", takes_a_recipe)
+def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb: str) -> None:
+    _, out, _ = typed(f"{verb} --help")
+    assert len(out.splitlines()) < 60
+    assert "[trainer]" in out
+    assert "--help all" in out
+    assert "\n  max_epochs " not in out
+    _, out, _ = typed(f"{verb} --help trainer")
+    assert "\n  max_epochs " in out
+    assert "image_size" not in out
 
 
 @pytest.mark.parametrize(
@@ -79,7 +91,27 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
             "  task is missing; Recipe needs it: detection | language\n",
         ),
         ("train --resume", "arclight: argument --resume: expected one argument (see arclight train --help)\n"),
-        ("predict a.jpg", "arclight: the following arguments are required: --program (see arclight predict --help)\n"),
+        (
+            "predict a.jpg",
+            "arclight: a.jpg is no run: name what shall find the objects, as in arclight predict runs/detect-qris/1 a.jpg",
+        ),
+        (
+            "train detect-qris --epochs 3",
+            "arclight: --epochs is not a field of Recipe; did you mean --trainer.max_epochs?\n",
+        ),
+        (
+            "train detect-qris --device cpu",
+            "arclight: --device is not a field of Recipe; did you mean --trainer.accelerator?\n",
+        ),
+        (
+            "train detect-qris --batch 8",
+            "arclight: --batch is not a field of Recipe; did you mean --task.batch_size or --task.data.batch_size?\n",
+        ),
+        (
+            "train detect-qris --max-epochs=3",
+            "arclight: --max-epochs is not a field of Recipe; did you mean --trainer.max_epochs?\n",
+        ),
+        ("train detect-qris --trainer.logger wandb", "arclight: --trainer.logger: a recipe has no loggers to choose"),
         ("predict runs/lm --prompt x", "arclight: --prompt needs the run of a language model first"),
         ("serve --program x.onnx --port high", "arclight: argument --port: invalid int value: 'high' (see arclight"),
         ("scan a.jpg --program x.onnx", "arclight: there is no program at x.onnx\n"),

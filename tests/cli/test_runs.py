@@ -291,3 +291,71 @@ def test_a_second_interruption_ends_a_run_at_once(typed: Typed, folder: Path) ->
     task.write_text(task.read_text().replace("times = 1", "times = 2").replace("global_step == 4", "global_step == 2"))
     status, _, err = typed("train tiny.toml")
     assert (status, err.splitlines()[-1]) == (130, "arclight: interrupted: there is no checkpoint yet to go on from")
+
+
+def test_a_data_set_is_no_recipe(typed: Typed, folder: Path) -> None:
+    (folder / "data.yaml").write_text("train: images/train\nval: images/val\nnames: [cat]\n")
+    status, _, err = typed("train data.yaml --trainer.max_epochs 1")
+    assert status == 2
+    assert err == (
+        "arclight: data.yaml describes a data set, not a run: give it to a recipe, as in arclight train detect-qris --task.data "
+        "data.yaml\n"
+    )
+
+
+def test_strategies_have_near_names(typed: Typed, tiny: Path) -> None:
+    _, _, err = typed("train tiny.toml --trainer.strategy dpp")
+    assert "`strategy='dpp'`; did you mean ddp? Names are " in err
+
+
+def test_images_that_were_all_skipped_are_no_success(typed: Typed) -> None:
+    pytest.importorskip("zxingcpp")
+    Path("broken.png").write_text("not an image")
+    status, out, _ = typed("scan broken.png")
+    assert status == 1
+    assert "1 files skipped" in out
+
+
+@pytest.fixture
+def detector(folder: Path) -> Path:
+    """A run of a detector that has learned nothing, and photos."""
+    pytest.importorskip("cv2")
+    from arclight import Trainer
+    from arclight.vision import Detector
+    from arclight.vision.settings import Detection
+
+    run = RunFolder("runs", "detector")
+    detector = Detector(Detection(data=Path("none.yaml"), image_size=64), names=["cat", "dog"])
+    trainer = Trainer(max_epochs=0, logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.fit(detector, torch.utils.data.DataLoader([0]))
+    trainer.save_checkpoint(run.checkpoints / "last.ckpt")
+    return run.path
+
+
+def test_a_run_predicts_with_thresholds_and_writes_labels(detector: Path, typed: Typed) -> None:
+    import cv2
+    import numpy as np
+
+    for place in ("a", "b"):
+        Path(place).mkdir()
+        cv2.imwrite(f"{place}/photo.png", np.random.default_rng(0).integers(0, 255, (48, 96, 3), dtype=np.uint8))
+    status, out, err = typed(f"predict {detector} a b --conf 0 --iou 1 --save-txt labels --json found.json")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"checkpoint {detector}/checkpoints/last.ckpt, the newest\n")
+    found = json.loads(Path("found.json").read_text())
+    assert sorted(path.name for path in Path("labels").iterdir()) == ["photo-2.txt", "photo.txt"]
+    rows = [line.split() for line in Path("labels/photo.txt").read_text().splitlines()]
+    assert len(rows) == len(found["a/photo.png"]) > 100
+    for row, box in zip(rows, found["a/photo.png"]):
+        left, top, right, bottom = box["box_xyxy_px"]
+        assert ["cat", "dog"][int(row[0])] == box["label"]
+        expected = [(left + right) / 2 / 96, (top + bottom) / 2 / 48, (right - left) / 96, (bottom - top) / 48]
+        assert [float(share) for share in row[1:]] == pytest.approx(expected, abs=0.003)
+    _, out, _ = typed(f"predict {detector} a --conf 1")
+    assert "a/photo.png: nothing\n1 images, 0 objects" in out
+    for line, said in (
+        (f"predict {detector} a --conf 2", "argument --conf: 2 is not in [0, 1]"),
+        (f"predict {detector}", "which images? name them behind the run"),
+        ("predict a", "a is no run: name what shall find the objects"),
+    ):
+        assert typed(line)[2].startswith(f"arclight: {said}")

@@ -67,6 +67,16 @@ def test_groups_momentum_decay_and_prefix(fit: Any, scripted: Any) -> None:
     assert monitor.last_momentum_values == {"opt/lr-AdamW/pg1-momentum": 0.8, "opt/lr-AdamW/bias-momentum": 0.8}
 
 
+def test_a_recipes_optimizer_is_called_by_its_rules(fit: Any, scripted: Any) -> None:
+    from arclight.optim.settings import SGD, AdamW
+
+    for settings in (AdamW(lr=0.1), SGD(lr=0.1)):
+        monitor = LearningRateMonitor("step")
+        made = with_optimizers(scripted, lambda module, settings=settings: settings.build(module.named_parameters()))
+        fit(made, monitor, max_epochs=1, log_every_n_steps=4)
+        assert {name.partition("/")[0] for name in monitor.lrs} == {f"lr-{type(settings).__name__.lower()}"}
+
+
 def test_two_optimizers_of_a_kind_have_two_names(fit: Any, scripted: Any) -> None:
     module = with_optimizers(
         scripted, lambda m: [torch.optim.SGD([m.line.weight], lr=0.1), torch.optim.SGD([m.line.bias], lr=0.2)]

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import arclight
 from arclight.cli.schema import Recipe
-from arclight.recipe import RecipeError, read
+from arclight.recipe import RecipeError, explain, read
 
 R = TypeVar("R", bound=Recipe)
 RECIPE = "recipe.toml"
@@ -49,10 +50,51 @@ class Parser(argparse.ArgumentParser):
                     raise UsageError(f"{name} is no option of {self.prog}; did you mean {near}?")
 
 
+USUAL_NAMES = {
+    "device": "accelerator", "gpus": "devices", "epochs": "max_epochs", "steps": "max_steps", "batch": "batch_size",
+    "learning_rate": "lr", "img": "image_size", "imgsz": "image_size", "model_name": "model",
+}  # fmt: skip
+"""Names that other programs have for fields of a recipe, by the last part of a field's name."""
+
+
+def check_short_flags(words: Sequence[str], schema: type) -> None:
+    """Raise UsageError for a flag that names a field without its table, or as other programs do, with the field it means."""
+    known = {field.name for field in dataclasses.fields(schema)}
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--")
+        if word in ("--logger", "--trainer.logger") or word.startswith(("--logger.", "--logger=", "--trainer.logger")):
+            raise UsageError(
+                f"--{name}: a recipe has no loggers to choose; its run writes metrics.csv and report.html. Others are given in "
+                "Python: Trainer(logger=...)"
+            )
+        if not word.startswith("--") or "." in name or name in known:
+            continue
+        leaf = name.replace("-", "_")
+        leaf = USUAL_NAMES.get(leaf, leaf)
+        fields = dict.fromkeys(setting.path for setting in explain(schema) if setting.path.rpartition(".")[2] == leaf)
+        near = sorted((path for path in fields if "[]" not in path), key=lambda path: path.count("."))[:2]
+        if near:
+            raise UsageError(f"--{name} is not a field of {schema.__name__}; did you mean --{' or --'.join(near)}?")
+
+
+def check_no_data(source: str | None, verb: str) -> None:
+    """Raise UsageError where the file named as a recipe describes a data set."""
+    path = Path(source or "")
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if re.search(r"^names\s*:", text, re.MULTILINE) and re.search(r"^(train|val)\s*:", text, re.MULTILINE):
+        raise UsageError(
+            f"{source} describes a data set, not a run: give it to a recipe, as in {verb} detect-qris --task.data {source}"
+        )
+
+
 def recipe_parser(verb: str, about: str) -> Parser:
     """A parser for the options that a verb has beside its recipe."""
     usage = f"arclight {verb} [recipe.toml] [options] [--table.field value ...]"
-    return Parser(prog=f"arclight {verb}", usage=usage, description=about, add_help=False)
+    parser = Parser(prog=f"arclight {verb}", usage=usage, description=about, add_help=False)
+    parser.own_tables = ("",)
+    return parser
 
 
 def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argparse.Namespace]:
@@ -94,6 +136,8 @@ def read_as(schema: type[R], parser: Parser, arguments: Sequence[str]) -> tuple[
     if source is None and not overrides:
         raise UsageError(f"name a recipe, a .toml or .yaml file, or a run folder (see {parser.prog} --help)")
     check_file(source)
+    check_no_data(source, parser.prog)
+    check_short_flags(overrides, schema)
     parser.check_spelling(overrides, (field.name for field in dataclasses.fields(schema)))
     # Classes named as package.module:Class are looked for here too, as `python -m` does, after all that is installed.
     if os.getcwd() not in sys.path:

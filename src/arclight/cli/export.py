@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from arclight.cli.arguments import Parser, UsageError, check_writable
 from arclight.cli.runs import checkpoint_of, described
+from arclight.cli.style import working
 from arclight.deploy.settings import Int8
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
         if int8
         else None
     )
-    program = export_detector(detector, options.out, photos, recipe)
+    with working(f"{'quantizing' if int8 else 'exporting'} {settings.model} and comparing the program with it"):
+        program = export_detector(detector, options.out, photos, recipe)
     size = f"{program.nbytes / 1e6:.1f} MB"
     print(f"wrote {options.out}: {program.precision}, {size}, {agreement(program)}")
 

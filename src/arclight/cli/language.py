@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from arclight.cli.arguments import Parser, UsageError, check_writable, write_json
 from arclight.cli.export import check_program_name
 from arclight.cli.runs import checkpoint_of, described, run_folder
+from arclight.cli.style import working
 from arclight.deploy.settings import Int8
 
 if TYPE_CHECKING:
@@ -199,6 +200,9 @@ def _program(options: Namespace, int8: Int8 | None) -> None:
     data.setup("fit")
     count = int8.calibration_batches if int8 is not None else 1
     batches = [batch["tokens"] for batch in islice(data.train_dataloader(), count)]
-    program = export_language_model(model, options.out, batches, int8)
+    with working(
+        f"{'exporting' if int8 is None else 'quantizing'} {model.settings.model} and comparing the program with it"
+    ):
+        program = export_language_model(model, options.out, batches, int8)
     length = batches[0].shape[1]
     print(f"wrote {options.out}: {program.precision}, {program.nbytes / 1e6:.1f} MB, token ids (B, {length}) to logits")

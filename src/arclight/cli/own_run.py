@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli import own_module
-from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.cli.arguments import Parser, UsageError, check_short_flags, write_json
 from arclight.cli.own_module import OwnRun
 from arclight.cli.run_record import RunRecord
 from arclight.cli.train import callbacks, check_plan, make_trainer, report_places, resume_from
@@ -35,6 +35,7 @@ def own_run(verb: str, model: type, words: Sequence[str]) -> None:
     if len(asked) < len(words):
         print(own_help(parser, model, options))
         return
+    check_short_flags(flags, OwnRun)
     run = own_module.read_run(model, options, flags)
     text = own_module.config_text(run)
     if options.print_config:

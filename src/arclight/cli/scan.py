@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, write_json
-from arclight.cli.style import console_of
+from arclight.cli.style import console_of, progressed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def scan(arguments: list[str]) -> None:
+def scan(arguments: list[str]) -> int:
     parser = Parser(
         prog="arclight scan", description="Find the codes in images, read them, and say which are payment codes."
     )
@@ -39,7 +39,7 @@ def scan(arguments: list[str]) -> None:
     detector = (lambda image: program.predict([image])[0]) if program is not None else None
     frames = Frames(options.source, vid_stride=options.stride)
     found: dict[str, list[dict[str, Any]]] = {}
-    for frame in frames:
+    for frame in progressed(frames, len(frames.inputs), "scanning", lambda frame: frame.path):
         codes = qris.scan(frame.image, detector)
         name = frame.path if frame.index is None else f"{frame.path}#{frame.index}"
         found[name] = [code.to_json() for code in codes]
@@ -53,6 +53,7 @@ def scan(arguments: list[str]) -> None:
     )
     console.print(summary, highlight=False)
     write_json(options.json, found, escaped=False)
+    return int(not found)  # all were skipped
 
 
 def listing(name: str, codes: list[dict[str, Any]]) -> RenderableType:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+T = TypeVar("T")
 WIDTH = 140
 """Columns of tables that are written to a file or pipe, which has no edge to break lines at."""
 
@@ -21,6 +24,38 @@ def console_of() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH)
     return console
+
+
+def progressed(items: Iterable[T], total: int, what: str, which: Callable[[T], object]) -> Iterator[T]:
+    """Yield ``items`` with a progress bar, where a person looks at standard error; ``which`` of the total is being done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    here = sys.stdout.isatty()  # else the bar must not catch what goes to a file
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(), redirect_stdout=here
+    ) as progress:
+        bar, seen = progress.add_task("", total=total), set[object]()
+        for item in items:
+            yield item
+            seen.add(which(item))
+            progress.update(bar, completed=len(seen))
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show what is being done and for how long, where a person looks at standard error."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
+    here = sys.stdout.isatty()
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty(), redirect_stdout=here
+    ) as progress:
+        progress.add_task("", total=None)
+        yield
 
 
 def bold(text: str) -> str:

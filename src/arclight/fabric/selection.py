@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -125,8 +126,10 @@ def _named(strategy: Any) -> Strategy | None:
         return None
     if not isinstance(name, str) or name not in STRATEGY_REGISTRY.available_strategies():
         names = ", ".join(["auto", *STRATEGY_REGISTRY.available_strategies()])
+        close = difflib.get_close_matches(str(name), STRATEGY_REGISTRY.available_strategies(), 1)
+        meant = "".join(f"; did you mean {one}?" for one in close) or "."
         raise ValueError(
-            f"You selected an invalid strategy name: `strategy={strategy!r}`. Names are {names}; or pass a Strategy"
+            f"You selected an invalid strategy name: `strategy={strategy!r}`{meant} Names are {names}; or pass a Strategy"
         )
     made: Strategy = STRATEGY_REGISTRY.get(name)
     return made

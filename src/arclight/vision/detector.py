@@ -76,14 +76,17 @@ class Detector(Module):
         return self.model(images)
 
     @torch.inference_mode()
-    def detect(self, images: Sequence[np.ndarray[Any, Any]]) -> list[Detections]:
-        """Boxes in RGB uint8 photos of any sizes."""
-        batch, context = self.processing.preprocess(images)
+    def detect(
+        self, images: Sequence[np.ndarray[Any, Any]], processing: DetectionProcessing | None = None
+    ) -> list[Detections]:
+        """Find boxes in RGB uint8 photos of any sizes, by the detector's own ``processing`` or another, say with other thresholds."""
+        processing = processing or self.processing
+        batch, context = processing.preprocess(images)
         was_training = self.training
         self.eval()
         predictions = self.model(torch.from_numpy(batch).to(self.device))
         self.train(was_training)
-        return self.processing.postprocess(predictions.float().cpu(), context)
+        return processing.postprocess(predictions.float().cpu(), context)
 
     # -- training --------------------------------------------------------------------------------------------------
 

@@ -117,6 +117,10 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
 
 def test_what_cannot_be_shown_is_refused_and_the_older_page_stays(tmp_path: Path) -> None:
     path = timeline(MEASURED, file=tmp_path / "timeline.html")
+    bars = path.read_text().partition("<h2>Where the time goes</h2>")[2].partition("</section>")[0]
+    legend = bars.partition("</ul>")[0]
+    for kind in {span.action.kind for span in MEASURED.spans}:
+        assert f'class="box k{kind}"' in legend
     before = path.read_bytes()
     with pytest.raises(PlanError, match="predicted step has 4 ranks, the one it is compared with 2"):
         timeline(run(gpipe(2, 4), {"F": 1, "B": 1}), PREDICTED, path)

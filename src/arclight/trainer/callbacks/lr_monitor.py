@@ -10,6 +10,7 @@ import torch
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.optim.optimizer import MixedOptimizer
 from arclight.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 class LearningRateMonitor(Callback):
     """Log each optimizer's learning rate as ``lr-<Optimizer>``, with ``/pg<n>`` for each of several parameter groups.
+
+    A recipe's optimizer is called by the rules of its groups: ``lr-adamw``, ``lr-muon+adamw``.
 
     ``logging_interval`` is ``step`` (at the trainer's ``log_every_n_steps``), ``epoch``, or None for whatever
     each optimizer's scheduler steps by (both, where it has none). ``log_momentum`` and ``log_weight_decay`` log these
@@ -137,17 +140,23 @@ def momentum(group: dict[str, Any]) -> float | None:
 def watched_optimizers(trainer: Trainer, prefix: str) -> list[tuple[list[str], Optimizer, str | None]]:
     """Names of the groups, optimizer and interval of each scheduler, then of each optimizer without one (no interval)."""
     watched: list[tuple[str, Optimizer, str | None]] = [
-        (config.name or f"lr-{type(config.scheduler.optimizer).__name__}", config.scheduler.optimizer, config.interval)
+        (config.name or f"lr-{_called(config.scheduler.optimizer)}", config.scheduler.optimizer, config.interval)
         for config in trainer.lr_scheduler_configs
     ]
     known = {id(optimizer) for _, optimizer, _ in watched}
-    watched += [(f"lr-{type(o).__name__}", o, None) for o in trainer.optimizers if id(o) not in known]
+    watched += [(f"lr-{_called(o)}", o, None) for o in trainer.optimizers if id(o) not in known]
     named, counts = [], Counter[str]()
     for name, optimizer, interval in watched:
         unique = f"{name}-{counts[name]}" if counts[name] else name
         counts[name] += 1
         named.append((group_names(prefix + unique, optimizer), optimizer, interval))
     return named
+
+
+def _called(optimizer: Optimizer) -> str:
+    """Its class; of a recipe's optimizer, whose groups each have a rule, the rules."""
+    kinds = dict.fromkeys(str(group["kind"]) for group in optimizer.param_groups if "kind" in group)
+    return "+".join(kinds) if isinstance(optimizer, MixedOptimizer) else type(optimizer).__name__
 
 
 def group_names(name: str, optimizer: Optimizer) -> list[str]:

@@ -189,7 +189,10 @@ def _bars(shown: _Figures, before: _Figures | None) -> str:
             if one is not None
         )
         rows.append(f'<div class="row"><div class="who">{rank}</div><div class="bars">{bars}</div></div>')
+    done = {kind for worked in shown.worked for kind, seconds in worked.items() if seconds > 0}
     keys = "".join(
+        f'<li><i class="box k{kind}">{kind}</i>{escape(name)}</li>' for kind, name in KIND_NAMES.items() if kind in done
+    ) + "".join(
         f'<li title="{escape(meaning)}"><i class="box c{cause}"></i>{escape(name)}</li>'
         for cause, (name, meaning) in CAUSES.items()
     )
