@@ -38,12 +38,14 @@ def test_shares_and_turns(parts: list[tuple[int, float]], samples: int, seed: in
     """After any number of blocks, across epochs, no sample of a part has come twice more often than another."""
     sizes, weights = [size for size, _ in parts], [weight for _, weight in parts]
     order = MixtureOrder(sizes, weights, samples=samples)
-    found = ids(order, 0, 4096, seed)
+    block = min(samples, 1024)
+    whole = 4096 - 4096 % block
+    found = ids(order, 0, whole, seed)
     firsts = np.cumsum([0, *sizes])
     for number, (low, high) in enumerate(pairwise(firsts)):
         mine = found[(found >= low) & (found < high)]
         share = weights[number] / sum(weights)
-        assert abs(len(mine) - 4096 * share) <= 4 + 1e-6
+        assert abs(len(mine) - whole * share) <= whole / block + 1e-6  # one of each block
         counts = Counter(mine.tolist())
         often = [counts[sample] for sample in range(low, high)]
         assert max(often) - min(often) <= 1
@@ -114,3 +116,14 @@ def test_worlds_may_change_in_the_middle_of_a_mixture(worlds: list[tuple[int, in
                 seen.update(sample for sample in samples.tolist() if sample != PADDING)
         place = ranks[0].place_of(1, min(start + count, len(ranks[0])))
     assert seen == whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"), [([20], [1.0]), ([20, 7, 100], [20, 7, 100]), ([1], [3.0]), ([1023], [1])]
+)
+def test_an_epoch_of_a_small_corpus_shows_each_sample_once(sizes: list[int], weights: list[float]) -> None:
+    order = MixtureOrder(sizes, weights)
+    everything = list(range(sum(sizes)))
+    orders = [ids(order, epoch * len(order), (epoch + 1) * len(order)).tolist() for epoch in range(4)]
+    assert all(sorted(found) == everything for found in orders)
+    assert len(sizes) + sum(sizes) < 10 or len({tuple(found) for found in orders}) == 4

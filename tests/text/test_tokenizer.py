@@ -202,3 +202,11 @@ def test_a_fork_says_nothing_about_parallelism() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60, check=True
     )
     assert done.stderr == ""
+
+
+def test_ids_that_are_no_tokens_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for wrong in (-1, -4, -100, tokenizer.vocab_size, 10**9):
+        with pytest.raises(TokenizerError, match=f"^{wrong} is no token, they are numbered from 0 to"):
+            tokenizer.decode([5, wrong])
+    with pytest.raises(TokenizerError, match=r"^-1 is no token"):
+        sentencepiece_like(tmp_path).decode([-1])

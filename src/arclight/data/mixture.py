@@ -13,7 +13,8 @@ from torch.utils.data import Sampler
 from arclight.data.permutation import Ints, keys_of, permute
 from arclight.fabric.errors import MisconfigurationError
 
-_BLOCK = 1024  # samples within which the shares hold to one sample
+_BLOCK = 1024
+"""Samples, or those of an epoch where that has fewer, within which the shares hold to one sample."""
 _ORDER, _ROUNDING, _PART = range(3)
 
 
@@ -25,8 +26,9 @@ class MixtureOrder(Sampler[int]):
     they change linearly between points and stay beyond them.
 
     Each part is read in orders of its own and begins a new one only when it has been read through (give or take a block
-    of 1,024 samples), however many epochs of the mixture that takes. The sample at a position depends on seed and position since the beginning of training
-    alone: nothing else needs to be kept. The tables for that grow by 8 bytes for each part and 1,024 samples.
+    of 1,024 samples, or of an epoch of fewer), however many epochs of the mixture that takes: a small corpus alone shows each
+    sample once an epoch. The sample at a position depends on seed and position since the beginning of training alone: nothing
+    else needs to be kept. The tables for that grow by 8 bytes for each part and block.
     Raises MisconfigurationError for weights that are negative, or all zero at some point, or where a part is empty.
     """
 
@@ -53,6 +55,7 @@ class MixtureOrder(Sampler[int]):
         self.sizes, self.weights, self.at = list(sizes), table, list(at)
         self.samples = sum(sizes) if samples is None else samples
         self._firsts = list(accumulate(sizes, initial=0))
+        self._block = max(1, min(_BLOCK, self.samples))
         self._seed: int | None = None
         self._within = self._before = np.zeros((0, len(sizes) + 1), np.int64)
         self.epoch = 0
@@ -70,9 +73,9 @@ class MixtureOrder(Sampler[int]):
             yield from self.sample_ids(positions, epoch=self.epoch, seed=0).tolist()
 
     def sample_ids(self, positions: Ints, *, epoch: int, seed: int) -> Ints:
-        block, slot = np.divmod(positions + epoch * self.samples, _BLOCK)
+        block, slot = np.divmod(positions + epoch * self.samples, self._block)
         self._grow(int(block.max(initial=-1)) + 1, seed)
-        rank = permute(slot, _BLOCK, keys_of(seed, _ORDER, block))
+        rank = permute(slot, self._block, keys_of(seed, _ORDER, block))
         within = self._within[block]
         part = (rank[:, None] >= within[:, 1:]).sum(1)
         rows = np.arange(len(part))
@@ -100,13 +103,13 @@ class MixtureOrder(Sampler[int]):
             return
         new = np.arange(known, max(blocks, 2 * known, 64))
         # To a millionth of a sample, so that a part without a share gets none through the error of a sum.
-        bounds = np.round(np.cumsum(self.shares((new + 0.5) * (_BLOCK / self.samples)), axis=1) * _BLOCK, 6)
+        bounds = np.round(np.cumsum(self.shares((new + 0.5) * (self._block / self.samples)), axis=1) * self._block, 6)
         # Rounded with one random number for all parts of a block: each has its share on average, and none less than none.
         chance = keys_of(seed, _ROUNDING, new).astype(np.float64)[:, None] / 2.0**64
         within = np.floor(bounds + np.minimum(chance, 1 - 2**-20)).astype(np.int64)
-        within[:, -1] = _BLOCK
-        within = np.concatenate([np.zeros((len(new), 1), np.int64), np.minimum(within, _BLOCK)], axis=1)
-        counts = np.diff(within, axis=1, append=_BLOCK)
-        start = self._before[-1] + np.diff(self._within[-1], append=_BLOCK) if known else np.zeros_like(counts[0])
+        within[:, -1] = self._block
+        within = np.concatenate([np.zeros((len(new), 1), np.int64), np.minimum(within, self._block)], axis=1)
+        counts = np.diff(within, axis=1, append=self._block)
+        start = self._before[-1] + np.diff(self._within[-1], append=self._block) if known else np.zeros_like(counts[0])
         before = start + np.cumsum(counts, axis=0) - counts
         self._within, self._before = np.concatenate([self._within, within]), np.concatenate([self._before, before])

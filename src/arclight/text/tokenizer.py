@@ -88,7 +88,10 @@ class Tokenizer:
         return [*self._one(self.bos, bos, "bos"), *ids, *self._one(self.eos, eos, "eos")]
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
-        """The text of token ids; ``specials``: whether special tokens are shown. Half a character becomes U+FFFD."""
+        """Return the text of token ids; ``specials`` shows special tokens. Half a character becomes U+FFFD.
+
+        Raises TokenizerError for an id that is no token.
+        """
         raise NotImplementedError(type(self).__name__)
 
     def save(self, folder: str | Path) -> Path:
@@ -215,7 +218,7 @@ class HFTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
         if self.pieces is not None:
             return _join(self, ids, specials)
-        text: str = self._engine.decode([int(token) for token in ids], skip_special_tokens=not specials)
+        text: str = self._engine.decode(_known(ids, _ENDLESS), skip_special_tokens=not specials)
         return text
 
     def save(self, folder: str | Path) -> Path:
@@ -280,7 +283,24 @@ class StreamDecoder:
 def _join(tokenizer: Tokenizer, ids: Iterable[int], specials: bool) -> str:
     pieces, names = tokenizer.pieces or [], tokenizer.names
     shown = tokenizer.specials if specials else frozenset[int]()
-    return b"".join(names[t].encode() if t in shown else pieces[t] for t in ids).decode("utf-8", "replace")
+    known = _known(ids, tokenizer.vocab_size)
+    return b"".join(names[t].encode() if t in shown else pieces[t] for t in known).decode("utf-8", "replace")
+
+
+_ENDLESS = 2**32
+"""The library leaves out ids beyond its vocabulary, as those of a model whose own is padded."""
+
+
+def _known(ids: Iterable[int], size: int) -> list[int]:
+    """Token ids as a list. Raises TokenizerError for one that is none of ``size``, as a label that is masked."""
+    known = [int(token) for token in ids]
+    for token in known:
+        if not 0 <= token < size:
+            raise TokenizerError(
+                f"{token} is no token, they are numbered from 0 to {size - 1}: leave masked labels out, and use the tokenizer that "
+                "the model was trained with"
+            )
+    return known
 
 
 def _train(documents: Iterable[str], vocab_size: int) -> Tokenizer:
