@@ -63,7 +63,7 @@ NUMBERS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Values]]] = {
     callbacks.ModelSummary: ({}, {"max_depth": ([-1, 0, 5], [-2])}),
     callbacks.RichModelSummary: ({}, {"max_depth": ([-1, 0, 5], [-2])}),
     callbacks.PipelineTimeline: ({}, {"after": ([0], [-1]), "steps": ([1], [0, -1])}),
-    callbacks.RichProgressBar: ({}, {"refresh_rate": ([0, 0.5, 10], [-1, NAN, INF])}),
+    callbacks.RichProgressBar: ({}, {"refresh_rate": ([0, 0.5, INF], [-1, NAN])}),
     callbacks.TQDMProgressBar: ({}, {"refresh_rate": ([0, 1], [-1]), "process_position": ([0], [-1])}),
     callbacks.SpikeDetection: ({}, {
         "window": ([1], [0, -1]), "warmup": ([0], [-1]), "atol": ([None, 0.0], [-1, NAN, INF]), "rtol": ([None, 0.1], [0, -1, NAN, INF]),

@@ -279,5 +279,5 @@ def test_tqdm_bars(fit: Any, make_rows: Any, capsys: pytest.CaptureFixture[str])
 
 def test_without_tqdm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ModuleNotFoundError, match=r"arclight\[track\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"arclight-torch\[track\]"):
         TQDMProgressBar()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.progress import Progress, Task, TaskID
 
-from arclight._intervals import NonNegativeFloat, check
+from arclight._intervals import Interval, check
 from arclight.fabric.batches import map_tensors
 from arclight.trainer.callbacks.progress_bar import ProgressBar
 from arclight.trainer.callbacks.progress_clock import ProgressClock, clock_text, rate_text
@@ -52,7 +52,7 @@ class RichProgressBar(ProgressBar):
         console_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        check("refresh_rate", refresh_rate, NonNegativeFloat)
+        check("refresh_rate", refresh_rate, Annotated[float, Interval(ge=0)])  # infinity draws the end only
         self._refresh_rate, self._leave, self.theme = refresh_rate, leave, theme or RichProgressBarTheme()
         self._console_kwargs = {"stderr": True, **(console_kwargs or {})}
         self._enabled = True
