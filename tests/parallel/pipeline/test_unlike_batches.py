@@ -13,8 +13,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 import arclight as al
-from arclight.parallel import Pipeline, Plan, initialize
+from arclight.parallel import Pipeline, Plan, PlanError, initialize
 from arclight.parallel.pipeline.running.engine import Newest
+from arclight.parallel.pipeline.running.runner import micro_batches
 from arclight.parallel.running import batch_loss
 from arclight.text import build_model
 
@@ -86,6 +87,15 @@ class Mixture(OfReplica):
         return total / count
 
 
+class Frozen(Mixture):
+    """Nothing of the first stage trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.tok_embeddings.requires_grad_(False)
+        self.model.layers["0"].requires_grad_(False)
+
+
 def fit(module: OfReplica, strategy: Any) -> dict[str, Tensor]:
     trainer = al.Trainer(
         accelerator="cpu", strategy=strategy, max_steps=STEPS, logger=False, enable_checkpointing=False,
@@ -113,7 +123,8 @@ EXPERTS = Plan(pp=2, dp_shard=2, ep=2, micro_batches=2)
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [(Layers, SHARDS), (Mixture, EXPERTS.strategy(start_method="fork", timeout=TIMEOUT))]
+    ("kind", "strategy"),
+    [(Layers, SHARDS), *((kind, EXPERTS.strategy(start_method="fork", timeout=TIMEOUT)) for kind in (Mixture, Frozen))],
 )
 def test_a_shape_that_one_replica_meets_holds_nobody_up(kind: type[OfReplica], strategy: Any) -> None:
     found, expected = fit(kind(), strategy), in_one_process(kind())
@@ -128,6 +139,11 @@ def test_fewer_micro_batches_where_experts_meet_in_each_are_refused() -> None:
         match=r"batches of 1 and of 2 micro-batches, which wait for one another in each \(ep > 1",
     ):
         fit(Mixture(samples=1), EXPERTS.strategy(start_method="fork", timeout=TIMEOUT))
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    with pytest.raises(PlanError, match="a batch without samples"):
+        micro_batches(((torch.zeros(0, 4),), {}, torch.zeros(0)), 2)
 
 
 def test_shapes_that_were_not_asked_for_the_longest_are_forgotten() -> None:

@@ -216,6 +216,8 @@ def micro_batches(split: Split, number: int) -> list[Split]:
             "micro-batches need the same number in all of them"
         )
     count = min(number, sizes.pop())
+    if not count:
+        raise PlanError("split_batch gave a batch without samples: leave out batches that are empty")
 
     def part(index: int) -> Split:
         cut: Split = tree_map_only(Tensor, lambda x: x.tensor_split(count)[index] if x.ndim else x, split)
