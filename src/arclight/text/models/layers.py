@@ -25,8 +25,9 @@ def in_compute_type(x: Tensor) -> Tensor:
     compute with other numbers. (In float16, which sums overflow, weights are gathered as they are.)
     """
     kind = x.device.type
-    half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-    return x.to(torch.bfloat16) if half and x.dtype == torch.float32 else x
+    if kind == "meta" or x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):  # which meta does not know
+        return x
+    return x.to(torch.bfloat16) if torch.get_autocast_dtype(kind) == torch.bfloat16 else x
 
 
 class RMSNorm(nn.RMSNorm):
