@@ -93,10 +93,12 @@ class ModelPruning(Callback):
         self._pruning_method_name, self._global_kwargs = method.__name__, options
         self._use_global_unstructured, self._verbose = use_global_unstructured, verbose
         self._parameters_to_prune: Parameters = parameters_to_prune
+        self._given = list(parameters_to_prune or ()) if isinstance(parameters_to_prune, (list, tuple)) else []
         self.amount, self._apply_pruning = amount, apply_pruning
         self._use_lottery_ticket_hypothesis = use_lottery_ticket_hypothesis
         self._resample_parameters, self._make_pruning_permanent = resample_parameters, make_pruning_permanent
         self._prune_on_train_epoch_end = prune_on_train_epoch_end
+        self._restored: dict[str, Any] = {}
         self._original_layers: dict[int, dict[str, Any]] = {}
         """By module identity: a copy (``data``) from before training, and the ``names`` that are pruned, with their places."""
 
@@ -114,6 +116,40 @@ class ModelPruning(Callback):
                 if id(module) not in self._original_layers:
                     self._original_layers[id(module)] = {"data": deepcopy(module), "names": []}
                 self._original_layers[id(module)]["names"].append((place, name))
+
+    @property
+    def state_key(self) -> str:
+        chosen = [repr(pair) for pair in self._given]
+        return self._generate_state_key(
+            pruning_fn=self._pruning_method_name, names=list(self._parameter_names), parameters=chosen
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masks, and the weights that a lottery ticket starts from, by place among the parameters to prune."""
+        places = enumerate(self._parameters_to_prune)
+        masks = {str(place): getattr(module, f"{name}_mask", None) for place, (module, name) in places}
+        starts = {
+            str(place): _original(original["data"], name).detach()
+            for original in self._original_layers.values()
+            for place, name in original["names"]
+        }
+        return {"masks": {place: mask for place, mask in masks.items() if mask is not None}, "starts": starts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._restored = state_dict
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        """Put on the masks of the run that goes on, and start its tickets where that run did."""
+        restored, self._restored = self._restored, {}
+        for place, mask in restored.get("masks", {}).items():
+            module, name = self._parameters_to_prune[int(place)]
+            if not hasattr(module, f"{name}_mask"):
+                prune.custom_from_mask(module, name, mask.to(getattr(module, name).device))
+        for original in self._original_layers.values():
+            for place, name in original["names"]:
+                if (start := restored.get("starts", {}).get(str(place))) is not None:
+                    with torch.no_grad():
+                        _original(original["data"], name).copy_(start)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self._prune_on_train_epoch_end:
@@ -261,6 +297,12 @@ def _method(
 
 def _now(choice: bool | Callable[[int], bool], epoch: int) -> bool:
     return bool(choice(epoch)) if callable(choice) else choice
+
+
+def _original(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter, under a mask or without one."""
+    found: torch.Tensor | None = getattr(module, f"{name}_orig", None)
+    return getattr(module, name) if found is None else found
 
 
 def _zeros(module: nn.Module, name: str) -> int:
