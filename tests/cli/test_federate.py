@@ -428,6 +428,7 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("join https://127.0.0.1:1 --name a --fingerprint 00", "64 hexadecimal digits"),
         ("join https://127.0.0.1:1 --name a --fingerprint 00 --ca {keys}.pem", "leave the other out"),
         ("join https://127.0.0.1:1 --name a --ca none.pem", "there is no file none.pem"),
+        ("join http://127.0.0.1:1 --name a --nodes none.txt", "the file of nodes none.txt cannot be read"),
         ("join https://127.0.0.1:1 --name a --ca a.key", "a.key has no PEM certificate"),
         ("keys node b.key b --into nodes.txt", "say whose data b has: --client N"),
         ("keys node b.key b --client 0 --any-client", "say whose data b has: --client N"),

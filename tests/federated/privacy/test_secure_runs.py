@@ -49,8 +49,11 @@ from arclight.federated.server.shelf import manifest_of
 from arclight.federated.settings import Federation
 from arclight.federated.transports import flower
 from arclight.federated.transports.guard import Guard
+from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.in_process import InProcess
 from arclight.federated.transports.keys import NodeKey, Registry
+from arclight.federated.transports.settings import Limits, Listening
 
 START = {"w": torch.linspace(-1, 1, 3000).reshape(30, 100), "seen": torch.tensor(3)}
 
@@ -468,3 +471,28 @@ def test_a_server_takes_no_keys_that_others_would_not_mask_with(tmp_path: Path) 
         with pytest.raises(ProtocolError, match=f"the keys of client {client} are not signed by the key of 'a'"):
             guard.check(Secure(node="a", session="s", client=client, round=number, keys=keys), "s", "")
     Guard(None, run="run-1").joined(Join(node="a", clients=()), Welcome(session="s", run="run-1", beat_every=1.0))
+
+
+def test_nodes_that_know_each_other_sum_over_http(tmp_path: Path) -> None:
+    """Registered nodes, of which the second holds the file of nodes too; the server holds no more answers than one."""
+    sites = [Site("0", 1.0), Site("1", -3.0), Site("2", 0.5)]
+    plain = Server(settings(secure=None, rounds=2), START, folder=tmp_path / "plain")
+    trained(plain, [sites])
+    keys = {name: NodeKey.make(tmp_path / f"{name}.key") for name in ("a", "b")}
+    nodes = tmp_path / "nodes"
+    nodes.write_text(f"{keys['a'].line('a', ['0', '1'])}\n{keys['b'].line('b', ['2'])}\n")
+    server = Server(settings(rounds=2), START, folder=tmp_path / "run")
+    listening = Listening(nodes=nodes, limits=Limits(held=1))
+    with server.opened() as run, HttpServer(run.service, listening, run.blobs) as http:
+        threads = []
+        for name, crew, vouches in (("a", sites[:2], None), ("b", sites[2:], Registry(nodes).vouches)):
+            link = HttpLink(http.address, tmp_path / name / "blobs", key=keys[name], patience=10)
+            identity = Identity(sign=keys[name].sign, vouches=vouches)
+            node = Node(link, list[Any](crew), tmp_path / name, name, ask=1.0, identity=identity)
+            threads.append(threading.Thread(target=node.run, daemon=True))
+            threads[-1].start()
+        assert run.driver.wait(60), run.coordinator.about(run.driver.now())
+        for thread in threads:
+            thread.join(60)
+    assert [here.contributors for here in server.history] == [[], ["0", "1", "2"], ["0", "1", "2"]]
+    torch.testing.assert_close(server.weights()["w"], plain.weights()["w"], rtol=1e-6, atol=1e-7)

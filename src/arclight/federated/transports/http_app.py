@@ -46,6 +46,8 @@ _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{0,15})")
 _BESIDES = 32
 """Threads for messages that are not held."""
 _SOON = 1.0
+_BRIEFLY = 0.05
+"""Seconds that an ask takes beyond those that are held."""
 
 log = logging.getLogger(__name__)
 
@@ -138,16 +140,22 @@ class App:
 
     def _hold(self, ask: Ask | Secure) -> str:
         with self._lock:
-            if self._held >= self._limits.held and isinstance(ask, Secure):  # taken in, and asked for again
-                ask = replace(ask, wait=0.0)
-            elif self._held >= self._limits.held:
-                return Wait(seconds=_SOON, about="other nodes: the server holds as many asks as it can").to_json()
-            self._held += 1
+            full = self._held >= self._limits.held
+            self._held += not full
+        if full:
+            return self._soon(ask)
         try:
             return self._server.answer(ask).to_json()
         finally:
             with self._lock:
                 self._held -= 1
+
+    def _soon(self, ask: Ask | Secure) -> str:
+        """Give what there is, and hold nothing: who is held may wait for just those that are not."""
+        answer = self._server.answer(replace(ask, wait=min(ask.wait, _BRIEFLY)))
+        if isinstance(answer, Wait):
+            answer = replace(answer, seconds=_SOON, about="other nodes: the server holds as many asks as it can")
+        return answer.to_json()
 
     async def _put(self, request: Request) -> Response:
         token, digest = _token(request), _digest(request)
