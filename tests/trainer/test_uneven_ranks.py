@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import arclight as al
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.callbacks import EarlyStopping, ModelCheckpoint
+from arclight.trainer.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +245,50 @@ def test_tensors_of_one_shape_are_exchanged(ranks: Ranks) -> None:
     assert ranks(exchanged, "gradients", "same") == [[[0.0, 1.0], [1.0, 2.0]]] * 2
     assert ranks(exchanged, "all_reduce", "same") == [[0.5, 1.5]] * 2
     assert "rank 1 has (3,)" in ranks(exchanged, "gradients", "shape")[0]
+
+
+# -- a rank that holds nothing -----------------------------------------------------------------------------------------
+
+
+class Narrow(al.Module):
+    """Every parameter has one row: split over two ranks, the second has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Linear(3, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def trained(rank: int, folder: str, strategy: str, settings: dict[str, Any], average: bool, epochs: list[int]) -> Any:
+    """The weights at the end of fits of which each goes on from the one before."""
+    devices, start = (1, None) if strategy == "auto" else (2, None)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1)).double()
+    for until in epochs:
+        saver = ModelCheckpoint(Path(folder) / strategy, filename="{epoch}", save_top_k=-1)
+        parts = [saver, EMAWeightAveraging()] if average else [saver]
+        trainer = make(folder, *parts, strategy=strategy, devices=devices, max_epochs=until, **settings)
+        module = Narrow()
+        trainer.fit(module, DataLoader(TensorDataset(x), 4 // devices), ckpt_path=start)
+        start = saver.best_model_path
+    weights = trainer.strategy.portable(dict(module.state_dict()))
+    return [weights[name].flatten().tolist() for name in sorted(weights)] if rank == 0 else trainer.global_step
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}]
+)
+@pytest.mark.parametrize("average", [False, True])
+def test_a_rank_without_a_parameter_trains_clips_averages_and_saves(
+    ranks: Ranks, tmp_path: Path, settings: dict[str, Any], average: bool
+) -> None:
+    alone = trained(0, str(tmp_path), "auto", settings, average, [3])
+    found = ranks(trained, str(tmp_path), "fsdp", settings, average, [1, 3])
+    assert found[1] == 6
+    for mine, whole in zip(found[0], alone, strict=True):
+        assert mine == pytest.approx(whole, rel=1e-9)
