@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 
 import torch
-from results import parser, publish, versions
 
 from arclight.federated.blobs.memory import MemoryStore
 from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.codecs.encoding import decode, encode, encode_all
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
+from benchmarks.results import parser, publish, versions
 
 CODECS: dict[str, Codec] = {"raw": Raw(), "bf16": BF16(), "int8": Int8(), "int4": Int4(), "topk": TopK()}
 ROUNDS = 20

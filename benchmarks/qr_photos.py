@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from arclight.cli.demo import EPOCHS, SCENES, Demo, recipe_for
-from arclight.cli.export import best_checkpoint
+from arclight.cli.runs import best_checkpoint
 from arclight.cli.schema import Recipe
 from arclight.cli.train import build_task, callbacks, make_trainer
-from arclight.optim.settings import AdamW, Cosine
+from arclight.optim.schedule_settings import Cosine
+from arclight.optim.settings import AdamW
 from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
 from arclight.vision import qris
 from arclight.vision.boxes import nms

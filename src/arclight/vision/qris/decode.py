@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,10 +186,9 @@ def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> tuple[list[
         corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
         local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
         grids = find_grids(picture, local, largest, _proposals(picture))
-        for grid in grids:
-            code = decode_grid(picture, grid)
-            if code is not None:
-                return [view.back(Read(_read(code).text, grid.corners))], count
+        if decoded := decode_grids(picture, grids):
+            code, grid = decoded
+            return [view.back(Read(_read(code).text, grid.corners))], count
         if not grids or grids[0].score < PROMISING:
             return [], count
     return [], len(views)
@@ -210,9 +209,9 @@ def read_at(grey: Grey, corners: Floats, modules: int) -> Read | None:
     shape = np.concatenate([(corners - origin) * view.scale, np.zeros((4, 2))]).astype(np.float32)
     known = Grid((modules - 17) // 4, shape, 0.0)
     for bow in (None, 0.003, 0.01, 0.03):
-        grid = known if bow is None else refine(picture, known, rounds=12, bow=bow)
-        code = decode_grid(picture, grid)
-        if code is not None:
+        decoded = decode_grids(picture, [known if bow is None else refine(picture, known, rounds=12, bow=bow)])
+        if decoded:
+            code, grid = decoded
             return view.back(Read(_read(code).text, grid.corners))
     return None
 
@@ -238,26 +237,32 @@ def _proposals(picture: Floats) -> list[Floats]:
     return [quad for quad in quads if np.abs(np.diff(quad, axis=0)).max() > 0.2 * extent]
 
 
-EQUALIZERS = (
-    Equalizer(reach=1, cells=2, window=11, ridge=0.03),
+QUICK = Equalizer(reach=1, cells=2, window=11, ridge=0.03)
+PATIENT = (
     Equalizer(reach=1, cells=2, window=31, ridge=0.03),
     Equalizer(reach=2, cells=2, window=11, ridge=0.03, rounds=4),
     Equalizer(reach=2, cells=2, window=17, ridge=0.01, rounds=6),
 )
-"""From the cheapest and most often right to the most patient."""
+"""For the best grids alone: each costs as much as all that is tried before."""
 
 
-def decode_grid(picture: Floats, grid: Grid) -> Any:
-    """Decode the modules under a grid: thresholded, sharpened, equalized, and last as a flat picture."""
-    for dark in _modules(picture, grid):
-        codes = _zxing(_symbol(stamped(dark, grid.version)), is_pure=True)
-        if codes:
-            return codes[0]
-    flat = np.clip(flattened(picture, grid), 0, 255).astype(np.uint8)
-    for amount in (0.0, 1.0):
-        codes = _zxing(sharpened(flat, amount, 5.0))
-        if codes:
-            return codes[0]
+def decode_grids(picture: Floats, grids: Sequence[Grid]) -> tuple[Any, Grid] | None:
+    """Return the first code that the modules under one of ``grids`` (best first) decode to, and its grid.
+
+    Modules are thresholded, sharpened and equalized, then the flattened picture is read; patience is for the best two.
+    """
+    for grid in grids:
+        for dark in _modules(picture, grid):
+            if code := _decoded(dark, grid):
+                return code, grid
+    for grid in grids[:2]:
+        for equalizer in PATIENT:
+            if code := _decoded(equalizer.dark(picture, grid), grid):
+                return code, grid
+        flat = np.clip(flattened(picture, grid), 0, 255).astype(np.uint8)
+        for amount in (0.0, 1.0):
+            if codes := _zxing(sharpened(flat, amount, 5.0)):
+                return codes[0], grid
     return None
 
 
@@ -265,12 +270,15 @@ def _modules(picture: Floats, grid: Grid) -> Iterator[npt.NDArray[np.bool_]]:
     """Yield guesses of which modules are dark, (n, n), the cheapest first."""
     seen = flattened(picture, grid, cell=1, quiet=0)
     yield seen < (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2
-    yield EQUALIZERS[0].dark(picture, grid)
+    yield QUICK.dark(picture, grid)
     for amount in (0.6, 1.2):
         crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
         yield crisp < cv2.blur(crisp, (7, 7))
-    for equalizer in EQUALIZERS[1:]:
-        yield equalizer.dark(picture, grid)
+
+
+def _decoded(dark: npt.NDArray[np.bool_], grid: Grid) -> Any:
+    codes = _zxing(_symbol(stamped(dark, grid.version)), is_pure=True)
+    return codes[0] if codes else None
 
 
 def _symbol(dark: npt.NDArray[np.bool_]) -> Grey:

@@ -224,7 +224,7 @@ def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDAr
     if not found or found[0].score < LEAST_SCORE:
         return []
     fine = (refine(picture, found[0], rounds=20, bow=b, spread=s, count=96) for s, b in ((0.006, 0.006), (0.012, 0.02)))
-    return [grid for grid in (*fine, *found) if grid.score > found[0].score - 0.15]
+    return sorted([*fine, *(grid for grid in found if grid.score > found[0].score - 0.1)], key=_worst_last)
 
 
 def _rough(

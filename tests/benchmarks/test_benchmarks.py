@@ -1,0 +1,45 @@
+"""Every benchmark can be imported, and runs to its end in its short form."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODULES = sorted(path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if path.stem != "__init__")
+PROGRAMS = [name for name in MODULES if "parser(__doc__" in (REPOSITORY / f"benchmarks/{name}.py").read_text()]
+NEED_PHOTOS = {"qr_photos"}
+
+
+def test_programs_are_found() -> None:
+    assert {"trainer_overhead", "qr_photos", "text", "pipeline", "federated", "moe"} <= set(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_benchmarks_import(name: str) -> None:
+    importlib.import_module(f"benchmarks.{name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_benchmarks_run_in_short(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if name in NEED_PHOTOS:
+        request.getfixturevalue("shared_data")
+    page = REPOSITORY / "benchmarks" / f"{name}.md"
+    before = page.read_bytes() if page.exists() else None
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(tmp_path / "figures.json")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures
+    assert all(isinstance(value, int | float) for value in figures.values())
+    assert (page.read_bytes() if page.exists() else None) == before  # a short run never writes the page
