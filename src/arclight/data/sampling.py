@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -152,7 +152,7 @@ class EpochSampler:
             shares = self._epoch(seed, epoch, start)
         else:
             shares = self._stream(seed, start)
-        return shares if self.grouped else (item for share in shares for item in share)
+        return shares if self.grouped else chain.from_iterable(shares)
 
     def _epoch(self, seed: Callable[..., int], epoch: int, start: int) -> Iterator[list[Any]]:
         with isolated_rng(seed(), self._own):
@@ -160,6 +160,11 @@ class EpochSampler:
         kept = self._kept(len(order))
         order = order[:kept] if kept <= len(order) else list(islice(cycle(order), kept))
         size, taken = self.global_batch, self._evened_tail(kept)
+        if self.world_size == 1 and (
+            self._go_to is None or self._go_to[0] != epoch
+        ):  # plain slices, without a call for each
+            begins, ends = range(start * size, kept, size), range((start + 1) * size, kept + size, size)
+            return map(order.__getitem__, map(slice, begins, ends))
 
         def share(batch: int) -> list[Any]:
             last, before = (batch + 1) * size >= kept, (batch + 2) * size >= kept
