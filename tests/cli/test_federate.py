@@ -357,7 +357,7 @@ def test_a_mistake_in_one_sites_data_ends_the_run_so_that_it_can_go_on(
     assert out.count("cut short") == 0
     assert err.count("cut short") == 1
     assert "failed: 1 (node here says: task: points.csv is cut short); no others could be asked: mend that" in err
-    assert "waiting.quorum, now 1" in err
+    assert "waiting.quorum, now 0.75" in err
     assert "the same command with --resume runs/lines/1 goes on" in err
     assert "--resume runs/lines/1 goes on" in (folder / "runs/lines/1/report.html").read_text()
 
@@ -537,6 +537,16 @@ def test_more_sites_than_sources_are_told_before_anything_begins(
     assert TOO_FEW in err
     assert len(err.splitlines()) == 1
     assert not (folder / "runs").exists()
+
+
+def test_a_run_that_fails_while_it_prepares_its_data_leaves_no_folder(texts: Path, typed: Typed, folder: Path) -> None:
+    for path in sorted((folder / "texts").rglob("*.txt"))[1:]:
+        path.unlink()
+    status, _, err = typed("federate texts.toml --federation.clients 1 --partition.kind iid")
+    assert status == 2
+    assert "held_out = 0.3 leaves no" in err
+    assert list((folder / "runs").iterdir()), "it was begun"
+    assert not list((folder / "runs").glob("texts/*"))
 
 
 # -- as processes --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib
 import logging
+import shutil
 import sys
 import threading
 from argparse import Namespace
@@ -145,7 +146,8 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
     from arclight.federated.server.server import Server
 
     begun = (folder.path / JOURNAL).exists()
-    with Progress(recipe.federation.rounds) as progress, recorded(recipe, folder):
+    kept = options.resume is not None
+    with unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, recorded(recipe, folder):
         measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
         server = Server(
             recipe.federation,
@@ -175,6 +177,18 @@ def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> It
             failed(folder, options, str(error) or type(error).__name__)
             raise
         finish(recipe, folder, server, options, measuring)
+
+
+@contextmanager
+def unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
+    """Remove a new run's folder, unless it is ``kept``, if what ends the block comes before the run has begun."""
+    try:
+        yield
+    except BaseException:
+        journal = folder.path / JOURNAL
+        if not kept and not (journal.exists() and journal.stat().st_size):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
 
 
 @contextmanager

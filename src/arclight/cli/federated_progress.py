@@ -102,6 +102,13 @@ class Progress:
                     here.arrived[what.client] = what
                 case r.UpdateRefused():
                     self._say(f"round {what.round}: client {what.client} is refused ({what.reason}): {what.message}")
+                case r.RoundDiscarded():
+                    self._say(f"round {what.round} could not be folded, and is tried again: {what.why}")
+                    if (here := self._open.get(what.round)) is not None:
+                        here.arrived = {}
+                case r.RoundSkipped():
+                    self._open.pop(what.round, None)
+                    self._say(f"round {what.round} is skipped, its weights are those of the round before: {what.why}")
                 case r.RoundCommitted() if (here := self._open.pop(what.round, None)) is not None:
                     self._committed(here, what)
                 case r.RoundEvaluated(client=None):

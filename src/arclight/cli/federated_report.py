@@ -320,6 +320,8 @@ def left_out(rounds: Sequence[Round]) -> str:
     """Updates that were refused, and clients that failed: who, when and why."""
     rows = []
     for here in rounds:
+        if here.get("skipped"):
+            rows.append([f"{here['round']:,}", "all", f"the round was skipped: {escape(here['skipped'])}"])
         for refused in here["refused"]:
             why = f'{escape(refused["message"])} <span class="tag">{escape(refused["reason"])}</span>'
             rows.append([f"{here['round']:,}", f'<span class="mono">{escape(refused["client"])}</span>', why])

@@ -26,11 +26,15 @@ class BlobError(FederatedError):
 
 
 class RefusedError(FederatedError):
-    """An update that the server does not take; ``reason`` tells programs what the message tells people."""
+    """An update that the server does not take; ``reason`` tells programs what the message tells people.
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    clients: whose updates these are, if the error is raised where several are together, as in a fold.
+    """
+
+    def __init__(self, reason: Reason, message: str, clients: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.reason: Reason = reason
+        self.clients = clients
 
 
 class UnopenedError(FederatedError):

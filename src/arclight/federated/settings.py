@@ -9,7 +9,7 @@ from arclight._intervals import Checked, NonNegativeInt, PositiveInt
 from arclight.federated.codecs.settings import Codec, Raw
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.masks.settings import Masks
-from arclight.federated.privacy.settings import Noise, NormBound, Robust, SecureSum
+from arclight.federated.privacy.settings import Krum, Noise, NormBound, Robust, SecureSum
 from arclight.federated.server.settings import Checks
 from arclight.federated.strategies import FedAvg, Strategies
 
@@ -92,10 +92,17 @@ class Federation(Checked):
             raise ValueError(
                 f"a buffer of {self.buffered.size} updates is never full with {self.sampling.per_round or self.clients} clients at work"
             )
+        self._check_robust()
         if self.streaming is not None and self.local_steps % self.streaming.fragments:
             raise ValueError(
                 f"{self.local_steps} local steps cannot be divided into {self.streaming.fragments} fragments' rounds of equal length"
             )
+
+    @property
+    def least_folded(self) -> int:
+        """Updates below which a round cannot be folded, whatever its quorum."""
+        krum = self.robust if isinstance(self.robust, Krum) else None
+        return 1 if krum is None else max(2 * krum.byzantine + 3, krum.keep + krum.byzantine)
 
     @property
     def overlap(self) -> int:
@@ -105,6 +112,16 @@ class Federation(Checked):
     def lane(self, round: int) -> int:
         """Rounds that may be under way at the same time have lanes of their own; those of one fragment follow each other in one."""
         return round % max(self.streaming.fragments, self.overlap + 1) if self.streaming is not None else 0
+
+    def _check_robust(self) -> None:
+        """Every round that may close must be one that can be folded."""
+        wanted = self.buffered.size if self.buffered is not None else self.sampling.per_round or self.clients
+        if (closes := self.waiting.need(wanted)) < self.least_folded:
+            raise ValueError(
+                f"rounds may close with {closes} of {wanted} updates (waiting.quorum = {self.waiting.quorum:g}), {self.robust} needs "
+                f"{self.least_folded}: raise waiting.quorum{'' if wanted >= self.least_folded else ' and the clients of a round'}, or lower "
+                "robust.byzantine and robust.keep"
+            )
 
     def _check_noise(self, noise: Noise) -> None:
         """What is counted as private must be: every client moves the sum by at most the clip, once a round."""

@@ -198,7 +198,11 @@ def test_the_next_weights_come_down_while_the_round_before_is_trained(tmp_path: 
 def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) -> None:
     """A round closes without a client whose line stands still: its update is given up, the next one counts."""
     federation = Federation(
-        clients=2, rounds=4, local_steps=2, evaluate_every=0, waiting=Waiting(quorum=0.5, beat_every=0.05, lease=60.0)
+        clients=2,
+        rounds=4,
+        local_steps=2,
+        evaluate_every=0,
+        waiting=Waiting(quorum=0.5, grace=0.0, beat_every=0.05, lease=60.0),
     )
     last, blobs = threading.Event(), list[str]()
 

@@ -39,7 +39,16 @@ class Agent:
             doing = [] if self.work is None else [self.work]
             self._say(
                 ev.Beaten,
-                doing=tuple(Doing(client=x.client, round=x.round, kind=kind_of(x), steps=self.done) for x in doing),
+                doing=tuple(
+                    Doing(
+                        client=x.client,
+                        round=x.round,
+                        kind=kind_of(x),
+                        steps=self.done,
+                        attempt=getattr(x, "discarded", 0),
+                    )
+                    for x in doing
+                ),
             )
             if self.work is None:
                 self._take()

@@ -14,7 +14,7 @@ from arclight.federated.coordination.events import EvaluatePlan, FitPlan
 from arclight.federated.coordination.records import ClientFailed, RoundEvaluated, UpdateAccepted, UpdateRefused
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.errors import FederatedError
-from arclight.federated.protocol import Close, Held, Receipt, Wait
+from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
 from arclight.federated.settings import Federation
 
 
@@ -100,7 +100,7 @@ def test_a_quorum_closes_a_round_after_its_grace() -> None:
 
 
 def test_a_straggler_is_told_to_stop() -> None:
-    run = world(clients=["a", "b"], waiting=Waiting(quorum=0.5))
+    run = world(clients=["a", "b"], waiting=Waiting(quorum=0.5, grace=0.0))
     slow, quick = run.node("slow", "a"), run.node("quick", "b")
     slow.take(), quick.take()
     quick.deliver("b")
@@ -142,7 +142,7 @@ def test_a_client_that_cannot_is_not_asked_for_ever_and_the_run_says_why() -> No
     assert run.ended.failed
     assert run.ended.why == (
         "round 1 has 0 of the 2 updates that its quorum needs; failed: a (node n says: no such column: x); "
-        "no others could be asked: mend that, or let rounds close with fewer updates (waiting.quorum, now 1)"
+        "no others could be asked: mend that, or let rounds close with fewer updates (waiting.quorum, now 0.75)"
     )
 
 
@@ -308,7 +308,7 @@ def test_the_owner_of_a_client_that_was_given_up_may_still_deliver_while_the_rou
     for second in range(20):
         run.until(second / 4)
         other.beat()
-    assert run.coordinator.state.open[1].failed
+    assert "a (no node that could do it is here)" in run.coordinator.about(run.now)
     back = run.node("owner", "a", held=[Held(client="a", round=1, finished=True)])
     assert back.deliver("a", 1).accepted
     assert other.deliver("b").accepted
@@ -607,3 +607,226 @@ def test_a_run_that_is_taken_up_with_another_period_does_not_measure_what_is_ove
     run.pass_(0.9)
     again.run()
     assert [one.round for one in run.commands if isinstance(one, ev.Measure)] == [3]
+
+
+def failed_fold(run: World, *clients: str, why: str = "it cannot be") -> None:
+    run.tell(ev.FoldFailed(round=run.folds[-1].round, why=why, clients=clients))
+
+
+def test_a_round_that_cannot_be_folded_is_asked_for_again_without_who_is_to_blame() -> None:
+    run = world(rounds=1)
+    run.eager = False
+    node = run.node("n", "abcd")
+    for _ in range(4):
+        plan = node.take()
+        assert isinstance(plan, FitPlan)
+        node.deliver(plan.client)
+    failed_fold(run, "c")
+    open = run.coordinator.state.open[1]
+    assert (open.closed, open.drawn, open.discarded, list(open.failed)) == (None, ("a", "b", "d"), 1, ["c"])
+    run.restart()  # what is in the journal is enough
+    run.pass_(1.0)
+    node = run.node("n", "abcd")
+    run.eager = True
+    assert node.run() == 3
+    assert run.closed() == {1: ("a", "b", "d")}
+    assert run.ended == ev.End(why="all 1 rounds are done", failed=False)
+
+
+def test_another_client_is_asked_in_the_place_of_who_is_to_blame() -> None:
+    run = world(rounds=1, sampling=Sampling(per_round=2), waiting=Waiting(quorum=1.0))
+    run.eager = False
+    node = run.node("n", "abcd")
+    first = [node.take().client, node.take().client]  # type: ignore[union-attr]
+    for client in first:
+        node.deliver(client)
+    failed_fold(run, first[0])
+    drawn = run.coordinator.state.open[1].drawn
+    assert drawn[0] == first[1]
+    assert len(drawn) == 2
+    assert first[0] not in drawn
+
+
+@pytest.mark.parametrize("buffered", [None, Buffered(size=2)])
+def test_a_round_that_can_never_be_folded_is_given_up_after_its_retries(buffered: Buffered | None) -> None:
+    for mode in ("stop", "skip"):
+        run = world(rounds=2, buffered=buffered, evaluate_every=0, waiting=Waiting(retries=2, on_failed_round=mode))
+        run.eager = False
+        node = run.node("n", "abcd")
+        for attempt in range(3):
+            assert run.ended is None, attempt
+            while len(run.folds) == attempt:
+                plan = node.take()
+                assert isinstance(plan, FitPlan)
+                node.deliver(plan.client)
+            failed_fold(run)
+        if mode == "stop":
+            assert run.ended is not None
+            assert run.ended.why == "round 1: it cannot be; it was tried 3 times (waiting.retries)"
+            run.ended = None
+            run.restart()
+            assert run.folds == [], "a start does not meet the closed round again"
+            run.pass_(1.0)
+            node = run.node("n", "abcd")
+        else:
+            assert run.ended is None
+            assert run.folds[-1].updates == ()
+            assert run.folds[-1].clock == 0
+            run.tell(run.committed(run.folds[-1]))
+            assert run.coordinator.state.committed == 1
+            assert run.coordinator.state.clock == 0
+        run.eager = True
+        node.run()
+        assert run.ended == ev.End(why="all 2 rounds are done", failed=False)
+
+
+def test_a_skipped_round_whose_weights_cannot_be_written_ends_the_run() -> None:
+    run = world(waiting=Waiting(retries=0, on_failed_round="skip"))
+    run.eager = False
+    node = run.node("n", "abcd")
+    for _ in "abcd":
+        node.deliver(node.take().client)  # type: ignore[union-attr]
+    failed_fold(run)
+    assert run.folds[-1].updates == ()
+    failed_fold(run, why="the disk is broken")
+    assert run.ended is not None
+    assert "the disk is broken" in run.ended.why
+
+
+def test_a_round_without_a_quorum_may_be_skipped() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(quorum=1.0, on_failed_round="skip"))
+    node = run.node("n", "ab")
+    node.take()
+    node.fail("a", error="no such column: x")
+    assert run.coordinator.state.committed == 1
+    assert run.closed() == {}
+    (said,) = [c.text for c in run.commands if isinstance(c, ev.Say)]
+    assert said.startswith("round 1 is skipped, its weights stay those of the round before: round 1 has 0 of the 2")
+    assert node.run() == 2
+    assert run.closed() == {2: ("a", "b")}
+
+
+def test_a_client_that_is_away_for_longer_than_its_lease_does_not_end_a_run_with_the_usual_settings() -> None:
+    run = world(rounds=3)
+    owner, others = run.node("owner", "a"), run.node("others", "bcd")
+    owner.take()
+    for _ in "bcd":
+        others.deliver(others.take().client)  # type: ignore[union-attr]
+    while not run.closed():
+        run.pass_(1.0)
+        others.beat()
+        assert run.now < 400
+    assert run.now > 290, "it was waited for"
+    assert run.closed() == {1: ("b", "c", "d")}
+    began = run.now
+    others.run()
+    assert run.closed() == dict.fromkeys((1, 2, 3), ("b", "c", "d")), "and not again in each round"
+    assert run.now == began
+    assert [(r.round, r.client, r.lost) for r in run.journal if isinstance(r, ClientFailed)] == [
+        (number, "a", True) for number in (1, 2, 3)
+    ]
+
+
+def test_a_client_that_was_away_takes_part_again_in_the_round_that_is_under_way() -> None:
+    run = world(waiting=Waiting(lease=5.0))
+    owner, others = run.node("owner", "a"), run.node("others", "bcd")
+    owner.take()
+    for _ in "bcd":
+        others.deliver(others.take().client)  # type: ignore[union-attr]
+    while not run.closed():
+        run.pass_(1.0)
+        others.beat()
+    others.take()
+    back = run.node("owner", "a", process="second")
+    assert back.run() == 1
+    others.deliver("b")
+    others.run()
+    assert run.closed()[2] == ("a", "b", "c", "d")
+
+
+def test_a_client_without_which_there_is_no_quorum_is_waited_for_longer_than_its_lease() -> None:
+    run = world(clients=["a", "b"], waiting=Waiting(lease=5.0, join=200.0))
+    owner, other = run.node("owner", "a"), run.node("other", "b")
+    owner.take()
+    other.run()
+    while run.now < 190:
+        run.pass_(1.0)
+        other.beat()
+    assert run.ended is None
+    back = run.node("owner", "a", process="second")
+    assert back.run() + other.run() > 0
+    assert run.closed()[1] == ("a", "b")
+
+
+def test_a_client_for_which_no_node_has_ever_come_is_waited_for_once() -> None:
+    run = world(rounds=3, waiting=Waiting(join=20.0))
+    node = run.node("n", "abc")
+    for _ in "abc":
+        node.deliver(node.take().client)  # type: ignore[union-attr]
+    while not run.closed():
+        run.pass_(1.0)
+        node.beat()
+        assert run.now < 30
+    began = run.now
+    node.run()
+    assert run.closed() == dict.fromkeys((1, 2, 3), ("a", "b", "c"))
+    assert run.now == began
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_the_first_updates_of_a_run_cannot_outweigh_the_others(first: int) -> None:
+    run = world(clients=["a", "b", "c"], rounds=1, waiting=Waiting(quorum=0.6))
+    node = run.node("n", "abc")
+    for _ in "abc":
+        node.take()
+    order = ["b", "c"]
+    order.insert(first, "a")
+    for client in order:
+        run.said(
+            ev.UpdateChecked, session=node.session, client=client, round=1, digest=client, steps=5, seconds=1.0, bytes=1,
+            samples=1 << 50 if client == "a" else 40, tokens=0, norm=1.0,
+        )  # fmt: skip
+    assert run.closed() == {1: ("b", "c")}
+    (out,) = [r for r in run.journal if isinstance(r, ClientFailed)]
+    assert (out.client, out.lost) == ("a", False)
+    assert "it would outweigh them" in out.message
+    assert [told[1] for told in run.coordinator.state.recent] == [8.0, 8.0]
+
+
+def test_a_node_does_not_take_work_of_another_nodes_client_by_saying_that_it_holds_it() -> None:
+    for clients in ("b", ""):
+        run = world(clients=["a", "b"], waiting=Waiting(nodes=2))
+        owner, _ = run.node("owner", "a"), run.node("other", "b")
+        other = run.node("other", clients, held=[Held(client="a", round=1, finished=False)])
+        plan = owner.take()
+        assert isinstance(plan, FitPlan)
+        assert plan.client == "a"
+        if clients:
+            plan = other.take()
+            assert isinstance(plan, FitPlan)
+            assert plan.client == "b"
+
+
+def test_less_than_no_steps_say_nothing_of_an_order() -> None:
+    run = world(clients=["a"])
+    node = run.node("n", "a")
+    node.take()
+    node.beat({"a": -1})
+    (task,) = run.coordinator.present.nodes["n"].tasks.values()
+    assert task.steps == 0
+
+
+def test_what_a_node_still_says_of_a_discarded_attempt_is_not_the_new_one() -> None:
+    """Its beat was on the way while the round was discarded: the new order is given, and not taken for one that it has."""
+    run = world(clients=["a"], rounds=1)
+    run.eager = False
+    node = run.node("n", "a")
+    plan = node.take()
+    assert isinstance(plan, FitPlan)
+    late = Doing(client="a", round=1, steps=5, attempt=plan.discarded)
+    node.deliver("a")
+    failed_fold(run)
+    run.said(ev.Beaten, session=node.session, doing=(late,))
+    again = run.said(ev.Asked, session=node.session, wait=0.0, doing=(late,))
+    assert isinstance(again, FitPlan)
+    assert again.discarded == 1

@@ -16,13 +16,23 @@ from arclight.federated.coordination import events as ev
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.events import EvaluatePlan, FitPlan
 from arclight.federated.coordination.journal import _encode
-from arclight.federated.coordination.records import Record, RoundClosed, RoundCommitted, UpdateAccepted, UpdatesLost
+from arclight.federated.coordination.records import (
+    ClientFailed,
+    Record,
+    RoundClosed,
+    RoundCommitted,
+    RoundDiscarded,
+    RoundSkipped,
+    UpdateAccepted,
+    UpdatesLost,
+)
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.protocol import Close, Receipt
 from arclight.federated.settings import Federation
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "all": {"clients": 4},
+    "all": {"clients": 4, "waiting": Waiting(quorum=1.0, lease=15.0, join=30.0)},
+    "skip": {"clients": 4, "waiting": Waiting(lease=3.0, join=30.0, on_failed_round="skip")},
     "quorum": {"clients": 5, "waiting": Waiting(quorum=0.6, grace=2.0, lease=3.0, join=30.0, retries=2)},
     "deadline": {"clients": 4, "waiting": Waiting(quorum=0.5, grace=50.0, deadline=9.0, join=30.0, retries=3)},
     "sampled": {
@@ -30,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "sampling": Sampling(per_round=4, over_provision=0.5, dropout=0.2),
     },
     "buffered": {"clients": 6, "buffered": Buffered(size=2, most_stale=2), "waiting": Waiting(quorum=0.5, lease=3.0, join=30.0)},
-    "streaming": {"clients": 3, "local_steps": 9, "streaming": Streaming(fragments=3, overlap=2), "waiting": Waiting(lease=2.0)},
+    "streaming": {"clients": 3, "local_steps": 9, "streaming": Streaming(fragments=3, overlap=2), "waiting": Waiting(quorum=1.0, lease=2.0, join=30.0)},
 }  # fmt: skip
 
 
@@ -123,8 +133,17 @@ class Anything(RuleBasedStateMachine):
     @precondition(lambda self: not self.world.eager)
     @rule()
     def fold(self) -> None:
-        if self.world.folds and self.world.folds[-1].round == self.world.coordinator.state.committed + 1:
+        folds, state = self.world.folds, self.world.coordinator.state
+        if folds and folds[-1].round == state.committed + 1 and state.open[folds[-1].round].closed is not None:
             self.world.tell(self.world.committed(self.world.folds[-1]))
+
+    @precondition(lambda self: not self.world.eager)
+    @rule(blamed=st.sets(st.integers(0, 8), max_size=2))
+    def fold_fails(self, blamed: set[int]) -> None:
+        folds, state = self.world.folds, self.world.coordinator.state
+        if folds and folds[-1].round == state.committed + 1 and state.open[folds[-1].round].closed is not None:
+            clients = tuple(self.client(number) for number in sorted(blamed))
+            self.world.tell(ev.FoldFailed(round=folds[-1].round, why="x", clients=clients))
 
     @rule(lost=st.sets(st.integers(0, 8), max_size=4))
     def restart(self, lost: set[int]) -> None:
@@ -192,6 +211,15 @@ def check(settings: Federation, journal: Sequence[Record]) -> None:
             assert set(record.clients) == set(accepted[record.round])
             assert list(record.clients) == sorted(record.clients, key=int)
             closed[record.round] = record.clients
+        elif isinstance(record, ClientFailed):
+            if record.round not in closed and not settings.buffered:
+                accepted.get(record.round, {}).pop(record.client, None)
+        elif isinstance(record, RoundDiscarded):
+            accepted[record.round], _ = {}, closed.pop(record.round)
+        elif isinstance(record, RoundSkipped):
+            assert settings.waiting.on_failed_round == "skip"
+            assert record.round not in closed
+            accepted[record.round], closed[record.round] = {}, ()
         elif isinstance(record, UpdatesLost):
             for client in record.clients:
                 del accepted[record.round][client]
@@ -229,7 +257,9 @@ def test_a_server_killed_at_any_write_ends_with_the_same_contributors_and_no_fit
     which: str, written_first: bool, lost: tuple[str, ...], shortened: bool
 ) -> None:
     options = (
-        {"rounds": 3, "local_steps": 6, "evaluate_every": 2} | SETTINGS[which] | {"waiting": Waiting(beat_every=0.4)}
+        {"rounds": 3, "local_steps": 6, "evaluate_every": 2}
+        | SETTINGS[which]
+        | {"waiting": Waiting(beat_every=0.4, lease=15.0)}
     )
     if which == "sampled":
         options["sampling"] = Sampling(per_round=4, dropout=0.2)

@@ -153,7 +153,13 @@ class NodeHere:
         """What it has, or of that what is of the clients in ``steps``."""
         here = [plan for plan in (*self.plans, *self.work.values()) if steps is None or plan.client in steps]
         return tuple(
-            Doing(client=plan.client, round=plan.round, kind=kind_of(plan), steps=(steps or {}).get(plan.client, 0))
+            Doing(
+                client=plan.client,
+                round=plan.round,
+                kind=kind_of(plan),
+                steps=(steps or {}).get(plan.client, 0),
+                attempt=plan.discarded if isinstance(plan, FitPlan) else 0,
+            )
             for plan in dict.fromkeys(here)
         )
 

@@ -98,7 +98,7 @@ def test_a_client_moves_the_mean_by_no_more_than_its_part_of_the_clip() -> None:
 
 def test_clients_parts_make_the_noise_of_the_settings() -> None:
     settings = Noise(clip=3.0, multiplier=0.7, by="clients")
-    federation = Federation(clients=6, noise=settings, weigh_by="equal")
+    federation = Federation(clients=6, noise=settings, weigh_by="equal", waiting=Waiting(quorum=1.0))
     given, asked = clients(6), order(federation)["noise"]
     sent = [
         Contribution(client=one.client, weight=1, tensors=dict(protect(one.tensors.items, asked, bytes([k]) * 32)))
@@ -161,7 +161,9 @@ def test_a_budget_is_not_overdrawn() -> None:
 
 def test_a_federation_says_how_its_noise_is_counted() -> None:
     noise = Noise(clip=1, multiplier=1)
-    drawn = Federation(clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5))
+    drawn = Federation(
+        clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5), waiting=Waiting(quorum=1.0)
+    )
     assert budget(drawn, 20) == Budget(noise=noise, clients=20, per_round=5)
     first = Federation(clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5, over_provision=0.5))
     assert budget(first, 20) == Budget(noise=noise, clients=20, per_round=5, by_chance=False)

@@ -142,4 +142,5 @@ def test_what_cannot_be_is_said() -> None:
 def test_a_recipe_names_it_in_lower_case(robust: Robust) -> None:
     fields = {name: getattr(robust, name) for name in robust.__dataclass_fields__}
     table = {"robust": {"kind": type(robust).__name__.lower(), **{k: v for k, v in fields.items() if v is not None}}}
+    table |= {"clients": 7, "waiting": {"quorum": 1.0}}
     assert recipe.read(Federation, table).robust == robust

@@ -14,6 +14,7 @@ from scipy import stats
 from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.node import Node
+from arclight.federated.coordination.settings import Waiting
 from arclight.federated.privacy.noise import BudgetError
 from arclight.federated.privacy.settings import Krum, Median, Noise, NormBound, Robust, SecureSum, Trimmed
 from arclight.federated.rounds.history_file import read_history
@@ -52,7 +53,7 @@ def trained(server: Server, goals: list[float]) -> Server:
 
 @pytest.mark.parametrize("robust", [Median(), *(pytest.param(one, marks=pytest.mark.slow) for one in REST)], ids=repr)
 def test_a_run_with_a_liar_stays_where_the_others_are(tmp_path: Path, robust: Robust) -> None:
-    federation = Federation(clients=5, rounds=2, local_steps=20, robust=robust, checks=ANY)
+    federation = Federation(clients=5, rounds=2, local_steps=20, robust=robust, checks=ANY, waiting=Waiting(quorum=1.0))
     server = trained(Server(federation, START, folder=tmp_path / "run"), [1.0, 1.1, 0.9, 1.0, 1e6])
     assert (server.weights()["w"] - 1).abs().max() < 4
     plain = Federation(clients=5, rounds=2, local_steps=20, checks=ANY)
@@ -64,7 +65,9 @@ def test_a_run_with_a_liar_stays_where_the_others_are(tmp_path: Path, robust: Ro
 def test_a_run_with_noise_says_what_it_has_spent(tmp_path: Path, by: str) -> None:
     start = {"w": torch.zeros(20_000)}
     noise = Noise(clip=0.5, multiplier=2.0, epsilon=20.0, by=by)
-    federation = Federation(clients=4, rounds=3, local_steps=2, noise=noise, weigh_by="equal", checks=ANY)
+    federation = Federation(
+        clients=4, rounds=3, local_steps=2, noise=noise, weigh_by="equal", checks=ANY, waiting=Waiting(quorum=1.0)
+    )
     server = trained(Server(federation, start, folder=tmp_path / "run"), [1.0, 2.0, 1.0, 2.0])
     spent = [here.epsilon for here in server.history]
     assert spent[0] is None

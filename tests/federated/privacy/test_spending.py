@@ -53,7 +53,8 @@ class Still:
 def federation(by: str = "server", multiplier: float = 1.0, **given: Any) -> Federation:
     noise = Noise(clip=CLIP, multiplier=multiplier, by=by, epsilon=given.pop("epsilon", None))
     usual: dict[str, Any] = {"clients": 10, "rounds": 3, "local_steps": 1, "weigh_by": "equal", "evaluate_every": 0}
-    return Federation(**{**usual, "keep_rounds": 0, "noise": noise, **given})
+    usual |= {"keep_rounds": 0, "waiting": Waiting(quorum=1.0)}
+    return Federation(**{**usual, "noise": noise, **given})
 
 
 def run(server: Server, count: int = 10, fails: Mapping[int, tuple[int, ...]] | None = None) -> Server:
@@ -230,7 +231,7 @@ def test_a_ledger_that_grows_is_the_one_that_is_read() -> None:
 
 def test_a_round_that_others_answered_is_not_counted_as_drawn_by_chance(tmp_path: Path) -> None:
     """A client of the first draw fails, and another is asked in its place."""
-    asked = federation(rounds=1, sampling=Sampling(per_round=4), waiting=Waiting(retries=3))
+    asked = federation(rounds=1, sampling=Sampling(per_round=4), waiting=Waiting(quorum=1.0, retries=3))
     drawn = Sampler(asked.sampling, Roster(10), 0).draw(1)
     server = run(Server(asked, START, folder=tmp_path / "run"), fails={int(drawn[0]): (1,)})
     assert set(server.history[1].contributors) != set(drawn)

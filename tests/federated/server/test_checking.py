@@ -77,7 +77,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     ("changed", "reason", "says"),
     [
         ({"samples": 0}, "weight", "samples = 0: by these it is to be weighed"),
-        ({"samples": -1}, "weight", "a count cannot be negative"),
+        ({"samples": -1}, "weight", "a count is not negative"),
         ({"steps": 5}, "weight", "5 steps: 4 were asked for"),
         ({"seconds": -1.0}, "weight", "-1.0 seconds"),
         ({"round": 7}, "stale", "round 7 has not begun"),

@@ -15,8 +15,12 @@ import torch
 from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.checkpoint.files import HashedFile
+from arclight.federated.coordination.coordinator import Coordinator
+from arclight.federated.coordination.driving import BrokenError
+from arclight.federated.coordination.events import Decision
+from arclight.federated.coordination.records import UpdateAccepted
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.protocol import Ask, Close, Fit, Join, Message, Receipt, Wait
+from arclight.federated.protocol import Ask, Close, Fit, Join, Leave, Message, Receipt, Wait
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
@@ -242,3 +246,45 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
         held.join(20)
         assert run.driver.wait(20)
     assert [type(answer) for answer in answers] == [Close]
+
+
+def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_journal_stays_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, real = [1], Coordinator.apply
+
+    def apply(coordinator: Coordinator, decision: Decision) -> None:
+        if left[0] and any(isinstance(record, UpdateAccepted) for record in decision.records):
+            left[0] -= 1
+            raise ZeroDivisionError("a speed of nothing")
+        real(coordinator, decision)
+
+    monkeypatch.setattr(Coordinator, "apply", apply)
+    with Server(settings(), START, folder=tmp_path / "run").opened() as run:
+        script = Script(InProcess(run.service), both())
+        with pytest.raises(
+            BrokenError, match=r"UpdateChecked is in the journal .*ZeroDivisionError: a speed of nothing"
+        ):
+            script.work()
+        with pytest.raises(BrokenError):
+            run.wait(10)
+        with pytest.raises(BrokenError):
+            script.ask()
+    server = Server(settings(), folder=tmp_path / "run")
+    with server.opened() as run:
+        Script(InProcess(run.service), both()).work()
+        assert run.driver.wait(60)
+    assert [here.base for here in server.history] == undisturbed(tmp_path)
+
+
+def test_a_server_that_was_started_again_ends_when_the_nodes_of_all_clients_have_heard(tmp_path: Path) -> None:
+    with Server(settings(), START, folder=tmp_path / "run").opened():
+        pass
+    with Server(settings(), folder=tmp_path / "run").opened() as run:
+        script = Script(InProcess(run.service), both())
+        script.work()
+        assert run.driver.wait(60)
+        script.send(Leave(node=script.name, session=script.session))
+        began = time.monotonic()
+        run.let_nodes_hear(30.0)
+        assert time.monotonic() - began < 5.0

@@ -62,7 +62,9 @@ def test_measured_speeds_decide_who_is_waited_for() -> None:
     )  # fmt: skip
     result = simulate(federation(clients=30, rounds=2), 1000, fleet)
     assert [r.seconds for r in result.rounds] == pytest.approx([50 * 0.4 + 1.0] * 2, rel=1e-3)
-    half = simulate(federation(clients=30, rounds=2, waiting=Waiting(quorum=0.2, beat_every=1.0)), 1000, fleet)
+    half = simulate(
+        federation(clients=30, rounds=2, waiting=Waiting(quorum=0.2, grace=0.0, beat_every=1.0)), 1000, fleet
+    )
     assert half.rounds[0].seconds == pytest.approx(50 * 0.1 + 1.0, rel=1e-3)
     assert half.rounds[0].accepted < 30
     assert half.rounds[0].late > 10
@@ -77,7 +79,9 @@ def test_a_grace_and_a_deadline_bound_a_round() -> None:
     result = simulate(federation(clients=20, rounds=1, waiting=waiting), 1000, fleet)
     assert result.rounds[0].closed - result.rounds[0].opened == pytest.approx(5.0 + 7.0, rel=1e-3)
     none = simulate(
-        federation(clients=20, rounds=1, waiting=Waiting(deadline=60.0, beat_every=10.0, retries=1)), 1000, fleet
+        federation(clients=20, rounds=1, waiting=Waiting(quorum=1.0, deadline=60.0, beat_every=10.0, retries=1)),
+        1000,
+        fleet,
     )
     assert none.failed
     assert none.seconds == pytest.approx(120.0, rel=1e-2)

@@ -392,3 +392,30 @@ def test_a_fault_of_the_servers_own_is_told_as_one(running: Running, caplog: pyt
     assert (status, "TypeError" in told(answer)) == (500, True)
     assert "Traceback" in caplog.text
     running.server.sessions = {running.token: "a"}
+
+
+def test_a_blob_that_nobody_takes_does_not_hold_its_connection(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Larger than what lies between the two: the server cannot be rid of it until it is taken."""
+    content = bytes(32 << 20)
+    digest = hashlib.sha256(content).hexdigest()
+    store = FolderStore(tmp_path / "blobs")
+    store.put(digest, content)
+    limits = Limits(silence=0.3, slowest=1 << 40)
+    with caplog.at_level("WARNING"), HttpServer(StandIn(store), Listening(limits=limits)) as served:
+        running = Running(served.port, store, StandIn(store))
+        welcome = running.say(Join(node="a", clients=("a",)))
+        assert isinstance(welcome, Welcome)
+        running.token = welcome.session
+        with socket.create_connection(("127.0.0.1", served.port), timeout=30) as line:
+            line.sendall(running.head("GET", f"/v1/blobs/{digest}"))
+            came = len(line.recv(1000))
+            time.sleep(1.5)
+            with suppress(ConnectionResetError):
+                while piece := line.recv(1 << 20):
+                    came += len(piece)
+        assert came < len(content)
+        assert running.ask("GET", f"/v1/blobs/{digest}")[2] == content, "others get it"
+    assert "does not take the blob that it asked for" in caplog.text
+    assert "Traceback" not in caplog.text

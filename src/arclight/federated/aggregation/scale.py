@@ -49,7 +49,7 @@ class Contribution:
     norm: float | None = None
     """L2 norm of its change, over ``model/`` keys, where it is known already."""
     shrink: float = 1.0
-    """What its ``model/`` tensors are multiplied by, in (0, 1]; the weight stays. For norm bounds."""
+    """What its ``model/`` tensors are multiplied by, in (0, 1]; the weight stays. For norm bounds and stale updates."""
 
     @property
     def keys(self) -> set[str]:
@@ -133,7 +133,8 @@ def plan(
             )
         seen.add(given.client)
         if not (given.weight > 0 and math.isfinite(given.weight)):
-            raise RefusedError("weight", f"{given.client} weighs {given.weight}: a weight is a positive, finite number")
+            why = f"{given.client} weighs {given.weight}: a weight is a positive, finite number"
+            raise RefusedError("weight", why, (given.client,))
         if not 0 < given.shrink <= 1:
             raise FederatedError(f"{given.client} is to be shrunk by {given.shrink}: a factor in (0, 1]")
         largest = given.largest if given.largest is not None else measure(given.client, given.tensors, threads).largest
@@ -187,9 +188,10 @@ def _measure(client: str, key: str, tensor: Chunked, among: Lanes) -> tuple[floa
 def is_mean(client: str, key: str, dtype: torch.dtype) -> bool:
     """Whether tensors of this type are averaged; integers are not. Raises RefusedError for types that cannot be folded."""
     if dtype.is_complex or dtype is torch.uint64:
-        raise RefusedError("wrong_shape", f"{client} sent {key} as {dtype}: it cannot be averaged, send another type")
+        why = f"{client} sent {key} as {dtype}: it cannot be averaged, send another type"
+        raise RefusedError("wrong_shape", why, (client,))
     return dtype.is_floating_point
 
 
 def not_finite(client: str, key: str) -> RefusedError:
-    return RefusedError("not_finite", f"{client} sent {key} with a value that is not finite")
+    return RefusedError("not_finite", f"{client} sent {key} with a value that is not finite", (client,))

@@ -41,7 +41,9 @@ class Terms:
         """Raises RefusedError or FederatedError for a contributor's tensor that does not go with the others."""
         if is_mean(given.client, self.key, tensor.dtype) != self.averaged:
             raise RefusedError(
-                "wrong_shape", f"{given.client} sent {self.key} as {tensor.dtype}, others differ in kind"
+                "wrong_shape",
+                f"{given.client} sent {self.key} as {tensor.dtype}, others differ in kind",
+                (given.client,),
             )
         if not self._first:
             self._first, self.shape, self.elements = given.client, tensor.shape, tensor.elements
@@ -51,7 +53,9 @@ class Terms:
         for what, other in ((given.client, tensor), ("the server", self.anchor)):
             if other is not None and other.shape != self.shape:
                 raise RefusedError(
-                    "wrong_shape", f"{what} has {self.key} of {other.shape}, {self._first} of {self.shape}"
+                    "wrong_shape",
+                    f"{what} has {self.key} of {other.shape}, {self._first} of {self.shape}",
+                    (given.client,),
                 )
         if tensor.dtype is torch.float64:
             self.dtype = torch.float64

@@ -68,8 +68,8 @@ class Job:
 
     @property
     def sum(self) -> int:
-        """Which of the round's secure sums it is for."""
-        return int(self.order.privacy.get("secure", {}).get("attempt", 0)) if isinstance(self.order, Fit) else 0
+        """Which of the round's attempts, and of its secure sums, it is for."""
+        return self.order.attempt if isinstance(self.order, Fit) else 0
 
     def progress(self, steps: int, loss: float | None) -> None:
         """Told by who trains it. Raises CancelledError where it is not to go on."""
@@ -115,7 +115,9 @@ class Jobs:
         """As asks and beats say it: one that has failed may come again, and is not said to be here."""
         with self._changed:
             return tuple(
-                Doing(client=job.client, round=job.round, kind=job.kind, steps=job.steps, loss=job.loss)
+                Doing(
+                    client=job.client, round=job.round, kind=job.kind, steps=job.steps, loss=job.loss, attempt=job.sum
+                )
                 for job in self._jobs
                 if not isinstance(job.outcome, Failed)
             )

@@ -193,6 +193,8 @@ class Node:
             return
         with self._minding(job):
             if isinstance(order, Fit):
+                if order.redo:
+                    job.folder.finished.drop(order.round)
                 if (update := job.folder.finished.of(order)) is not None:
                     self._jobs.done(job, update)
                     return

@@ -197,8 +197,6 @@ class Turn(Pause):
 
     def keys(self, trainer: Trainer, order: Fit) -> list[str]:
         """What is to be sent, in an order that all processes have alike."""
-        if order.send is not None:
-            return list(order.send)
         names, travel = trained(trainer.lightning_module), self._keep.travel
         moments = [f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(trainer, s) if n in set(names)]
         return travel.up([*(MODEL + name for name in names), *moments], order.round)

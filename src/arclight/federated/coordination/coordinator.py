@@ -21,6 +21,7 @@ from arclight.federated.coordination.records import (
     RoundDiscarded,
     RoundEvaluated,
     RoundOpened,
+    RoundSkipped,
     RunEnded,
     UpdateAccepted,
 )
@@ -129,7 +130,7 @@ class Coordinator:
             self._obey(command, decision.event, now)
         for note in decision.notes:
             self._note(note, decision.event, now)
-        if any(isinstance(r, RoundClosed | RoundCommitted | RunEnded) for r in decision.records):
+        if any(isinstance(r, RoundClosed | RoundSkipped | RoundCommitted | RunEnded) for r in decision.records):
             present.prune(now)
 
     def _heed(self, event: Event, now: float) -> None:
@@ -169,7 +170,9 @@ class Coordinator:
                 self._quorum(record.round, now)
             case ClientFailed():
                 present.finish(Work("fit", record.round, record.client), node)
-            case RoundDiscarded():
+                if record.lost:
+                    present.given_up(record.client)
+            case RoundDiscarded() | RoundSkipped():
                 present.folding = None
             case RoundCommitted():
                 present.folding = None
@@ -195,7 +198,9 @@ class Coordinator:
         """Grace begins when there is a quorum."""
         open, grace = self.state.open[round], self.settings.waiting.grace
         key = ("quorum", round, open.attempt)
-        if open.wanted and len(open.accepted) >= self._replay.need(open) and key not in self._present.over:
+        if grace is None or key in self._present.over:
+            return
+        if open.wanted and len(open.accepted) >= self._replay.need(open):
             self._present.over.add(key)
             self._present.arm(now + grace, "grace", (round, open.attempt))
 

@@ -25,6 +25,9 @@ from arclight.federated.coordination.state import Open
 from arclight.federated.errors import FederatedError, ProtocolError, Reason
 from arclight.federated.protocol import Close, Receipt, Wait
 
+_FORGOTTEN = 10
+"""Silences after which work that a node had, and does not name any more although it asks for some, is given to it again."""
+
 if TYPE_CHECKING:
     from arclight.federated.coordination.coordinator import Coordinator
 
@@ -50,8 +53,8 @@ def decide(c: Coordinator, event: Event, now: float) -> Decision:
             return Decision(event=event, now=now, records=opened)
         case ev.Committed():
             return _committed(c, event, now)
-        case ev.Unopened():
-            return _unopened(c, event, now)
+        case ev.FoldFailed():
+            return _fold_failed(c, event, now)
         case ev.Measured():
             due = c.state.measuring.get(event.round)
             record = RoundEvaluated(round=event.round, client=None, samples=event.samples, metrics=event.metrics)
@@ -199,7 +202,7 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
 def _ask(c: Coordinator, event: ev.Asked, node: Node, now: float) -> tuple[Command, ...]:
     if c.state.ended is not None:
         return (Answer(to=event.to, plan=Close(why=c.state.ended, failed=c.state.failed)),)
-    having = {Work(one.kind, one.round, one.client) for one in event.doing}
+    having = {Work(one.kind, one.round, one.client) for one in event.doing if c.present.is_current(one)}
     lost = (task.work for task in node.tasks.values() if task.work not in having and _unknown(c, task, now))
     again = next((work for work in lost if c.present.in_turn(work, node, having)), None)
     work = again or c.present.next(node, having)
@@ -212,9 +215,9 @@ def _ask(c: Coordinator, event: ev.Asked, node: Node, now: float) -> tuple[Comma
 
 def _unknown(c: Coordinator, task: Task, now: float) -> bool:
     """Whether a node that asks seems not to have got this order: its beats should name the client until the update is here."""
-    waiting = c.settings.waiting
+    silence = c.settings.waiting.silence
     confirmed = task.steps >= 0
-    return now - task.seen > (max(waiting.silence, waiting.lease) if confirmed else waiting.silence)
+    return now - task.seen > (_FORGOTTEN * silence if confirmed else silence)
 
 
 def _accept(c: Coordinator, event: ev.UpdateChecked) -> UpdateAccepted:
@@ -237,7 +240,8 @@ def _unsound(c: Coordinator, event: ev.UpdateUnsound) -> tuple[tuple[Record, ...
     tries = c.present.tries.get(work, 0) + 1
     if event.reason == "damaged" and tries < c.settings.waiting.attempts:
         return (said,), (Again(work=work, keep=True),)
-    out = ClientFailed(round=event.round, client=event.client, message=f"its update was refused: {event.message}")
+    why = f"its update was refused: {event.message}"
+    out = ClientFailed(round=event.round, client=event.client, message=why, redo=True)
     return (said, out), ()
 
 
@@ -268,9 +272,10 @@ def _committed(c: Coordinator, event: ev.Committed, now: float) -> Decision:
             f"round {event.round} cannot be committed now: the newest is {c.state.committed}, closed and waiting are "
             f"{[r.round for r in c.state.open.values() if r.closed is not None]}"
         )
+    skipped = not open.closed  # nobody has trained: no steps are added, and there is nothing new to measure
     record = RoundCommitted(
         round=event.round, base=event.base, checkpoint=event.checkpoint, norm=event.norm, drift=event.drift,
-        measured=_is_measured(c, event.round),
+        clock=open.clock if skipped else None, measured=not skipped and _is_measured(c, event.round),
     )  # fmt: skip
     return Decision(event=event, now=now, records=(record,))
 
@@ -280,28 +285,44 @@ def _is_measured(c: Coordinator, round: int) -> bool:
     return bool(every) and (round % every == 0 or round == c.settings.rounds)
 
 
-def _unopened(c: Coordinator, event: ev.Unopened, now: float) -> Decision:
-    """Ask a closed round's clients once more; most have their training behind them."""
+def _fold_failed(c: Coordinator, event: ev.FoldFailed, now: float) -> Decision:
+    """Discard a closed round and ask its clients once more, but for those to blame; most have their training behind them."""
     open = c.state.open.get(event.round)
     if open is None or open.closed is None:
         raise ProtocolError(f"round {event.round} is not closed: it cannot be asked for again")
-    if open.attempt >= c.settings.waiting.retries:
-        why = f"round {event.round}: {event.why}; it was tried {open.attempt + 1} times (waiting.retries)"
-        return ticking.end(c, event, now, why, failed=True)
-    text = f"round {event.round} is discarded and asked for again: {event.why}"
-    return Decision(event=event, now=now, records=_discard(open, event.why), commands=(ev.Say(text=text),))
+    blamed = [client for client in event.clients if client in open.accepted]
+    message = f"its update could not be folded: {event.why}"
+    out = (ClientFailed(round=open.round, client=client, message=message, redo=True) for client in blamed)
+    discarded = (RoundDiscarded(round=open.round, why=event.why), *out)
+    again, need = _asked_again(c, open, blamed), c.rules.need(open)
+    end = ""
+    if open.folds_failed >= c.settings.waiting.retries:
+        end = f"it was tried {open.folds_failed + 1} times (waiting.retries)"
+    elif blamed and len(again.clients) < need and not c.settings.buffered:
+        end = f"without {', '.join(blamed)} there are fewer than the {need} updates that its quorum needs"
+    if end:
+        return ticking.give_up(c, event, open, now, f"round {event.round}: {event.why}; {end}", discarded)
+    without = f" without {', '.join(blamed)}" if blamed else ""
+    text = f"round {event.round} is discarded and asked for again{without}: {event.why}"
+    records = discarded if c.settings.buffered else (*discarded, again)  # a buffer fills up again by itself
+    return Decision(event=event, now=now, records=records, commands=(ev.Say(text=text),))
 
 
-def _discard(open: Open, why: str) -> tuple[Record, ...]:
-    again = RoundOpened(
-        round=open.round, base=open.base, clients=open.drawn, wanted=open.wanted, clock=open.clock, steps=open.steps,
-        fragment=open.fragment,
+def _asked_again(c: Coordinator, open: Open, without: Sequence[str] = ()) -> RoundOpened:
+    """The round once more, for its clients but for some, and for others in the place of these as far as there are any."""
+    kept = [client for client in open.drawn if client not in without]
+    fresh = (
+        c.sampler.draw(open.round, count=len(without), attempt=open.attempt + 1, without=open.drawn) if without else ()
+    )
+    return RoundOpened(
+        round=open.round, base=open.base, clients=(*kept, *fresh), wanted=open.wanted, clock=open.clock, steps=open.steps,
+        fragment=open.fragment, least=open.least,
     )  # fmt: skip
-    return RoundDiscarded(round=open.round, why=why), again
 
 
 def lost(c: Coordinator, round: int, clients: Sequence[str]) -> tuple[Record, ...]:
     """What follows where accepted updates of a round are not here any more. Masks of a secure sum fit no other values."""
     if c.settings.secure is None:
         return (UpdatesLost(round=round, clients=tuple(clients)),)
-    return _discard(c.state.open[round], f"masked values of {', '.join(clients)} are not on the server's disk any more")
+    why = f"masked values of {', '.join(clients)} are not on the server's disk any more"
+    return RoundDiscarded(round=round, why=why), _asked_again(c, c.state.open[round])

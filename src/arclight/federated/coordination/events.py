@@ -172,11 +172,13 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unopened(Event):
-    """The driver could not do a Fold: too few clients of its secure sum are left to open it."""
+class FoldFailed(Event):
+    """The driver could not do a Fold. Nothing of the step is left behind."""
 
     round: int
     why: str
+    clients: tuple[str, ...] = ()
+    """Those whose updates are to blame, as far as that is known: they are left out when the round is asked for again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +227,11 @@ class FitPlan:
     deadline: float | None
     """Seconds from now."""
     discarded: int = 0
-    """How often the round's secure sum could not be opened before."""
+    """How often the round could not be folded before."""
     least: int = 0
     """As `RoundOpened.least`."""
+    redo: bool = False
+    """Whether what the client has finished for this round is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +255,7 @@ class Answer(Command):
 @dataclass(frozen=True, kw_only=True)
 class Fold(Command):
     """A round is closed: fold its updates, in this order (that of the clients), step, write the checkpoint, then say `Committed`.
+    Without updates the round is skipped: write the former weights as its own. What cannot be folded is a `FoldFailed`.
 
     Given once for each round and again after `Resumed`. Rounds are folded one at a time, each from the weights before it.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import fields, replace
 
@@ -14,6 +14,7 @@ from arclight.federated.coordination.records import (
     RoundDiscarded,
     RoundEvaluated,
     RoundOpened,
+    RoundSkipped,
     RunEnded,
     RunOpened,
     UpdateAccepted,
@@ -39,8 +40,8 @@ class Replay:
         self.state = Lasting()
 
     def quorum(self, wanted: int) -> int:
-        """Count the updates with which a round for ``wanted`` may close by the settings of today."""
-        return max(1, math.ceil(self.settings.waiting.quorum * wanted - 1e-9))
+        """Count the updates with which a round for ``wanted`` may close by the settings of today: never fewer than can be folded."""
+        return max(self.settings.waiting.need(wanted), self.settings.least_folded)
 
     def need(self, open: Open) -> int:
         """Count the updates with which a round may close: never fewer than its clients divided its noise by."""
@@ -59,16 +60,17 @@ class Replay:
             case UpdatesLost():
                 self._lost(record)
             case ClientFailed():
-                self.state.outstanding.get(record.round, {}).pop(record.client, None)
-                current = self.gathering if self.settings.buffered else self.state.open.get(record.round)
-                if current is not None:
-                    current.failed[record.client] = record
+                self._failed(record)
             case RoundClosed():
                 self._closed(record)
             case RoundDiscarded():
                 open = self.state.open[record.round]
                 open.accepted, open.failed, open.closed = {}, {}, None
                 open.discarded += 1
+                open.folds_failed += 1
+            case RoundSkipped():
+                self.state.open[record.round].accepted = {}
+                self._closed(RoundClosed(round=record.round, clients=()))
             case RoundCommitted():
                 self._committed(record)
             case RoundEvaluated():
@@ -118,7 +120,7 @@ class Replay:
         self.state.run, self.state.settings = record.run, record.settings
         self.state.ended, self.state.failed = None, False
         for open in self.state.open.values():
-            open.attempt = -1  # a run that is taken up again has its attempts anew, and so have its clients
+            open.attempt, open.folds_failed = -1, 0  # a run that is taken up again has its attempts again
             open.failed = {client: replace(failed, lost=True) for client, failed in open.failed.items()}
 
     def _opened(self, record: RoundOpened) -> None:
@@ -148,9 +150,22 @@ class Replay:
         begun = record.round - record.staleness
         self.state.outstanding.get(begun, {}).pop(record.client, None)
         open.failed.pop(record.client, None)
-        steps, recent = max(record.steps, 1), self.state.recent
-        recent.append((record.norm, record.samples / steps, record.tokens / steps))
-        del recent[:-_COMPARED]
+        open.redo.pop(record.client, None)
+        self.state.recent.append(_told(record))
+        del self.state.recent[:-_COMPARED]
+
+    def _failed(self, record: ClientFailed) -> None:
+        """Put a client out of its round, with its update where that was accepted already."""
+        self.state.outstanding.get(record.round, {}).pop(record.client, None)
+        current = self.gathering if self.settings.buffered else self.state.open.get(record.round)
+        if current is None:
+            return
+        current.failed[record.client] = record
+        if record.redo:
+            current.redo[record.client] = None
+        if (update := current.accepted.pop(record.client, None)) is not None:
+            with suppress(ValueError):
+                self.state.recent.remove(_told(update))
 
     def _lost(self, record: UpdatesLost) -> None:
         """A round that was closed with them is open again; in buffered mode only where nothing else is in it."""
@@ -221,3 +236,9 @@ class Replay:
             del state.outstanding[old]
         for old in [round for round in state.begun if round not in state.outstanding and round not in state.open]:
             del state.begun[old]
+
+
+def _told(update: UpdateAccepted) -> tuple[float, float, float]:
+    """Norm, samples per step and tokens per step of an update."""
+    steps = max(update.steps, 1)
+    return update.norm, update.samples / steps, update.tokens / steps

@@ -50,6 +50,14 @@ class Node:
         return [task for work, task in self.tasks.items() if work.client == client]
 
 
+class Departed(NamedTuple):
+    """A client's data went with its node."""
+
+    at: float
+    why: str
+    """What the node has said of that."""
+
+
 class Timer(NamedTuple):
     at: float
     number: int

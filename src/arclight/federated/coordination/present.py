@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable
 
 from arclight.federated.coordination.events import Joined
-from arclight.federated.coordination.nodes import Node, Task, Timer, Work
+from arclight.federated.coordination.nodes import Departed, Node, Task, Timer, Work
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.coordination.state import Lasting
 from arclight.federated.protocol import Doing
@@ -43,8 +43,10 @@ class Present:
         """Whether enough nodes have come for the first round."""
         self.alone_since: float | None = None
         self._owners: dict[str, dict[str, None]] = {}
-        self.departed: dict[str, str] = {}
-        """Clients whose data went with their node, and what it has said of that."""
+        self.departed: dict[str, Departed] = {}
+        """Clients whose data went with their node."""
+        self.unclaimed: set[str] = set()
+        """Clients for which no node came in time, and none has since."""
         self._homes: dict[str, str] = {}
         self._numbers = 0
 
@@ -69,7 +71,7 @@ class Present:
         former = self.nodes.get(event.node)
         if former is not None:
             self._part(former)
-            self._disown(former, departed=bool(event.clients))
+            self._disown(former, now, departed=bool(event.clients))
         node = Node(event.node, event.session, event.process, event.clients, event.steps_per_second, now, now)
         self.nodes[node.name], self.sessions[node.session] = node, node
         self.challengers.pop(node.name, None)
@@ -77,10 +79,16 @@ class Present:
         for client in node.clients:
             self._owners.setdefault(client, {})[node.name] = None
             self.departed.pop(client, None)
+            self.unclaimed.discard(client)
+        if not node.clients:
+            self.unclaimed.clear()
         self.arm(now + self._waiting.silence, "silence", node.session)
         self.arm(now + self._waiting.stall, "stall", node.session)
         for held in event.held:
             work = Work("fit", held.round, held.client)
+            owners = self._owners.get(held.client, {node.name: None})
+            if (node.clients and held.client not in node.clients) or node.name not in owners:
+                continue  # another node's client: whoever has its data goes on with it
             if held.client not in self._lasting.outstanding.get(held.round, {}):
                 node.stopping[work] = None
                 continue
@@ -111,7 +119,7 @@ class Present:
         self._part(node)
         if self.nodes.get(node.name) is node:
             del self.nodes[node.name]
-        self._disown(node, departed=True, why=why)
+        self._disown(node, now, departed=True, why=why)
         works = [*node.measures, *node.queue, *node.tasks]
         node.tasks, node.measures, node.queue = {}, {}, {}
         for work in works:
@@ -134,18 +142,39 @@ class Present:
         for one in doing:
             work = Work(one.kind, one.round, one.client)
             names[work] = None
+            if not self.is_current(one):
+                continue
             if work in node.queue or work in node.measures:  # it was given once, and taken back meanwhile
                 self._take(work)
                 self.where[work], node.tasks[work] = node, Task(work, now)
             if (task := node.tasks.get(work)) is not None:
-                moved |= one.steps != task.steps
-                task.seen, task.steps = now, one.steps
+                steps = max(one.steps, 0)  # less than none would say that nobody knows whether it has the order
+                moved |= steps != task.steps
+                task.seen, task.steps = now, steps
         for work in [work for work in node.stopping if work not in names]:
             del node.stopping[work]
         self.heard(node, now, progress=moved)
         self._touch(node)
 
-    def _disown(self, node: Node, *, departed: bool, why: str = "") -> None:
+    def is_away(self, work: Work) -> bool:
+        """Return True if the client's node was waited for in vain, or has left."""
+        return work.client not in self._owners and (work.client in self.departed or work.client in self.unclaimed)
+
+    def has_come(self, client: str) -> bool:
+        """Return True if a node that alone has a client's data has been here since this process began."""
+        return client in self._owners or client in self.departed
+
+    def given_up(self, client: str) -> None:
+        """Nobody came for a client: later rounds do not wait for it if they have a quorum."""
+        if client not in self._owners:
+            self.unclaimed.add(client)
+
+    def is_current(self, one: Doing) -> bool:
+        """Return True if what a node names is for its round's newest attempt."""
+        open = self._lasting.begun.get(one.round) if one.kind == "fit" else None
+        return open is None or open.discarded == one.attempt
+
+    def _disown(self, node: Node, now: float, *, departed: bool, why: str = "") -> None:
         """A node's clients are not its any more; ``departed``: their data went with it."""
         for client in node.clients:
             owners = self._owners.get(client, {})
@@ -153,7 +182,7 @@ class Present:
             if not owners:
                 self._owners.pop(client, None)
                 if departed:
-                    self.departed[client] = why
+                    self.departed[client] = Departed(now, why)
 
     def _part(self, node: Node) -> None:
         """No message of this session counts any more."""

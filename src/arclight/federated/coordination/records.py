@@ -88,6 +88,8 @@ class ClientFailed(Record):
     message: str
     lost: bool = False
     """Whether it may be asked again if the round is: nobody answered for it, which is no error of its own."""
+    redo: bool = False
+    """Whether the update that it has finished is of no use: if it is asked again, it trains again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,15 @@ class RoundClosed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RoundDiscarded(Record):
-    """The secure sum of a closed round cannot be opened: its updates are of no use, and it is asked for again."""
+    """A closed round could not be folded: its updates are of no use as they are, and it is open again."""
+
+    round: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSkipped(Record):
+    """A round is given up: its weights become those of the round before, and the run goes on."""
 
     round: int
     why: str

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from arclight._intervals import (
     Checked,
@@ -11,11 +12,14 @@ from arclight._intervals import (
     Interval,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveFraction,
     PositiveInt,
     ProperFraction,
 )
+
+Seconds = Annotated[float, Interval(ge=0, le=1e9)]
+"""A wait: clocks and timers end somewhere."""
+PositiveSeconds = Annotated[float, Interval(gt=0, le=1e9)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +52,42 @@ class Sampling(Checked):
 class Waiting(Checked):
     """How long a round waits for whom. Durations in seconds."""
 
-    quorum: PositiveFraction = 1.0
-    """Share of the wanted updates with which a round may close, in (0, 1]."""
-    grace: NonNegativeFloat = 0.0
-    """Once there is a quorum, how long others may still arrive."""
-    deadline: PositiveFloat | None = None
+    quorum: PositiveFraction = 0.75
+    """Share of the wanted updates with which a round may close, in (0, 1]: of 4 clients one may be away, of 10 two."""
+    grace: Seconds | None = None
+    """Once there is a quorum, how long others may still arrive; none: as long as their nodes are alive and get on, so that only
+    clients that have failed or are away are left out."""
+    deadline: PositiveSeconds | None = None
     """After this a round closes with a quorum or fails without one; none waits as long as nodes are alive and get on."""
-    join: PositiveFloat = 300.0
-    """How long to wait for nodes before the first round, and after all have gone."""
+    join: PositiveSeconds = 3600.0
+    """How long to wait for nodes before the first round, after all have gone, and for one that has gone and without whose clients
+    there is no quorum."""
     nodes: PositiveInt = 1
     """Nodes to wait for before the first round."""
-    beat_every: PositiveFloat = 0.5
+    beat_every: PositiveSeconds = 0.5
     """Nodes say that they are alive this often; one that is silent three times as long is lost."""
-    lease: NonNegativeFloat = 15.0
+    lease: Seconds = 300.0
     """How long a lost node's begun work is kept for it: one that is restarted goes on where it was. Then another node takes it,
-    or, where only that node has the data, the round goes on without."""
-    stall: PositiveFloat = 1800.0
+    or, where only that node has the data, rounds with a quorum go on without, until it is back."""
+    stall: PositiveSeconds = 1800.0
     """A node that is alive but has done no step and sent nothing for as long counts as lost."""
     attempts: PositiveInt = 3
     """How often one client is asked in a round if its failures may pass (a full disk, a damaged upload)."""
     retries: NonNegativeInt = 1
-    """How often a round that did not reach its quorum asks other or returned clients, or one whose secure sum could not be opened
-    its own, before the run ends."""
+    """How often a round that did not reach its quorum asks other or returned clients, or one that could not be folded its own,
+    before it is given up."""
+    on_failed_round: Literal["stop", "skip"] = "stop"
+    """What follows then: the run ends and can be resumed, or the round is skipped - its weights are those of the round before -
+    and the next one begins."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.on_failed_round not in ("stop", "skip"):
+            raise ValueError(f'on_failed_round is "stop" or "skip", got {self.on_failed_round!r}')
+
+    def need(self, wanted: int) -> int:
+        """Count the updates that are a quorum of ``wanted``."""
+        return max(1, math.ceil(self.quorum * wanted - 1e-9))
 
     @property
     def silence(self) -> float:
@@ -79,7 +97,7 @@ class Waiting(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Buffered(Checked):
-    """Asynchronous rounds (FedBuff, Nguyen et al. 2022): step whenever ``size`` updates have come, stale ones weighing less."""
+    """Asynchronous rounds (FedBuff, Nguyen et al. 2022): step whenever ``size`` updates have come; stale ones move the weights less."""
 
     size: PositiveInt = 10
     """Updates per server step."""

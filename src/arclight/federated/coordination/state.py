@@ -23,11 +23,15 @@ class Open:
     attempt: int = 0
     discarded: int = 0
     """Times that its updates were of no use."""
+    folds_failed: int = 0
+    """The same, since the run was last taken up after a failure: what counts against ``waiting.retries``."""
     drawn: tuple[str, ...] = ()
     accepted: dict[str, UpdateAccepted] = field(default_factory=dict)
     failed: dict[str, ClientFailed] = field(default_factory=dict)
+    redo: dict[str, None] = field(default_factory=dict)
+    """Clients that are to train again if they are asked again: what they have finished is of no use."""
     closed: tuple[str, ...] | None = None
-    """Contributors, in the order of the fold."""
+    """Contributors, in the order of the fold; none at all where the round is skipped."""
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median_low
 from typing import TYPE_CHECKING
 
 from arclight.federated.coordination import events as ev
@@ -14,6 +16,7 @@ from arclight.federated.coordination.records import (
     RoundClosed,
     RoundEvaluated,
     RoundOpened,
+    RoundSkipped,
     RunEnded,
 )
 from arclight.federated.coordination.state import Open
@@ -56,7 +59,7 @@ def plan(c: Coordinator, work: Work, now: float) -> FitPlan | EvaluatePlan:
     return FitPlan(
         client=work.client, round=work.round, fragment=open.fragment, base=open.base, clock=open.clock, steps=open.steps,
         seed=c.sampler.seed_of(work.round, work.client), deadline=None if until is None else max(0.0, until - now),
-        discarded=open.discarded, least=open.least,
+        discarded=open.discarded, least=open.least, redo=work.client in open.redo,
     )  # fmt: skip
 
 
@@ -78,7 +81,8 @@ def _rounds(c: Coordinator, event: Event, now: float) -> Decision:
     due = state.open.get(state.committed + 1)
     if due is not None and due.closed is not None and c.present.folding != due.round:
         updates = tuple(due.accepted[client] for client in due.closed)
-        fold = ev.Fold(round=due.round, fragment=due.fragment, clock=due.clock + due.steps, updates=updates)
+        clock = due.clock + due.steps if updates else due.clock
+        fold = ev.Fold(round=due.round, fragment=due.fragment, clock=clock, updates=updates)
         return Decision(event=event, now=now, commands=(fold,))
     for round, measuring in state.measuring.items():
         if c.settings.evaluate_on == "server":
@@ -115,13 +119,54 @@ def _settle(c: Coordinator, event: Event, open: Open, now: float) -> Decision:
     need, got, possible = c.rules.need(open), len(open.accepted), _possible(c, open)
     grace = ("grace", open.round, open.attempt) in c.present.over
     late = ("deadline", open.round, open.attempt) in c.present.over
-    if got >= open.wanted or (got >= need and (grace or late or not possible)):
-        return Decision(
-            event=event, now=now, records=(RoundClosed(round=open.round, clients=c.roster.sort(open.accepted)),)
-        )  # fmt: skip
+    if got >= max(open.wanted, need) or (got >= need and (grace or late or not _is_awaited(c, open))):
+        if out := _outweighing(c, open):
+            return Decision(event=event, now=now, records=out)
+        away = () if c.settings.buffered else _away(c, open)
+        closed = RoundClosed(round=open.round, clients=c.roster.sort(open.accepted))
+        return Decision(event=event, now=now, records=(*away, closed))
     if late or got + possible < need:
         return _again(c, event, open, now, late=late)
     return Decision(event=event, now=now)
+
+
+def _is_awaited(c: Coordinator, open: Open) -> bool:
+    """Return True while a client whose node has not gone away is at work for a round that has its quorum."""
+    return any(c.present.where.get(work) is not None or not c.present.is_away(work) for work in _asked_of(c, open))
+
+
+def _away(c: Coordinator, open: Open) -> tuple[Record, ...]:
+    """Say of clients that are not waited for why they are not in the round."""
+    gone = [work.client for work in _asked_of(c, open) if c.present.where.get(work) is None and c.present.is_away(work)]
+    return tuple(ClientFailed(round=open.round, client=x, message=_gone(c, x), lost=True) for x in gone)
+
+
+def _asked_of(c: Coordinator, open: Open) -> Iterator[Work]:
+    """Everything that may still come into a round."""
+    rounds = c.state.outstanding if c.settings.buffered else (open.round,)
+    return (Work("fit", round, client) for round in rounds for client in c.state.outstanding.get(round, ()))
+
+
+def _outweighing(c: Coordinator, open: Open) -> tuple[Record, ...]:
+    """Put out clients that claim far more samples (or tokens) per step than their round's median: the first updates of a run
+    have no earlier ones to be compared with when they come.
+    """
+    times, by = c.settings.checks.weight_times, c.settings.weigh_by
+    if by == "equal" or not times or len(open.accepted) < 2:
+        return ()
+    each = {x: (u.tokens if by == "tokens" else u.samples) / max(u.steps, 1) for x, u in open.accepted.items()}
+    usual = median_low(each.values())
+    return tuple(
+        ClientFailed(
+            round=open.round,
+            client=client,
+            message=f"it says {own:,.0f} {by} per step, {own / usual:,.0f} times the {usual:,.0f} of the round's others "
+            f"(checks.weight_times allows {times:g}): it would outweigh them",
+            redo=True,
+        )
+        for client, own in each.items()
+        if usual > 0 and own > times * usual
+    )
 
 
 def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) -> Decision:
@@ -139,8 +184,7 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
     if not c.present.sessions:
         return end(c, event, now, f"{why}; no node is here", failed=True)
     if open.attempt >= waiting.retries:
-        tried = f"it was tried {open.attempt + 1} times: mend that{fewer}"
-        return end(c, event, now, f"{why}; {tried}", failed=True)
+        return give_up(c, event, open, now, f"{why}; it was tried {open.attempt + 1} times: mend that{fewer}")
     kept = dict.fromkeys((*open.accepted, *_at_work(c, open)))
     without = {*kept, *(client for client, failed in open.failed.items() if not failed.lost)}
     if c.settings.buffered:
@@ -149,12 +193,27 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
     count = max(0, c.sampler.asked - busy)
     fresh = c.sampler.draw(open.round, count=count, attempt=open.attempt + 1, without=without) if count else ()
     if len(open.accepted) + _possible(c, open) + len(fresh) < need:
-        return end(c, event, now, f"{why}; no others could be asked: mend that{fewer}", failed=True)
+        return give_up(c, event, open, now, f"{why}; no others could be asked: mend that{fewer}")
     record = RoundOpened(
         round=open.round, base=open.base, clients=(*kept, *fresh), wanted=open.wanted, clock=open.clock, steps=open.steps,
         fragment=open.fragment, least=open.least,
     )  # fmt: skip
     return Decision(event=event, now=now, records=(record,), commands=(ev.Say(text=f"{why}; it asks again"),))
+
+
+def give_up(
+    c: Coordinator, event: Event, open: Open, now: float, why: str, records: tuple[Record, ...] = ()
+) -> Decision:
+    """End the run, or go on with the next round, as the settings say; ``records`` come first.
+
+    A round that was to be skipped and whose former weights could not be written ends the run in any case.
+    """
+    if c.settings.waiting.on_failed_round == "skip" and open.closed != ():
+        said = ev.Say(text=f"round {open.round} is skipped, its weights stay those of the round before: {why}")
+        skipped = RoundSkipped(round=open.round, why=why)
+        return Decision(event=event, now=now, records=(*records, skipped), commands=(said,))
+    ended = end(c, event, now, why, failed=True)
+    return replace(ended, records=(*records, *ended.records))
 
 
 def _at_work(c: Coordinator, open: Open) -> list[str]:
@@ -302,10 +361,26 @@ def _homeless(c: Coordinator, timer: Timer, now: float) -> tuple[tuple[Record, .
         return (), (Rang(), Stranded(work=work, until=c.present.alone_since + waiting.join))
     if work.kind == "evaluate":
         return (), (Rang(), Skipped(work=work))
+    since = c.present.departed.get(work.client)
+    if since is not None and since.at + waiting.join > now and _is_irreplaceable(c, work):
+        return (), (Rang(), Stranded(work=work, until=since.at + waiting.join))
+    failed = ClientFailed(round=work.round, client=work.client, message=_gone(c, work.client), lost=True)
+    return (failed,), (Rang(),)
+
+
+def _is_irreplaceable(c: Coordinator, work: Work) -> bool:
+    """Return True if a round asks all clients, so that no other can be asked in the place of one that is away.
+
+    Where the others are a quorum, the round closes without waiting for it.
+    """
+    open = None if c.settings.buffered else c.state.open.get(work.round)
+    return open is not None and len(open.drawn) >= len(c.roster)
+
+
+def _gone(c: Coordinator, client: str) -> str:
     message = "no node that could do it is here any more, or came in time"
-    if why := c.present.departed.get(work.client):
-        message += f"; its own has left: {why}"
-    return (ClientFailed(round=work.round, client=work.client, message=message, lost=True),), (Rang(),)
+    since = c.present.departed.get(client)
+    return f"{message}; its own has left: {since.why}" if since is not None and since.why else message
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Krum reads every tensor once more, and compares each pair of clients: its time g
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from arclight.federated.aggregation.scale import Contribution, Form, is_mean, me
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.privacy.settings import Krum, Median, NormBound, Robust, Trimmed
+
+log = logging.getLogger(__name__)
 
 _ROWS = 8 * CHUNK
 """Elements, of all clients together, that are compared at a time."""
@@ -58,15 +61,26 @@ def _bounded(
 def bounded(
     contributions: Iterable[Contribution], settings: NormBound, threads: int | None = None
 ) -> list[Contribution]:
-    """The contributions with those shrunk whose changes are longer than the bound."""
+    """The contributions with those shrunk whose changes are longer than the bound.
+
+    Where most have not moved at all, the median bounds every change by zero: what others sent is left out of the mean.
+    """
     given = list(contributions)
     norms = [measure(one.client, one.tensors, threads).norm() if one.norm is None else one.norm for one in given]
     bound = settings.times * median(norms) if settings.largest is None else settings.largest
-    if bound == 0:  # most have not moved: nothing can be said of the others
-        raise FederatedError(
-            "more than half of the round's changes are zero, which bounds all norms by zero: set largest"
-        )
-    return [replace(one, shrink=bound / norm) if norm > bound else one for one, norm in zip(given, norms, strict=True)]
+    if bound == 0:
+        still = [one for one, norm in zip(given, norms, strict=True) if norm == 0]
+        if out := sorted({one.client for one in given} - {one.client for one in still}):
+            log.warning(
+                "half of the round's changes or more are zero, which bounds all others by zero: %s count for nothing; "
+                "robust.largest sets a bound of its own",
+                ", ".join(out),
+            )
+        return still
+    return [
+        replace(one, shrink=one.shrink * (bound / norm)) if norm > bound else one
+        for one, norm in zip(given, norms, strict=True)
+    ]
 
 
 class OrderedFold(Fold):
@@ -156,7 +170,9 @@ def _distances(given: list[Contribution], threads: int | None) -> Array:
     with lanes(threads) as among:
         for key in keys:
             if lost := [one.client for one in given if key not in one.keys]:
-                raise FederatedError(f"Krum compares whole updates: {lost[0]} did not send {key}")
+                raise RefusedError(
+                    "wrong_names", f"Krum compares whole updates: {lost[0]} did not send {key}", tuple(lost)
+                )
             tensors = [Chunked(one.tensors[key]) for one in given]
             _check_alike(key, given, tensors)
             if not tensors[0].dtype.is_floating_point:
@@ -200,6 +216,8 @@ def _check_alike(key: str, holders: list[Contribution], tensors: list[Chunked]) 
             raise RefusedError(
                 "wrong_shape",
                 f"{given.client} has {key} of {tensor.shape}, {holders[0].client} of {tensors[0].shape}",
+                (given.client,),
             )
         if is_mean(given.client, key, tensor.dtype) != tensors[0].dtype.is_floating_point:
-            raise RefusedError("wrong_shape", f"{given.client} sent {key} as {tensor.dtype}, others differ in kind")
+            why = f"{given.client} sent {key} as {tensor.dtype}, others differ in kind"
+            raise RefusedError("wrong_shape", why, (given.client,))

@@ -2,8 +2,8 @@
 
 A *node* is a process on some machine that answers for one or more *clients*, each a site's data. Nodes ask, the server
 answers: join, then ask for work again and again (an answer may be held back until there is some), send updates, beat while
-they work. Every message carries the run and the protocol's version. All durations are seconds and relative: no two clocks
-need to agree.
+they work. Every message carries the protocol's version; a node's carry its session, which stands for the run, and what a node
+is given to do names the run. All durations are seconds and relative: no two clocks need to agree.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def read(text: str | bytes, *, stored: bool = False) -> Message:
         raise ProtocolError(f"this is no message: {error!r}") from error
     if version != VERSION and not (stored and version in _STORED):
         raise ProtocolError(f"the other side speaks version {version!r}, this one {VERSION}: install the same arclight")
-    if kind not in Message.kinds:
+    if not isinstance(kind, str) or kind not in Message.kinds:
         raise ProtocolError(f"there is no message {kind!r}")
     try:
         return _adapter(kind).validate_json(json.dumps(said), strict=True)
@@ -108,6 +108,8 @@ class Doing:
     steps: int = 0
     """That are done."""
     loss: float | None = None
+    attempt: int = 0
+    """As `Fit.attempt` of the order: what is still under way for an earlier one is not the round's any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,8 +290,6 @@ class Fit(Message):
     """Those weights, whole."""
     changes: tuple[Manifest, ...] = ()
     """A chain of changes, oldest first, each from its ``base`` to the next and the last to ``base``, for nodes that have one of them."""
-    send: tuple[str, ...] | None = None
-    """Keys to send back; None: every trained parameter, ``model/...``."""
     form: str = "delta"
     """"delta": weights before minus weights after; "weights": the weights after."""
     codec: dict[str, Any] = field(default_factory=lambda: {"kind": "raw"})
@@ -307,6 +307,10 @@ class Fit(Message):
     fragment: int | None = None
     overlap: int = 0
     """Rounds of the client just before this one whose updates may still be on their way when this one begins."""
+    attempt: int = 0
+    """How often the round could not be folded before: an order with another number is another order."""
+    redo: bool = False
+    """Whether an update of this round that the client has finished already is of no use, so that it trains again."""
     lane: int = 0
     """An update goes on from what the last one of its lane left unsaid. Those that may be under way together have lanes of their own."""
 

@@ -1,11 +1,11 @@
-"""Whether an update can be what a client says it is: nothing unchecked gets near the weights."""
+"""Check what nodes say: names and numbers of any message, and all of an update, before it gets near the weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, fields
+from statistics import median, median_low
 
 import torch
 
@@ -13,11 +13,12 @@ from arclight.checkpoint.tensorfile import DTYPES
 from arclight.federated.aggregation.scale import measure
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.opening import open_manifest
-from arclight.federated.errors import FederatedError, RefusedError
+from arclight.federated.errors import FederatedError, ProtocolError, RefusedError
 from arclight.federated.masks.experts import Parts
 from arclight.federated.masks.serving import sendable
 from arclight.federated.masks.travel import Travel
-from arclight.federated.protocol import Entry, Manifest, Update
+from arclight.federated.protocol import Ask, Entry, Join, Manifest, Message, Update
+from arclight.federated.protocol.manifest import VERSION
 from arclight.federated.server.decoded import Decoded
 from arclight.federated.server.settings import Checks
 from arclight.federated.settings import Federation
@@ -27,6 +28,15 @@ _ENTRY = 1 << 10
 """Bytes that a tensor takes in a manifest beside its name, or a client in a message of a secure sum, and then some."""
 _VALUES, _NAME = 1000, 200
 _LEAST_SEEN = 1e-12
+MOST_COUNTED = 1 << 53
+"""Of samples, tokens and steps: float64 tells such counts apart, and sums of them over all clients and rounds stay finite."""
+_LONGEST = 1e10
+"""Seconds of one round's training."""
+LARGEST_METRIC = 1e250
+"""Sums of such values over all samples of all clients are still finite."""
+_LONGEST_NAME = 200
+_FASTEST = 1e9
+"""Optimizer steps per second: more than any machine does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,40 @@ class Seen:
     tokens_per_step: tuple[float, ...] = ()
 
 
+def check_message(message: Message) -> None:
+    """Raise ProtocolError, with one sentence for the node, for names and numbers that cannot be meant."""
+    said = {one.name: getattr(message, one.name) for one in fields(message)}
+    for what in ("node", "session", "client", "process"):
+        if what in said:
+            _check_name(what, said[what])
+    if isinstance(message, Join):
+        if not message.node:
+            raise ProtocolError("a node joins under a name: got none")
+        for client in message.clients:
+            _check_name("client", client)
+        speed = message.steps_per_second
+        if speed is not None and not 0 < speed <= _FASTEST:
+            raise ProtocolError(
+                f"node {message.node!r} says steps_per_second = {speed:g}: a speed is positive and at most {_FASTEST:g}"
+            )
+    if isinstance(message, Update) and message.manifest.version != VERSION:  # nobody could read it again
+        raise ProtocolError(
+            f"an update's manifest is of version {message.manifest.version}, this side speaks {VERSION}: install the same arclight"
+        )
+    if isinstance(message, Ask) and not math.isfinite(message.wait):
+        raise ProtocolError(
+            f"node {message.node!r} asks for an answer within {message.wait} seconds: give a finite time"
+        )
+
+
+def _check_name(what: str, name: str) -> None:
+    """Names are written into logs, tables and paths' digests: they are short and of characters that show."""
+    if len(name) > _LONGEST_NAME:
+        raise ProtocolError(f"the name of a {what} has at most {_LONGEST_NAME} characters, got {len(name):,}")
+    if not name.isprintable():
+        raise ProtocolError(f"the name of a {what} is of printable characters, got {name!r}")
+
+
 def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobStore) -> Checked:
     """Look at all of an update. Raises RefusedError that names what is wrong."""
     who = f"the update of {update.client} for round {update.round}"
@@ -113,23 +157,25 @@ def _check_masked(who: str, update: Update, store: BlobStore) -> Checked:
 
 def _check_numbers(who: str, update: Update, asked: Asked, seen: Seen, limits: Checks) -> None:
     said = {"samples": update.samples, "tokens": update.tokens, "steps": update.steps}
-    if wrong := [name for name, value in said.items() if value < 0]:
-        raise RefusedError("weight", f"{who} says {wrong[0]} = {said[wrong[0]]}: a count cannot be negative")
+    if wrong := [name for name, value in said.items() if not 0 <= value <= MOST_COUNTED]:
+        raise RefusedError(
+            "weight", f"{who} says {wrong[0]} = {said[wrong[0]]}: a count is not negative and at most {MOST_COUNTED:,}"
+        )
     if asked.weigh_by != "equal" and said[asked.weigh_by] < 1:
         raise RefusedError("weight", f"{who} says {asked.weigh_by} = 0: by these it is to be weighed")
     if update.steps > asked.steps or (update.steps < 1 and update.samples):
         raise RefusedError("weight", f"{who} says {update.steps} steps: {asked.steps} were asked for")
-    if not math.isfinite(update.seconds) or update.seconds < 0:
+    if not 0 <= update.seconds <= _LONGEST:
         raise RefusedError("weight", f"{who} says that it took {update.seconds} seconds")
     if (told := too_much(update.metrics)) is not None:
         raise RefusedError("too_large", f"{who} {told}")
-    if wrong := [name for name, value in update.metrics.items() if not math.isfinite(value)]:
+    if wrong := [name for name, value in update.metrics.items() if not abs(value) <= LARGEST_METRIC]:
         raise RefusedError(
             "not_finite", f"{who} logs {wrong[0]} = {update.metrics[wrong[0]]}: its training has gone wrong"
         )
     for name, before in (("samples", seen.samples_per_step), ("tokens", seen.tokens_per_step)):
         each = said[name] / max(update.steps, 1)
-        usual = median(before) if before else 0.0
+        usual = median_low(before) if before else 0.0
         if limits.weight_times and usual > 0 and each > limits.weight_times * usual:
             raise RefusedError(
                 "weight",

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from arclight.federated.coordination import events
 from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.driving import drive
+from arclight.federated.coordination.driving import BrokenError, drive
 from arclight.federated.coordination.journal import Journal, JournalError
 from arclight.federated.coordination.records import Record
 from arclight.federated.errors import FederatedError, LinkError, Reason
@@ -205,12 +205,18 @@ class Driver:
 
     def _happen(self, event: events.Event) -> None:
         self._lock.wait_for(lambda: not self._paused)  # whoever waits for room has decided something that comes first
+        if isinstance(self.error, BrokenError):
+            raise self.error
         self._excuse()
-        for records, commands in drive(self.coordinator, self._write, event, self.now()):
-            for record in records:
-                self._noted(record)
-            for command in commands:
-                self._carry_out(command)
+        try:
+            for records, commands in drive(self.coordinator, self._write, event, self.now()):
+                for record in records:
+                    self._noted(record)
+                for command in commands:
+                    self._carry_out(command)
+        except BrokenError as error:
+            self._fail(error)
+            raise
         self._lock.notify_all()
 
     def _excuse(self) -> None:

@@ -58,6 +58,8 @@ class Round:
     """Clients that are out of the round, and why."""
     discarded: list[str] = field(default_factory=list)
     """Why updates of the round were of no use, each time that it was asked for again."""
+    skipped: str = ""
+    """Why the round was given up, where it was: its weights are those of the round before."""
 
     @property
     def loss(self) -> float | None:
@@ -159,6 +161,9 @@ class History:
                 here = self._rounds[record.round] = self._anew(self.at(record.round))
                 if record.why not in here.discarded:
                     here.discarded.append(record.why)
+            case r.RoundSkipped():
+                self._rounds[record.round] = self._anew(self.at(record.round))
+                self.at(record.round).skipped = record.why
             case r.RoundClosed():
                 self.at(record.round).contributors = list(record.clients)
             case r.RoundCommitted():
@@ -168,7 +173,7 @@ class History:
                     here.clock = record.clock
             case r.RoundOpened():
                 here = self.at(record.round)
-                here.clock = record.clock + record.steps
+                here.clock, here.skipped = record.clock + record.steps, ""
             case StateSaved():
                 for here in map(_round, record.told):
                     if here.round not in self._settled:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Journal
 from arclight.federated.coordination.state import StateSaved
-from arclight.federated.errors import BlobError
+from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.server.history import History
 from arclight.federated.server.shelf import manifest_of
 
@@ -39,12 +39,38 @@ def recall(
 
 
 def has_blobs(blobs: FolderStore, update: r.UpdateAccepted) -> bool:
-    """Whether an update's manifest and blobs are here; what was damaged has been removed when the folder was opened."""
+    """Return whether an update's manifest and blobs are here; what is of another size is removed, so that it can come again.
+
+    What has its size and was damaged by a power failure was removed when the folder was opened.
+    """
     try:
         needed = manifest_of(blobs, update.digest).blobs
-    except BlobError:
+    except (FederatedError, OSError):
+        blobs.remove(update.digest)
         return False
-    return all(blobs.size(blob) == size for blob, size in needed.items())
+    wrong = [blob for blob, size in needed.items() if blobs.size(blob) != size]
+    for blob in wrong:
+        blobs.remove(blob)
+    return not wrong
+
+
+def remove_damaged(blobs: FolderStore, updates: Iterable[r.UpdateAccepted]) -> None:
+    """Read updates that could not be folded once more, and remove what the disk does not give back as it was put there."""
+    for update in updates:
+        for digest in (update.digest, *_needed(blobs, update)):
+            try:
+                if blobs.size(digest) is not None:
+                    blobs.check(digest)
+            except (BlobError, OSError) as error:
+                log.error("update of %s for round %d: %s", update.client, update.round, error)
+
+
+def _needed(blobs: FolderStore, update: r.UpdateAccepted) -> Collection[str]:
+    """Digests of an update's blobs; none where its manifest is not here as a whole."""
+    try:
+        return manifest_of(blobs, update.digest).blobs
+    except (FederatedError, OSError):
+        return ()
 
 
 def _lost(coordinator: Coordinator, is_here: Callable[[r.UpdateAccepted], bool]) -> list[r.Record]:

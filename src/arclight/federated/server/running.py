@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.tensorfile import DTYPES
 from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.fold import Fold
@@ -29,7 +30,7 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
-from arclight.federated.errors import FederatedError, UnopenedError
+from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
@@ -37,11 +38,11 @@ from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writing import MODULE_ENTRIES
 from arclight.federated.server.driver import LOOK, NO_ROOM, Driver, T, Work, when_there_is_room
 from arclight.federated.server.history import History, contributed
-from arclight.federated.server.recalling import has_blobs, recall
+from arclight.federated.server.recalling import has_blobs, recall, remove_damaged
 from arclight.federated.server.secure import Exchange, SecureFold, most
 from arclight.federated.server.service import Service
 from arclight.federated.server.shelf import ORPHAN, Shelf, manifest_of
-from arclight.federated.server.stepping import Given, Stepper, begin
+from arclight.federated.server.stepping import Given, Stepper, begin, carry_on
 from arclight.federated.settings import Federation
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Run:
         self.shelf = Shelf(folder, self.rounds, self.blobs, federation)
         self.service = Service(federation, name, self.blobs, self.shelf, History(folder), recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)
+        self._check_count(len(self.coordinator.roster))
         self._stepper = Stepper(
             rounds=self.rounds,
             store=self.blobs,
@@ -108,6 +110,16 @@ class Run:
         self._progress: dict[str, Any] = {}
         self._since: dict[tuple[str, int], float] = {}
         self._began, self._resumed = time.monotonic(), False
+
+    def _check_count(self, named: int) -> None:
+        """What is made for a number of clients needs that number: a secure sum of more overflows."""
+        asked = self.federation
+        made_for = next((what for what in (asked.secure, asked.robust) if what is not None), None)
+        if made_for is not None and named != asked.clients:
+            raise FederatedError(
+                f"federation.clients is {asked.clients}, and {named} clients are named: {type(made_for).__name__} is made for "
+                f"that number; set federation.clients = {named}, or name {asked.clients}"
+            )
 
     def _folding(self) -> Callable[..., Fold]:
         asked = self.federation
@@ -192,14 +204,19 @@ class Run:
                 self.let_nodes_hear()
 
     def let_nodes_hear(self, seconds: float = 7.0) -> None:
-        """Give every node the time to ask, and to be told that the run is over: those that are here, and after a restart, when
-        nobody knows who will come back, any: a node that found nobody tries again within 5 s.
+        """Give every node the time to ask, and to be told that the run is over: those that are here, and after a restart, until
+        all clients' own nodes have come back, any: a node that found nobody tries again within 5 s.
         """
+        roster, present = self.coordinator.roster, self.coordinator.present
+
+        def are_back() -> bool:
+            return all(present.has_come(roster.name(place)) for place in range(len(roster)))
+
         if self._resumed:
-            self.driver.until(lambda: False, seconds - (time.monotonic() - self._began))
+            self.driver.until(are_back, seconds - (time.monotonic() - self._began))
 
         def here() -> list[str]:
-            return sorted(node.name for node in self.coordinator.present.sessions.values() if node.lost is None)
+            return sorted(node.name for node in present.sessions.values() if node.lost is None)
 
         if not self.driver.until(lambda: not here(), seconds):
             log.warning(
@@ -223,7 +240,11 @@ class Run:
                 )
             if not found.problems:
                 self.service.fits(self._patiently(partial(self.shelf.put_back, number, base)))
-        self._take_up(self.rounds.trees(committed), committed)
+        try:
+            trees = self.rounds.trees(committed)
+        except CheckpointError as error:
+            raise FederatedError(f"the run cannot go on from round {committed}: {error}") from error
+        self._take_up(trees, committed)
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
         return events.Resumed()
@@ -267,6 +288,28 @@ class Run:
         return self._step(work) if isinstance(work, events.Fold) else self._measure(work)
 
     def _step(self, fold: events.Fold) -> events.Event:
+        """Fold a closed round. Whatever keeps it from being folded is said, so that the round is discarded and tried again; a
+        full disk alone is waited for.
+        """
+        try:
+            return self._folded(fold)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise
+            if not isinstance(error, FederatedError | CheckpointError | OSError):
+                log.exception("round %d could not be folded", fold.round)
+            for update in fold.updates:
+                self.service.checked.pop(update.digest, None)  # what it says may be wrong: it is found again
+            remove_damaged(self.blobs, fold.updates)
+            clients = error.clients if isinstance(error, RefusedError) else ()
+            why = (
+                str(error)
+                if isinstance(error, FederatedError | CheckpointError)
+                else f"{type(error).__name__}: {error}"
+            )
+            return events.FoldFailed(round=fold.round, why=why, clients=clients)
+
+    def _folded(self, fold: events.Fold) -> events.Event:
         began, history = time.monotonic(), self.service.history
         before, self._round = self.coordinator.state.committed, fold.round
         given = []
@@ -276,7 +319,10 @@ class Run:
                 Given(
                     client=update.client,
                     manifest=manifest_of(self.blobs, update.digest),
-                    weight=float(self._weight(update)),
+                    weight=float(
+                        {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self.federation.weigh_by]
+                    ),
+                    shrink=1 / math.sqrt(1 + update.staleness),
                     samples=update.samples,
                     largest=None if checked is None else checked.largest,
                     norm=update.norm,
@@ -289,7 +335,8 @@ class Run:
 
         def trees(statistics: Statistics, counts: dict[str, int]) -> dict[str, Any]:
             here = history.at(fold.round)
-            here.norm, here.drift, here.noise_scale = statistics.norm, statistics.cosines, statistics.noise_scale
+            if given:
+                here.norm, here.drift, here.noise_scale = statistics.norm, statistics.cosines, statistics.noise_scale
             here.contributors, here.clock = [one.client for one in given], fold.clock
             if self._budget is not None:
                 here.epsilon = spent.epsilon(self._budget.noise.delta)
@@ -298,10 +345,10 @@ class Run:
             return self._trees(fold.round, fold.clock, updates, counts, progress, spent)
 
         progress = contributed(self._progress, fold.round, fold.updates)
-        try:
+        if given:
             stepped = self._stepper.step(fold.round, before, given, trees)
-        except UnopenedError as error:
-            return events.Unopened(round=fold.round, why=str(error))
+        else:
+            stepped = carry_on(self.rounds, fold.round, before, trees)
         self._progress, self._spent = progress, spent
         history.took(fold.round, "fold", time.monotonic() - began)
         base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest
@@ -315,7 +362,7 @@ class Run:
 
     def _spent_with(self, fold: events.Fold, given: Sequence[Given]) -> noise.Ledger:
         """Return what the noise of all rounds has spent once this one is published, by what its updates really are."""
-        if self._budget is None or not given:
+        if self._budget is None or not given:  # a round that is skipped publishes nothing
             return self._spent
         multiplier, clients = self._budget.noise.multiplier, {update.client for update in fold.updates}
         if self._budget.noise.by == "clients":
@@ -328,11 +375,6 @@ class Run:
         drawn = set(self.coordinator.sampler.draw(fold.round)) == clients
         one = self._budget.release(multiplier, len(clients), all_drawn=drawn)
         return self._spent.after(one)
-
-    def _weight(self, update: r.UpdateAccepted) -> float:
-        """A stale update weighs 1 / sqrt(1 + its age in rounds) of a fresh one (FedBuff, Nguyen et al. 2022)."""
-        counted = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[self.federation.weigh_by]
-        return counted / math.sqrt(1 + update.staleness)
 
     def _measure(self, work: events.Measure) -> events.Event:
         if self._evaluate is None:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fold import Fold, Into, hand_over, mean_of
 from arclight.federated.aggregation.scale import Contribution, Scale
-from arclight.federated.errors import FederatedError, UnopenedError
+from arclight.federated.errors import FederatedError, RefusedError, UnopenedError
 from arclight.federated.privacy import shamir
 from arclight.federated.privacy.agreement import Circle, Keys, Secret
 from arclight.federated.privacy.masks import LETTER, Revealed, Sum, Unmasking, shift_of
@@ -416,6 +416,14 @@ def _keys(client: str, told: dict[str, str]) -> Keys:
     return Keys(client=client, **{name: bytes.fromhex(told[name]) for name in ("mask", "cipher", "seal")})
 
 
+def _uneven(given: Sequence[Contribution]) -> tuple[str, ...]:
+    """Name the clients that sent other tensors than most have; of as many, than those that sent more."""
+    sent = {one.client: frozenset(one.tensors) for one in given}
+    counts = Counter(sent.values())
+    usual = max(counts, key=lambda keys: (counts[keys], len(keys), sorted(keys)))
+    return tuple(client for client, keys in sent.items() if keys != usual)
+
+
 class SecureFold(Fold):
     """The mean of masked values, which `Exchange.open` takes the masks from. Nothing is known of single changes.
 
@@ -443,8 +451,9 @@ class SecureFold(Fold):
         weights = float(sum(int(one.weight) for one in given))
         scale = Scale(rule="mean", shift=shift_of(settings, clients), total=weights)
         keys = set().union(*(one.tensors for one in given))
-        if uneven := [one.client for one in given if set(one.tensors) != keys]:
-            raise FederatedError(f"{uneven[0]} sent other tensors than the others: their secure sum cannot be opened")
+        if uneven := _uneven(given):
+            why = f"{', '.join(uneven)} sent other tensors than the others: their secure sum cannot be opened"
+            raise RefusedError("wrong_names", why, uneven)
         super().__init__(given, "delta", **{**more, "scales": dict.fromkeys(keys, scale), "cosines": False})
         self._opened, self._held = opening([one.client for one in given]), held
 

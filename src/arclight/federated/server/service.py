@@ -35,7 +35,18 @@ from arclight.federated.protocol import (
     digest_of,
 )
 from arclight.federated.server import secure
-from arclight.federated.server.checking import Asked, Checked, Seen, check, largest_message, most_bytes, too_much
+from arclight.federated.server.checking import (
+    LARGEST_METRIC,
+    MOST_COUNTED,
+    Asked,
+    Checked,
+    Seen,
+    check,
+    check_message,
+    largest_message,
+    most_bytes,
+    too_much,
+)
 from arclight.federated.server.decoded import Decoded
 from arclight.federated.server.driver import NO_ROOM, Driver, PausedError
 from arclight.federated.server.history import History
@@ -46,9 +57,7 @@ from arclight.federated.settings import Federation
 log = logging.getLogger(__name__)
 
 _LONGEST_HELD = 60.0
-_LARGEST = 1e250
-"""Of a metric: sums of these over all samples of all clients are still finite."""
-_LONGEST_NAME, _LONGEST_TEXT = 200, 4000
+_LONGEST_TEXT = 4000
 _SESSIONS = 10_000  # of which it is remembered what they were sent
 _SPARE = 2
 """Times the room for the updates that a node may have under way: what was begun and is not wanted any more lies there too."""
@@ -120,6 +129,7 @@ class Service:
 
     def answer(self, message: Message) -> Message:
         """The reply to a node. Raises ProtocolError for what no node says, PausedError while there is no room to write."""
+        check_message(message)
         try:
             return self._answer(message)
         except OSError as error:
@@ -161,8 +171,6 @@ class Service:
         )
 
     def _join(self, message: Join) -> Message:
-        if len(message.node) > _LONGEST_NAME:
-            raise ProtocolError(f"a node's name has at most {_LONGEST_NAME} characters, got {len(message.node):,}")
         session = secrets.token_hex(16)
         try:
             plan = self.driver.ask(
@@ -238,6 +246,8 @@ class Service:
             fragment=plan.fragment,
             overlap=asked.overlap,
             lane=asked.lane(plan.round),
+            attempt=plan.discarded,
+            redo=plan.redo,
         )
 
     def _place(self, client: str) -> int | None:
@@ -281,7 +291,7 @@ class Service:
     def _of_another(self, message: Update) -> tuple[Reason, str] | None:
         """Why an update does not go into the secure sum that a round gathers; None where it does."""
         opened = self.driver.coordinator.state.begun.get(message.round)
-        if opened is None or message.attempt == opened.discarded:
+        if self.federation.secure is None or opened is None or message.attempt == opened.discarded:
             return None
         return "stale", f"client {message.client} masked it for a sum of round {message.round} that was discarded"
 
@@ -373,10 +383,10 @@ def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
     who = f"the measurement of {message.client} for round {message.round}"
     if (told := too_much(message.metrics)) is not None:
         return "too_large", f"{who} {told}"
-    if not 0 <= message.samples < 1 << 63:
+    if not 0 <= message.samples <= MOST_COUNTED:
         return "weight", f"{who} says {message.samples} samples"
     for name, value in message.metrics.items():
-        if not abs(value) <= _LARGEST:
+        if not abs(value) <= LARGEST_METRIC:
             return "not_finite", f"{who} says {name} = {value}: more than can be averaged"
     return None
 

@@ -140,7 +140,7 @@ class Shelf:
         """What the manifest called ``digest`` needs; nothing where it is gone already."""
         try:
             return manifest_of(self._blobs, digest).blobs
-        except BlobError:
+        except FederatedError:
             return ()
 
     def _written(self, digest: str) -> float:

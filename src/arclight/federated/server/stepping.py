@@ -13,7 +13,7 @@ from arclight.federated.aggregation import step as aggregation
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.scale import Contribution, Form
 from arclight.federated.aggregation.statistics import Statistics
-from arclight.federated.aggregation.step import Step
+from arclight.federated.aggregation.step import Step, plain
 from arclight.federated.blobs import BlobStore
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds.behind import Reused
@@ -34,6 +34,9 @@ class Given:
     client: str
     manifest: Manifest
     weight: float
+    shrink: float = 1.0
+    """What its change is multiplied by: a stale one's by 1 / sqrt(1 + its age in rounds), its weight in the sum that the mean is
+    divided by stays (FedBuff, Nguyen et al. 2022), so that a buffer of stale updates makes a smaller step."""
     samples: int
     largest: Mapping[str, float | None] | None = None
     """By key, as the check found it; None where this server has not seen the check itself."""
@@ -44,6 +47,7 @@ class Given:
         return Contribution(
             client=self.client,
             weight=self.weight,
+            shrink=self.shrink,
             tensors=Decoded(self.manifest, store),
             largest=self.largest,
             samples=self.samples,
@@ -145,6 +149,9 @@ def _counted(step: Step, counts: dict[str, int]) -> Iterator[aggregation.Stepped
         yield one
 
 
+_NOTHING = Statistics(norm=0.0, norms={}, cosines={}, norm_by_key={}, norms_by_key={}, noise_scale=None)
+
+
 class _Anchor:
     """A round's tensors, which stay in their files until they are used."""
 
@@ -204,5 +211,19 @@ def begin(
         for name in layout["moments"]:
             writer.add("moments", name, moments[name])
         written = writer.publish(trees)
-    nothing = Statistics(norm=0.0, norms={}, cosines={}, norm_by_key={}, norms_by_key={}, noise_scale=None)
-    return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=nothing)
+    return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)
+
+
+def carry_on(
+    rounds: Rounds, number: int, before: int, trees: Callable[[Statistics, dict[str, int]], dict[str, Any]]
+) -> Stepped:
+    """Write the weights, moments and states of round ``before`` once more, as round ``number``."""
+    anchor = _Anchor(rounds, before)
+    layout: dict[str, Described] = {entry: anchor.layout.get(entry, {}) for entry in (ENTRY, "moments", "server")}
+    with rounds.write(number, layout) as writer:
+        for entry, tensors in layout.items():
+            kept = rounds.stored(before, entry)
+            for name in tensors:
+                writer.add(entry, name, plain(kept[name]))
+        written = writer.publish(trees(_NOTHING, dict(anchor.counts)))
+    return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)

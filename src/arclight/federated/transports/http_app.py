@@ -179,11 +179,7 @@ class App:
         if request.method == "HEAD":
             return _response("", status=status, headers=headers)
         pieces = await loop.run_in_executor(self._files, partial(self._server.blobs.read, digest, start, stop - start))
-        streaming = require("starlette.responses", extra="federated").StreamingResponse
-        made: Response = streaming(
-            self._ahead(iter(pieces)), status, headers=headers, media_type="application/octet-stream"
-        )
-        return made
+        return _timely_stream(self._ahead(iter(pieces)), status, headers, self._limits)
 
     async def _ahead(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
         """The pieces, the next of which is read while one is sent."""
@@ -192,6 +188,27 @@ class App:
         while (piece := await coming) is not None:
             coming = loop.run_in_executor(self._files, next, pieces, None)
             yield piece
+
+
+def _timely_stream(pieces: AsyncIterator[bytes], status: int, headers: dict[str, str], limits: Limits) -> Response:
+    """An answer of many pieces that is broken off if whoever asked for it does not take them in time."""
+    base: Any = require("starlette.responses", extra="federated").StreamingResponse
+
+    class Timely(base):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                seconds = limits.silence + len(message.get("body", b"")) / limits.slowest
+                await asyncio.wait_for(send(message), seconds)
+
+            try:
+                await super().__call__(scope, receive, sent)
+            except TimeoutError:  # the connection ends with it, as the answer is not whole
+                log.warning(
+                    "%s does not take the blob that it asked for; the connection is closed", scope.get("client")
+                )
+
+    made: Response = Timely(pieces, status, headers=headers, media_type="application/octet-stream")
+    return made
 
 
 def _token(request: Request) -> str:

@@ -1,0 +1,192 @@
+"""Every field of every message with values that nobody means: one sentence for the node, and a run that goes on as its journal says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.federated.server.quadratic import Quadratic, Script
+
+from arclight.federated.coordination.coordinator import Coordinator
+from arclight.federated.coordination.journal import read as read_journal
+from arclight.federated.coordination.settings import Waiting
+from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.privacy.settings import SecureSum
+from arclight.federated.protocol import (
+    Ask,
+    Beat,
+    Doing,
+    Evaluated,
+    Failed,
+    Fit,
+    Held,
+    Join,
+    Leave,
+    Message,
+    Secure,
+    Update,
+    Welcome,
+    read,
+)
+from arclight.federated.server.running import Run
+from arclight.federated.server.server import Server
+from arclight.federated.settings import Federation
+from arclight.federated.transports.in_process import InProcess
+
+HOSTILE: tuple[Any, ...] = (
+    None, True, -1, 0, 7, 1 << 31, 1 << 53, (1 << 62), -(1 << 62), 1 << 63, 10**400, -1.0, 5e-324, 1e308, -1e308,
+    float("nan"), float("inf"), "", "0", "x" * 300, "../../x", "a\nb", "\u202e", "\ud800", "\x00", [], {}, [[]], ["0"], {"a": 1}, {"\n": -1},
+)  # fmt: skip
+KINDS: tuple[type[Message], ...] = (Join, Ask, Beat, Update, Evaluated, Failed, Leave, Secure)
+
+
+@dataclass
+class Target:
+    """A run, and a node of it that says what a test has changed in what an honest one says."""
+
+    run: Run
+    script: Script = field(init=False)
+    orders: list[Fit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.script = Script(InProcess(self.run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+
+    def honest(self, kind: type[Message]) -> Message:
+        """A message of that kind that the server would take now, or a little earlier."""
+        script = self.script
+        if script.session not in self.run.coordinator.present.sessions:
+            assert isinstance(script.join(), Welcome)
+        at = self.order()
+        here = {"node": script.name, "session": script.session}
+        of = {**here, "client": at.client, "round": at.round}
+        if kind is Join:
+            held = (Held(client="0", round=at.round, finished=False),)
+            return Join(
+                node=script.name, clients=script.clients, held=held, process=script.process, steps_per_second=1.0
+            )
+        if kind is Update:
+            return script.trained(at)
+        made: dict[type[Message], dict[str, Any]] = {
+            Ask: {**here, "wait": 0.0, "doing": (Doing(client="0", round=at.round, steps=1, loss=1.0),)},
+            Beat: {**here, "doing": (Doing(client="0", round=at.round, steps=1, loss=1.0),)},
+            Evaluated: {**of, "samples": 3, "metrics": {"val/loss": 1.0}},
+            Failed: {**of, "error": "out of memory", "again": True},
+            Leave: {**here, "why": "maintenance"},
+            Secure: {
+                **of,
+                "attempt": 0,
+                "keys": {"mask": "00" * 32, "cipher": "00" * 32, "seal": "00" * 32},
+                "letters": {"1": "00"},
+                "seeds": {"1": "0"},
+                "parts": {"1": "0"},
+            },
+        }
+        return kind(**made[kind])
+
+    def order(self) -> Fit:
+        """The newest order, of a round that is not closed: the weights that it begins from are there."""
+        for _ in range(100):
+            if isinstance(order := self.script.ask(0.0), Fit):
+                self.orders.append(order)
+            open = self.run.coordinator.state.open.get(self.orders[-1].round) if self.orders else None
+            if open is not None and open.closed is None:
+                return self.orders[-1]
+            self.run.driver.until(lambda: self.run.coordinator.present.folding is None, 10.0)
+            if self.script.session not in self.run.coordinator.present.sessions:
+                assert isinstance(self.script.join(), Welcome)
+        raise AssertionError(self.run.coordinator.about(0.0))
+
+    def say(self, table: dict[str, Any]) -> None:
+        """As the network's edge does it; what is refused is refused in words."""
+        with suppress(FederatedError):  # and nothing else
+            assert isinstance(self.run.service.answer(read(json.dumps(table))), Message)
+        assert self.run.driver.error is None, table
+
+
+@contextmanager
+def target(folder: Path, **given: Any) -> Iterator[Target]:
+    """The run; when the block ends, its journal says what the server had in memory, and an honest node is heard."""
+    waiting = Waiting(beat_every=0.2, quorum=0.5, retries=10**9, attempts=10**9, join=1e6, on_failed_round="skip")
+    federation = Federation(
+        **{"clients": 2, "rounds": 10**6, "local_steps": 1, "evaluate_every": 0, "waiting": waiting, **given}
+    )
+    with Server(federation, {"w": torch.linspace(-1, 1, 4)}, folder=folder).opened() as run:
+        aim = Target(run)
+        yield aim
+        if run.coordinator.state.ended is None:
+            assert isinstance(aim.script.join(), Welcome)
+            assert isinstance(aim.script.ask(0.0), Message)
+    shadow = Coordinator(federation, federation.clients, 0, run.name)
+    shadow.replay(read_journal(folder / "journal.jsonl"))
+    assert repr(shadow.state) == repr(run.coordinator.state)
+
+
+def places(table: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where values lie in a table, and in what lies in it."""
+    inner = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
+    for key, value in inner:
+        yield (*at, key)
+        yield from places(value, (*at, key))
+
+
+def changed(message: Message, at: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(message.to_json())
+    within: Any = table
+    for key in at[:-1]:
+        within = within[key]
+    within[at[-1]] = value
+    return table
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_field_of_each_message_takes_any_value(tmp_path: Path, kind: type[Message]) -> None:
+    secure = {"secure": SecureSum(threshold=0.51, patience=0.5)} if kind is Secure else {}
+    waiting = {"waiting": Waiting(beat_every=0.2, quorum=0.6, join=1e6, on_failed_round="skip")} if secure else {}
+    said = 0
+    with target(tmp_path / "run", **secure, **waiting) as aim:
+        there = list(places(json.loads(aim.honest(kind).to_json())))
+        assert len(there) > 4
+        for at in there:
+            for value in HOSTILE:
+                aim.say(changed(aim.honest(kind), at, value))
+                said += 1
+    assert said == len(there) * len(HOSTILE)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_several_hostile_fields_together(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with target(tmp_path_factory.mktemp("hostile") / "run") as aim:
+        for kind in data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=6)):
+            table = json.loads(aim.honest(kind).to_json())
+            for _ in range(data.draw(st.integers(1, 3))):
+                at = data.draw(st.sampled_from(list(places(table))))
+                within: Any = table
+                for key in at[:-1]:
+                    within = within[key]
+                within[at[-1]] = data.draw(st.sampled_from(HOSTILE))
+            aim.say(table)
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, 1e308, float("nan")])
+def test_a_speed_that_none_is_is_refused_in_one_sentence(tmp_path: Path, speed: float) -> None:
+    with target(tmp_path / "run") as aim:
+        with pytest.raises(ProtocolError, match=r"node 'evil' says steps_per_second = .* positive and at most"):
+            aim.run.service.answer(Join(node="evil", clients=(), steps_per_second=speed))
+        assert isinstance(aim.honest(Ask), Ask)
+
+
+def test_an_update_whose_manifest_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    with target(tmp_path / "run") as aim:
+        update = aim.honest(Update)
+        assert isinstance(update, Update)
+        with pytest.raises(ProtocolError, match="manifest is of version 7, this side speaks 1"):
+            aim.run.service.answer(replace(update, manifest=replace(update.manifest, version=7)))
