@@ -24,7 +24,7 @@ demo: setup
 	$(BIN)/arclight demo
 
 test: setup
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 test-all: setup
 	$(BIN)/pytest

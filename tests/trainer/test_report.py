@@ -372,7 +372,10 @@ def test_the_environment_tells_versions_but_no_secrets(tmp_path: Path, monkeypat
     } <= first.keys()
     assert first["packages"]["torch"] == torch.__version__
     assert "hunter2" not in run.environment.read_text()
-    second = json.loads(run.write_environment().read_text())
+    again = json.loads(run.write_environment().read_text())
+    assert again["started"] == first["started"]
+    assert "resumed" not in again, "the same run wrote it"
+    second = json.loads(RunFolder.open(run.path).write_environment().read_text())
     assert second["started"] == first["started"]
     assert "resumed" in second
 
