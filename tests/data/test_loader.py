@@ -27,7 +27,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from arclight.data import ResumableLoader
+from arclight.data import ResumableLoader, derive_seed
+from arclight.data.sampling import EpochSampler, LoaderSeeds
 
 torch.set_num_threads(1)
 N = 23
@@ -447,3 +448,55 @@ def test_impossible_positions_are_refused() -> None:
         ResumableLoader(loader(), rank=2, world_size=2)
     with pytest.raises(ValueError, match="negative"):
         ResumableLoader(loader()).batches(0, -1)
+
+
+def test_a_sampler_that_shards_for_one_rank_has_a_place_to_go_on_from() -> None:
+    own = DataLoader(Augmented(8), 2, sampler=DistributedSampler(Augmented(8), 1, 0))
+    alone = ResumableLoader(own, rank=0, world_size=1)
+    assert alone.place_of(0, 1) == 2
+    assert alone.go_to(0, 2) == 1
+    assert ResumableLoader(own, rank=0, world_size=2).place_of(0, 1) is None
+
+
+class Five(Sampler):
+    """No length."""
+
+    def __iter__(self):
+        yield from (3, 1, 4, 0, 2)
+
+
+def test_a_sampler_without_length_is_filled_up_from_its_start() -> None:
+    shares = [read(DataLoader(Augmented(5), 2, sampler=Five()), rank=rank, world_size=2) for rank in range(2)]
+    assert [indices(share) for share in shares] == [[3, 4, 2], [1, 0, 3]]
+
+
+def test_loaders_that_are_read_beside_each_other_have_seeds_of_their_own() -> None:
+    plain = [loader(Augmented(8)) for _ in range(3)]
+    seeds = LoaderSeeds()
+    drawn = [seeds.next(one, 7) for one in plain]
+    assert drawn == [7, derive_seed(7, -1, 1), derive_seed(7, -1, 2)]  # orders stay what they were in earlier versions
+    assert len(set(drawn)) == 3
+    unseeded = loader(Augmented(8), generator=torch.Generator())
+    assert LoaderSeeds().next(unseeded, 7) == 7
+
+
+def test_a_generator_that_its_user_seeded_counts_in_place_of_the_run() -> None:
+    def seeded(number: int) -> DataLoader:
+        return loader(Augmented(8), generator=torch.Generator().manual_seed(number))
+
+    first, other = LoaderSeeds(), LoaderSeeds()
+    assert first.next(seeded(5), 7) == other.next(seeded(5), 8) == derive_seed(-1, 5)
+    assert first.next(seeded(5), 7) == derive_seed(-1, 5)  # another generator, though seeded alike
+    assert first.next(seeded(6), 7) != derive_seed(-1, 5)
+    shared = torch.Generator().manual_seed(5)
+    pair = [first.next(loader(Augmented(8), generator=shared), 7) for _ in range(2)]
+    assert pair == [derive_seed(-1, 5), derive_seed(derive_seed(-1, 5), -1, 1)]
+
+
+def test_an_epoch_goes_by_the_seed_of_its_sampler_or_by_the_one_given() -> None:
+    def order(own: int, **given) -> list[int]:
+        sampler = EpochSampler(loader(Augmented(8)), seed=own, rank=0, world_size=1, train=True)
+        return list(chain.from_iterable(sampler.batches(2, **given)))
+
+    assert order(5) != order(6)
+    assert order(5) == order(6, seed=lambda *_: derive_seed(5, 2))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from arclight.deploy.observers import LeastErrorObserver, least_error_range
+from arclight.deploy.observers import LeastErrorObserver, _rebinned, least_error_range
 from arclight.deploy.pt2e import activation_spec
 
 
@@ -98,3 +101,42 @@ def test_the_same_data_give_the_same_range() -> None:
     torch.rand(5)
     second(values)
     assert first.calculate_qparams() == second.calculate_qparams()
+
+
+def searched(counts: Tensor, low: float, high: float, reader: str) -> tuple[float, float]:
+    """The range of least error, one candidate and one value at a time."""
+    values = [low + (k + 0.5) * (high - low) / len(counts) for k in range(len(counts))]
+    silu = lambda x: x / (1 + math.exp(-x))  # noqa: E731
+    found = {}
+    for bottom in np.linspace(0.02 if reader == "silu" else 0.5, 1, 32) * low if low < 0 else [0.0]:
+        for top in np.linspace(0.5, 1, 26) * high if high > 0 else [0.0]:
+            scale, cost = (top - bottom) / 255, 0.0
+            zero_point = round(-bottom / scale)
+            for value, count in zip(values, counts.tolist(), strict=True):
+                x = (min(max(round(value / scale) + zero_point, 0), 255) - zero_point) * scale
+                if reader == "silu":
+                    cost += count * abs(x * round(255 / (1 + math.exp(-x))) / 255 - silu(value)) ** 2.4
+                else:
+                    cost += count * abs(x - value) ** 2.4
+            found[bottom, top] = cost
+    return min(found, key=found.__getitem__)
+
+
+@pytest.mark.parametrize("reader", ["any", "silu"])
+@pytest.mark.parametrize(("low", "high"), [(-3.0, 9.0), (0.0, 7.0), (-5.0, 0.0), (0.0, 0.3), (-0.3, 0.0)])
+def test_the_range_is_the_best_of_all_candidates(low: float, high: float, reader: Literal["any", "silu"]) -> None:
+    place = torch.linspace(low, high, 64)
+    counts = (1000 * torch.exp(-1.5 * place.abs() * 8 / (high - low))).round() + (torch.arange(64) % 7 == 3)
+    assert least_error_range(counts, low, high, reader) == pytest.approx(searched(counts, low, high, reader), rel=1e-5)
+
+
+def test_an_empty_range_stays_as_it_is() -> None:
+    assert least_error_range(torch.zeros(8), 0.0, 0.0) == (0.0, 0.0)
+
+
+def test_counts_keep_their_places_when_the_range_grows() -> None:
+    counts = torch.arange(1.0, 9.0)
+    assert torch.equal(_rebinned(counts, (-1.0, 3.0), (-1.0, 3.0)), counts)
+    halved = [float(counts[k] + counts[k + 1]) for k in range(0, 8, 2)]
+    assert _rebinned(counts, (0.0, 4.0), (0.0, 8.0)).tolist() == [*halved, 0, 0, 0, 0]
+    assert _rebinned(counts, (-4.0, 0.0), (-8.0, 0.0)).tolist() == [0, 0, 0, 0, *halved]

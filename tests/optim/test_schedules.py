@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, lambda_schedule
-from arclight.optim.schedules import batch_size_at, inverse_sqrt, linear, phase, rewarmed, wsd
+from arclight.optim.schedules import batch_size_at, constant, cosine, inverse_sqrt, linear, phase, rewarmed, wsd
 
 SHAPES = {
     "linear": lambda x: 1 - x,
@@ -115,3 +115,44 @@ def test_phases_that_do_not_fit_are_refused() -> None:
             wrong()
     with pytest.raises(ValueError, match="rewarm: need int >= 0, got -1"):
         lambda_schedule(optimizer, lambda step: 1.0, rewarm=-1)
+
+
+def test_cosine_warms_up_then_falls_by_half_a_cosine() -> None:
+    values = [cosine(step, total_steps=50, warmup=5, final=0.2) for step in range(51)]
+    assert values[:5] == pytest.approx([(step + 1) / 6 for step in range(5)])
+    assert values[5:] == pytest.approx([0.2 + 0.8 * math.cos(math.pi * k / 90) ** 2 for k in range(46)])
+
+
+def test_every_warm_up_rises_in_a_straight_line() -> None:
+    rising = pytest.approx([(step + 1) / 6 for step in range(5)])
+    assert [linear(step, total_steps=50, warmup=5, final=0.2) for step in range(5)] == rising
+    assert [inverse_sqrt(step, total_steps=50, warmup=5) for step in range(5)] == rising
+    assert [constant(step, total_steps=50, warmup=5) for step in range(5)] == rising
+    assert constant(5, total_steps=50, warmup=5) == 1
+
+
+def test_a_decay_of_one_step_is_done_after_one() -> None:
+    assert wsd(9, total_steps=10, warmup=0, decay=1, final=0.25) == 1
+    assert wsd(10, total_steps=10, warmup=0, decay=1, final=0.25) == 0.25
+    assert linear(1, total_steps=1, warmup=0, final=0.25) == 0.25
+
+
+def test_a_batch_size_may_stay_as_it_is() -> None:
+    assert {batch_size_at(step, initial=64, final=64, steps=3, multiple=32) for step in range(5)} == {64}
+    for initial, final in ((0, 64), (96, 64), (64, 65)):
+        with pytest.raises(ValueError, match="must grow and be multiples of 32"):
+            batch_size_at(0, initial=initial, final=final, steps=3, multiple=32)
+
+
+def test_a_resumed_schedule_counts_its_steps_like_one_that_ran_through() -> None:
+    schedules = []
+    for _ in range(2):
+        optimizer = SGD(lr=1.0, momentum=0.0).build([("w", nn.Parameter(torch.ones(2)))])
+        schedules.append(Linear(warmup=0).build(optimizer, 8))
+    ran, resumed = schedules
+    for _ in range(3):
+        ran.optimizer.step()
+        ran.step()
+    resumed.load_state_dict(ran.state_dict())
+    assert resumed._step_count == ran._step_count
+    assert resumed.get_last_lr() == ran.get_last_lr()

@@ -14,6 +14,7 @@ from arclight.parallel import Plan, PlanError, PlanStrategy, initialize, paralle
 from arclight.parallel.apply import check
 from arclight.parallel.checkpointing import checkpoint_blocks
 from arclight.parallel.compiling import compile_blocks
+from arclight.parallel.plan import bytes_of
 from arclight.parallel.units import blocks, embeddings
 from arclight.text import build_model
 
@@ -193,3 +194,41 @@ def test_a_parameter_of_two_blocks_is_refused_where_blocks_are_gathered_one_by_o
 def test_a_plan_needs_processes_that_have_found_each_other() -> None:
     with pytest.raises(PlanError, match="let a Trainer or Fabric do so"):
         parallelize(nn.Linear(2, 2), Plan())
+
+
+def test_sizes_are_read_in_every_unit() -> None:
+    sizes = {"1kB": 1e3, "1MB": 1e6, "1GB": 1e9, "1TB": 1e12, "1KiB": 2**10, "1MiB": 2**20, "1GiB": 2**30}
+    assert {text: bytes_of(text) for text in sizes} == sizes
+    assert (bytes_of(" 79.5 gib "), bytes_of(".5kb")) == (79.5 * 2**30, 500)
+    for wrong in ("80", "GB", "0GB", "1XB", "-1GB", "1GB/s"):
+        with pytest.raises(PlanError, match="write a number and a unit"):
+            bytes_of(wrong)
+
+
+def test_a_pipeline_has_two_micro_batches_a_stage_or_those_asked_for() -> None:
+    assert Plan(pp=4).pieces == 8
+    assert Plan(pp=4, micro_batches=4).pieces == 4
+    assert Plan(pp=4, micro_batches=5).pieces == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [({}, 7), ({"cp": 3}, 6), ({"tp": 5}, 5), ({"cp": 2, "tp": 3}, 12), ({"tp": 5, "sequence_parallel": False}, 7)],
+)
+def test_sequences_are_cut_into_no_more_parts_than_need_be(fields: dict[str, Any], length: int) -> None:
+    Plan(**fields).check(sequence_length=length)
+    if length != 7:
+        with pytest.raises(PlanError, match=f"use {length} or {2 * length} tokens"):
+            Plan(**fields).check(sequence_length=length + 1)
+
+
+def test_what_a_plan_amounts_to() -> None:
+    plan = Plan(dp_replicate=2, dp_shard=3, cp=5, tp=7, pp=11)
+    assert (plan.world_size, plan.data_parallel) == (2310, 6)
+    assert not plan.only_replicates
+    assert Plan(dp_replicate=4).only_replicates
+    assert not Plan(dp_replicate=4, cpu_offload=True, dp_shard=2).only_replicates
+    assert str(Plan(tp=2)) == "Plan(tp=2)"
+    with pytest.raises(PlanError, match="3 layers are too few"):
+        Plan(pp=4).check(layers=3)
+    Plan(pp=4).check(layers=4)

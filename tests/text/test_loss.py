@@ -126,3 +126,34 @@ def test_a_second_derivative_is_refused() -> None:
     (first,) = torch.autograd.grad(cross_entropy_of_logits(h @ weight.T, labels), h, create_graph=True)
     first.square().sum().backward()
     assert h.grad.any()
+
+
+def test_a_vocabulary_of_one_token_costs_nothing() -> None:
+    hidden, weight, labels = example(vocabulary=1)
+    h, w = hidden.requires_grad_(), weight.requires_grad_()
+    loss = cross_entropy(h, w, labels)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert not h.grad.any()
+    assert not w.grad.any()
+
+
+@pytest.mark.parametrize(("sizes", "placements"), [((2,), [Shard(1)]), ((2, 1), [Shard(0), Shard(0)])])
+def test_a_weight_cut_in_other_ways_than_by_rows_is_refused(
+    two_processes: None, sizes: tuple[int, ...], placements: list[Shard]
+) -> None:
+    hidden, weight, labels = example()
+    mesh = init_device_mesh("cpu", sizes)
+    cut = DTensor.from_local(weight, mesh, placements, run_check=False)
+    with pytest.raises(ValueError, match="the loss needs it cut by rows over one dimension"):
+        cross_entropy(hidden, cut, labels)
+
+
+def test_rows_that_do_not_divide_by_the_processes_are_refused(two_processes: None) -> None:
+    hidden, weight, labels = example(vocabulary=301)
+    mesh = init_device_mesh("cpu", (2,))
+    rows = DTensor.from_local(
+        weight[:151], mesh, [Shard(0)], run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+    with pytest.raises(ValueError, match="a vocabulary of 301 does not divide by 2"):
+        cross_entropy(hidden, rows, labels)

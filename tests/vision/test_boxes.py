@@ -206,3 +206,14 @@ def test_complete_iou_by_hand():
     v = 4 / np.pi**2 * (np.arctan(2) - np.arctan(1)) ** 2
     inside = complete_iou(torch.tensor([0.0, 0, 4, 2]), torch.tensor([0.0, 0, 2, 2]))
     assert float(inside) == pytest.approx(0.5 - v * v / (1 - 0.5 + v), rel=1e-5)
+
+
+def test_complete_iou_of_tiny_boxes_stays_in_its_range():
+    a, b = torch.tensor([[0.0, 0, 5e-5, 5e-5], [1.5e-4, 0, 5e-5, 5e-5]], dtype=torch.float64)  # hull 2e-4 x 5e-5
+    assert float(complete_iou(a, b)) == pytest.approx(-2.25e-8 / (4.25e-8 + 1e-7), rel=1e-6)
+
+
+def test_the_cap_takes_nothing_below_the_threshold():
+    image = torch.tensor([[50.0 * k, 50, 20, 20, score, 1] for k, score in enumerate((0.9, 0.2, 0.15, 0.1))])
+    (found,) = nms(image[None], 0.25, 0.45, top_k=3)
+    assert found[:, 4].tolist() == pytest.approx([0.9])

@@ -209,3 +209,12 @@ def test_nothing_at_all_has_no_score_but_is_no_error():
 def test_wrong_arrays_are_named(predictions, truths, message):
     with pytest.raises(ValueError, match=message):
         DetectionMetrics(2).update([predictions], [truths])
+
+
+def test_the_best_threshold_and_its_scores_when_it_is_one_step_wide():
+    truths = np.array([[0, 0, 0, 10, 10], [0, 20, 20, 40, 40]])
+    predictions = np.array([[0, 0, 10, 10, 0.501, 0], [60, 60, 70, 70, 0.5, 0]])  # right, then nothing there
+    results = score([(predictions, truths)], 1)
+    assert results.confidence == pytest.approx(0.501)
+    assert (results.precision, results.recall) == (1, 0.5)
+    assert results.f1 == pytest.approx(2 / 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Callable
 from decimal import Decimal
@@ -290,3 +291,28 @@ def test_only_qris_errors_on_damaged_templates(tag: str, inner: str) -> None:
     error = refusal(parse, text)
     assert error is None or error.problems
     assert error is not None or parse(text).merchant_name == "WARUNG BU TINI"
+
+
+def test_an_empty_text_is_wrong_from_its_start() -> None:
+    first = problems_of("")[0]
+    assert (first.tag, first.offset) == ("00", 0)
+    assert "empty" in first.message
+
+
+@pytest.mark.parametrize(
+    ("amount", "tip", "said"),
+    [
+        (None, None, (None, None)),
+        (Decimal("1500.50"), Tip("prompt"), ("1500.50", {"kind": "prompt", "value": None})),
+        (None, Tip("percentage", Decimal("5")), (None, {"kind": "percentage", "value": "5"})),
+    ],
+)
+def test_amounts_are_text_in_json_and_absent_ones_are_null(
+    amount: Decimal | None, tip: Tip | None, said: object
+) -> None:
+    account = Account("26", guid="ID.CO.EXAMPLE.WWW", fields={"01": "936000140000000001"})
+    text = build(
+        merchant_name="W", city="Y", postal_code="55111", mcc="5812", accounts=[account], amount=amount, tip=tip
+    )
+    document = json.loads(json.dumps(parse(text).to_json()))
+    assert (document["amount"], document["tip"]) == said

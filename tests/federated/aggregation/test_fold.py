@@ -329,3 +329,17 @@ def test_contributors_that_are_gone_through_together_or_in_turn_come_to_the_dige
             found = bits(dict(folding))
             said = hashlib.sha256(repr(folding.statistics).encode()).hexdigest()
             assert f"{found[:16]} {said[:16]}" == digest
+
+
+def test_a_part_of_one_contributor_or_of_integers_is_its_values() -> None:
+    values = torch.tensor([1.5, -2.25, 0.1])
+    count = torch.tensor([7, 2**40])
+    one = Contribution(client="a", weight=3, tensors={"model/x": values, "model/n": count})
+    scales = plan([one])
+    parts = dict(partial([one], scales))
+    assert torch.equal(
+        mean_of(scales["model/x"], merge(scales["model/x"], [parts["model/x"]]), values.dtype, (3,)), values
+    )
+    assert torch.equal(
+        mean_of(scales["model/n"], merge(scales["model/n"], [parts["model/n"]]), count.dtype, (2,)), count
+    )

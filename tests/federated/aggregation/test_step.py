@@ -284,3 +284,14 @@ def test_a_step_to_where_floats_end_is_said() -> None:
     given = [Contribution(client="a", weight=1, tensors={"model/x": torch.full((2,), 3e38)})]
     with pytest.raises(FederatedError, match="would make model/x infinite"):
         list(Step(FedAvg(lr=10), {"model/x": torch.ones(2)}, given))
+
+
+@pytest.mark.parametrize("form", ["delta", "weights"])
+def test_statistics_of_a_step_are_those_of_the_changes(form: str) -> None:
+    anchor, locals_ = model(0), [model(1), model(2)]
+    step = round_of(FedAvg(), anchor, locals_, form)
+    list(step)
+    floats = [key for key in anchor if anchor[key].is_floating_point()]
+    for name, local in zip(("c0", "c1"), locals_, strict=True):
+        change = torch.cat([(anchor[key] - local[key]).double().reshape(-1) for key in floats])
+        assert step.statistics.norms[name] == pytest.approx(change.norm().item(), rel=1e-6)

@@ -120,3 +120,14 @@ def test_names_of_clients() -> None:
 def test_settings_that_cannot_be(make: object) -> None:
     with pytest.raises(ValueError, match=r"got|must|need"):
         make()  # type: ignore[operator]
+
+
+def test_a_roster_is_shown_by_its_ends_or_its_first_names() -> None:
+    assert str(Roster(5)) == "0 to 4"
+    assert str(Roster(list("abcdefgh"))) == "a, b, c, d, e, f, g, h"
+    assert str(Roster(list("abcdefghij"))) == "a, b, c, d, e, f, g, h and 2 more"
+
+
+def test_the_first_attempt_is_the_one_that_is_drawn_without_a_number() -> None:
+    sampler = Sampler(Sampling(per_round=10), Roster(100), 5)
+    assert sampler.draw(3) == sampler.draw(3, attempt=0) != sampler.draw(3, attempt=1)

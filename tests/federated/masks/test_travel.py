@@ -202,3 +202,10 @@ def test_the_guides_settings_are_settings() -> None:
     tables = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)]
     federations = [read(Federation, table["federation"]) for table in tables if "federation" in table]
     assert any(one.masks.experts is not None and one.masks.periods for one in federations)
+
+
+def test_stacks_are_the_tensors_named_by_the_settings() -> None:
+    assert not travel().is_stack("model/embed.weight")
+    some = travel(experts=Experts(tensors=("blocks.*.attn.weight",)))
+    assert some.is_stack("model/blocks.0.attn.weight")
+    assert not some.is_stack("model/embed.weight")

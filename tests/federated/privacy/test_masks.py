@@ -18,7 +18,7 @@ from arclight.federated.aggregation.scale import Contribution, Scale
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy import shamir
 from arclight.federated.privacy.agreement import Circle, Keys
-from arclight.federated.privacy.masks import Participant, Revealed, Sum, Unmasking, shift_of, terms
+from arclight.federated.privacy.masks import LETTER, Participant, Revealed, Sum, Unmasking, shift_of, terms
 from arclight.federated.privacy.settings import SecureSum
 
 SETTINGS = SecureSum()
@@ -250,3 +250,9 @@ def test_secrets_of_rounds_have_nothing_in_common() -> None:
         round_.mask({name: {"model/x": torch.zeros(8, dtype=torch.int64)} for name in ("a", "b")}, set())
         seen |= {hashlib.sha256(masked["model/x"].numpy().tobytes()).digest() for masked in round_.masked.values()}
     assert len(seen) == 4
+
+
+def test_letters_are_as_long_as_the_server_expects() -> None:
+    played = Round(["a", "b", "c"])
+    played.share(set())
+    assert {len(letter) for sent in played.letters.values() for letter in sent.values()} == {LETTER}

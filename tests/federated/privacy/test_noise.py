@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import dp_accounting
@@ -17,7 +18,17 @@ from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.scale import Contribution
 from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.errors import FederatedError
-from arclight.federated.privacy.noise import Budget, BudgetError, budget, folding, order, protect
+from arclight.federated.privacy.noise import (
+    Budget,
+    BudgetError,
+    Ledger,
+    Release,
+    budget,
+    folding,
+    order,
+    protect,
+    spent_before,
+)
 from arclight.federated.privacy.settings import Noise
 from arclight.federated.privacy.stream import add_words, normals, words
 from arclight.federated.settings import Federation
@@ -194,3 +205,40 @@ def test_what_cannot_be_protected_is_refused() -> None:
     for bad in ({"clip": 0}, {"multiplier": 0}, {"delta": 1.0}, {"epsilon": -1.0}, {"by": "nobody"}):
         with pytest.raises(ValueError, match=r"need|is added by"):
             Noise(**{"clip": 1.0, "multiplier": 1.0, **bad})
+
+
+def test_noise_of_the_clients_is_not_added_again_by_the_server() -> None:
+    given = clients(3)
+    quiet = dict(folding(Noise(clip=1e9, multiplier=1.0, by="clients"), SECRET)(given))
+    assert torch.equal(quiet["model/a"], dict(Fold(given))["model/a"])
+
+
+def test_a_round_that_spends_the_whole_budget_is_published() -> None:
+    ledger = Ledger({Release(multiplier=1.0): 1})
+    spent = ledger.epsilon(1e-5)
+    settings = Noise(clip=1.0, multiplier=1.0, delta=1e-5, epsilon=spent)
+    assert Budget(noise=settings, clients=4, per_round=4).exceeded(ledger) is None
+    less = replace(settings, epsilon=spent * (1 - 1e-9))
+    assert "it would spend epsilon" in str(Budget(noise=less, clients=4, per_round=4).exceeded(ledger))
+    assert Budget(noise=replace(settings, epsilon=None), clients=4, per_round=4).exceeded(ledger) is None
+
+
+def test_older_checkpoints_count_each_round_with_the_least_noise_it_can_have_had() -> None:
+    def before(number: int, **noise: Any) -> dict[Release, int]:
+        waiting, sampling = {"quorum": 0.5}, {"per_round": 18}
+        said = {"noise": noise or None, "waiting": waiting, "sampling": sampling, "clients": 100}
+        return dict(spent_before({"federation": {"settings": said}}, number).releases)
+
+    assert before(3, by="server", multiplier=2.0) == {Release(multiplier=2.0): 3}
+    assert before(1, by="server", multiplier=2.0) == {Release(multiplier=2.0): 1}
+    assert before(3, by="clients", multiplier=2.0) == {Release(multiplier=2.0 / 3): 3}
+    assert before(0, by="server", multiplier=2.0) == before(3) == {}
+    said = [{"multiplier": 1.5, "clients": 8, "drawn": 2, "rounds": 4}]
+    assert dict(spent_before({"privacy": said}, 9).releases) == {Release(multiplier=1.5, clients=8, drawn=2): 4}
+
+
+def test_counters_get_no_noise_however_much_there_is() -> None:
+    given = clients(2)
+    mean = dict(folding(Noise(clip=1.0, multiplier=1e6), SECRET)(given))
+    assert mean["model/n"].item() == -4
+    assert mean["model/a"].abs().max() > 1e3

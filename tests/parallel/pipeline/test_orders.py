@@ -245,6 +245,8 @@ def test_numbers_that_a_schedule_cannot_take_are_named() -> None:
         ("0B0,0F0\n1F0,1B0\n", "process 0, action 1: 0B0 comes before its forward"),
         ("0F0,0W0,0I0\n1F0,1B0\n", "process 0, action 2: 0W0 comes before the backward of the inputs"),
         ("0F0,0I0,0B0\n1F0,1B0\n", "process 0, action 3: 0B0 is done twice"),
+        ("0F0,0B0,0I0\n1F0,1B0\n", "process 0, action 3: 0I0 is done twice"),
+        ("0F0,0I0,0W0,0B0\n1F0,1B0\n", "process 0, action 4: 0B0 is done twice"),
         ("0F0,0B0,0W0\n1F0,1B0\n", "process 0, action 3: 0W0 comes before the backward of the inputs"),
         ("0F0,0I0\n1F0,1B0\n", "process 0 never does 0W0"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1\n", "process 1 never does 1I1"),

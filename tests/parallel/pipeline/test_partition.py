@@ -249,3 +249,16 @@ def test_climbing_asks_no_more_than_it_may() -> None:
     asked.clear()
     refine((0, 1, 2), 30, judge, most=10)
     assert len(asked) == 10
+
+
+def test_without_a_number_there_is_one_micro_batch() -> None:
+    units = [UnitCost(seconds, 0.0, 0.0, 0, 0, output) for seconds, output in ((1.0, 10), (1.0, 0), (2.0, 0))]
+    link = Link(0.0, 1.0)
+    assert partition(units, 2, link=link) == partition(units, 2, 1, link=link)
+    assert partition(units, 2, link=link).seconds == 4
+
+
+def test_climbing_stays_where_no_cut_is_better() -> None:
+    asked = []
+    assert refine((0, 2, 4), 6, lambda cuts: (float(bool(asked.append(cuts))),)) == (0, 2, 4)
+    assert len(asked) == len(set(asked)) > 4

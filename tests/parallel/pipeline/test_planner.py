@@ -169,3 +169,32 @@ def _choose_alike(rank: int, folder: Path) -> None:
 def test_all_processes_choose_alike(tmp_path: Path) -> None:
     run(2, tmp_path, _choose_alike, tmp_path)
     assert len({path.read_text() for path in tmp_path.glob("choice-*")}) == 1
+
+
+def test_rounds_are_the_processes_times_powers_of_two_three_and_six() -> None:
+    assert micro_batch_numbers(997, 4) == [1, 4, 8, 12, 16, 24, 32, 64]  # a prime: beside rounds it has 1 alone
+    assert micro_batch_numbers(7, 1) == [1, 2, 3, 4, 6, 7]
+
+
+def test_a_batch_of_one_sample_is_planned_and_of_none_refused() -> None:
+    costs = blocks(1.0, 1.0)
+    assert choose(costs, 1, 1).best[0].setting.micro_batches == 1
+    for processes, batch in ((0, 1), (1, 0)):
+        with pytest.raises(PlanError, match=f"processes = {processes} and batch = {batch} must be 1 or more"):
+            choose(costs, batch, processes)
+
+
+def test_replicas_share_the_samples_of_a_batch() -> None:
+    best = choose(blocks(1.0, 1.0), 8, 4, stages=2, schedules="GPipe", micro_batches=4).best[0]
+    assert (best.setting.replicas, best.samples) == (2, 1)
+    with pytest.raises(PlanError, match="micro_batches = 5 cannot be cut from 4 samples: use 1 to 4"):
+        choose(blocks(1.0, 1.0), 8, 4, stages=2, schedules="GPipe", micro_batches=5)
+
+
+def test_the_reason_names_what_takes_most_of_the_time_lost() -> None:
+    costs = blocks(*[1.0] * 8)
+    waits = choose(costs, 16, 4, stages=4, schedules=("GPipe", "ZB-H2"), micro_batches=16)
+    assert waits.best[0].setting.schedule != "GPipe"
+    assert "processes wait" in reason(waits, "GPipe")
+    computes = choose(costs, 16, 4, stages=4, schedules="1F1B", micro_batches=16)
+    assert "the busiest process computes" in reason(computes, "recomputing")
