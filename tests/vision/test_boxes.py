@@ -214,6 +214,6 @@ def test_complete_iou_of_tiny_boxes_stays_in_its_range():
 
 
 def test_the_cap_takes_nothing_below_the_threshold():
-    image = torch.tensor([[50.0 * k, 50, 20, 20, score, 1] for k, score in enumerate((0.9, 0.2, 0.15, 0.1))])
+    image = torch.tensor([[50.0 * k, 50, 20, 20, 1, score] for k, score in enumerate((0.9, 0.2, 0.15, 0.1))])
     (found,) = nms(image[None], 0.25, 0.45, top_k=3)
     assert found[:, 4].tolist() == pytest.approx([0.9])

@@ -198,3 +198,10 @@ def test_the_reason_names_what_takes_most_of_the_time_lost() -> None:
     assert "processes wait" in reason(waits, "GPipe")
     computes = choose(costs, 16, 4, stages=4, schedules="1F1B", micro_batches=16)
     assert "the busiest process computes" in reason(computes, "recomputing")
+
+
+def test_more_processes_are_proposed_only_where_each_replica_has_the_samples_for_them() -> None:
+    costs = blocks(*[1.0] * 16, held=2**20, output=2**10, parameters=2**20)
+    for batch, words in ((8, "take smaller micro-batches"), (64, "it would fit over 8 processes")):
+        with pytest.raises(PlanError, match=words):
+            choose(costs, batch, 4, stages=2, schedules="1F1B", memory="4MiB", states=1.0)
