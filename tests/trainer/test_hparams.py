@@ -225,6 +225,25 @@ def test_hyperparameters_of_the_layout_without_tags_are_read() -> None:
     assert arguments["value"] == {"size": Size(3, Path("/there")), "colour": Colour.RED, "source": {"path": "/d"}}
 
 
+def test_fields_of_a_visible_dataclass_may_be_dataclasses_of_its_module() -> None:
+    """A script imports the settings of a package, and not each type that they are made of."""
+    settings, parts, script = (ModuleType(f"a_package_{name}") for name in ("settings", "parts", "script"))
+    rate = make_dataclass("Rate", [("lr", float)], namespace={"__module__": parts.__name__})
+    whole = make_dataclass("Settings", [("rate", rate)], namespace={"__module__": settings.__name__})
+    parts.Rate, settings.Rate, settings.Settings, script.Settings = rate, rate, whole, whole  # type: ignore[attr-defined]
+    owner: Any = type("Net", (Anything,), {"__module__": script.__name__})
+    sys.modules.update({module.__name__: module for module in (settings, parts, script)})
+    try:
+        given = whole(rate(0.5))
+        kept = checkpoint_entries(Anything(given))
+        assert arguments_for(owner, kept, {}) == {"value": given}
+        with pytest.raises(CheckpointError, match="neither defines nor imports"):
+            arguments_for(Anything, kept, {})
+    finally:
+        for module in (settings, parts, script):
+            del sys.modules[module.__name__]
+
+
 def test_a_file_does_not_choose_which_dataclass_is_built_or_which_module_is_imported() -> None:
     hidden = ModuleType("a_module_nobody_named")
     hidden.Trap = make_dataclass("Trap", [("x", int)], namespace={"__module__": hidden.__name__})  # type: ignore[attr-defined]

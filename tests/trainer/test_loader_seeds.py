@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import arclight as al
 from arclight.data import CombinedLoader, ResumableLoader
+from arclight.data.sampling import LoaderSeeds
 
 SAMPLES = 16
 
@@ -137,6 +139,18 @@ def test_several_loaders_resume_exactly_whatever_seed_the_program_has_now(
     rest, _ = fit(tmp_path, [shuffled(seed) for seed in later], seed=99, ckpt_path=tmp_path / "saved")
     assert begun.read + rest.read == whole.read
     assert len(begun.read) == 6
+
+
+def test_an_epoch_under_way_goes_on_from_checkpoints_that_have_one_seed_for_all(tmp_path: Path) -> None:
+    """Such as they were before each loader had a seed of its own, whatever a user's generator said."""
+    with mock.patch.object(LoaderSeeds, "next", lambda self, loader, run_seed: run_seed):
+        whole, _ = fit(tmp_path, [shuffled(), shuffled(5)], max_epochs=1)
+        begun, trainer = fit(tmp_path, [shuffled(), shuffled(5)], max_steps=2)
+    saved = trainer.capture()
+    del saved["loops"]["data"]["seeds"]
+    rest, _ = fit(tmp_path, [shuffled(), shuffled(5)], ckpt_path=saved, max_epochs=1)
+    assert begun.read + rest.read == whole.read
+    assert (len(begun.read), len(rest.read)) == (2, 2)
 
 
 def test_fabric_loaders_differ_and_resume(tmp_path: Path) -> None:

@@ -237,3 +237,79 @@ def test_going_back_takes_schedules_rows_and_saves_along(tmp_path: Path, every: 
     saved = [checkpoint.load(path)["progress"] for path in (tmp_path / "kept").iterdir()]
     steps = sorted((progress["global_step"], progress["batches"]) for progress in saved)
     assert steps == [(2, 2), (4, 4), (4, 8), (6, 10), (8, 12)]
+
+
+def test_going_back_leaves_rows_of_an_earlier_run_where_they_were_moved(tmp_path: Path) -> None:
+    """The second run has the first one's version: its file is moved aside, and no rollback takes it for this run's own."""
+    for number, data in enumerate((Samples(), Samples({11: NAN}))):
+        saving = al.ModelCheckpoint(tmp_path / str(number), monitor="batch", every_n_train_steps=2, save_top_k=-1)
+        logger = CSVLogger(tmp_path / "log", version=0)
+        trainer = al.Trainer(
+            accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, logger=logger, log_every_n_steps=1, max_epochs=1,
+            callbacks=[saving, guard(tmp_path, policy="rollback", margin=3)],
+        )  # fmt: skip
+        trainer.fit(Scheduled(True), DataLoader(data, 2, shuffle=False))
+    folder = Path(logger.log_dir)
+    batches = {path.name: [int(float(row["batch"])) for row in read_rows(path)] for path in folder.glob("*.csv")}
+    assert batches == {"metrics-0.csv": list(range(12)), "metrics.csv": [0, 1, 6, 7, 8, 9, 10, 11]}
+
+
+def test_going_back_keeps_rows_that_wait(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=100)
+    for step in range(1, 5):
+        logger.log_metrics({"a": float(step)}, step=step)
+    logger.rewind(2)
+    logger.save()
+    assert [row["step"] for row in read_rows(Path(logger.log_dir) / "metrics.csv")] == ["1", "2"]
+
+
+class Watched(Line):
+    """A rate that goes by the value of each step; the steps at which it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.told: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("batch", float(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=99)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "monitor": "batch"},
+        }
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.told.append((self.trainer.progress.batches, self.trainer.global_step))
+        super().lr_scheduler_step(scheduler, metric)
+
+
+class Poisoned:
+    """Four batches, good but for the seventh that is drawn."""
+
+    drawn = 0
+
+    def __iter__(self) -> Any:
+        good = {"x": torch.ones(2, 3).double(), "y": torch.ones(2, 1).double()}
+        for _ in range(4):
+            self.drawn += 1
+            yield good | {"x": good["x"] * NAN} if self.drawn == 7 else good
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_going_back_steps_no_plateau_schedule_twice(tmp_path: Path) -> None:
+    """The checkpoint of the first epoch's end has the schedule's fourth step behind it."""
+    saving = al.ModelCheckpoint(dirpath=tmp_path / "kept", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = al.Trainer(
+        accelerator="cpu", enable_progress_bar=False, default_root_dir=tmp_path, logger=False, max_epochs=2,
+        callbacks=[saving, guard(tmp_path, policy="rollback")],
+    )  # fmt: skip
+    model = Watched()
+    trainer.fit(model, Poisoned())
+    assert model.told == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (8, 5)]
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == trainer.global_step == 5

@@ -87,6 +87,21 @@ def test_device_statistics_around_logged_batches(fit: Any, make_rows: Any) -> No
     assert logger.named("DeviceStatsMonitor.on_test_batch_start/cpu_percent")
 
 
+def test_no_rows_of_steps_are_wanted(fit: Any, scripted: Any) -> None:
+    logger, module = Rows(), scripted({"val/score": [1.0]})
+    module.flops_per_batch = 30
+    trainer = fit(
+        module,
+        ThroughputMonitor(lambda batch: 1),
+        DeviceStatsMonitor(),
+        logger=logger,
+        log_every_n_steps=0,
+        max_epochs=1,
+    )
+    assert trainer.global_step
+    assert not logger.named("train/") + logger.named("validate/") + logger.named("DeviceStatsMonitor")
+
+
 def test_device_statistics_that_are_wanted(fit: Any) -> None:
     pytest.importorskip("psutil")
     logger = Rows()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,42 @@ def test_a_rank_without_batches_predicts_nothing(ranks: Ranks, tmp_path: Path, k
     assert ranks(evaluate_with, str(tmp_path), "predict", 1, kind) == [[[0.0], [0.0, 2.0]], [[], [1.0]]]
 
 
+def with_as_many_loaders(rank: int, folder: str, counts: list[int], stage: str) -> str:
+    loaders = [numbers(4) for _ in range(counts[rank])]
+    try:
+        if stage == "train":
+            make(folder).fit(Model(), loaders)
+        else:
+            getattr(make(folder), stage)(Model(), loaders)
+    except MisconfigurationError as error:
+        return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize("stage", ["validate", "predict", "train"])
+@pytest.mark.parametrize("counts", [[1, 2], [3, 2]])
+def test_ranks_with_different_numbers_of_loaders_are_refused(
+    ranks: Ranks, tmp_path: Path, counts: list[int], stage: str
+) -> None:
+    found = ranks(with_as_many_loaders, str(tmp_path), counts, stage)
+    assert found[0] == found[1]
+    assert (
+        f"different numbers of loaders from `{ {'validate': 'val'}.get(stage, stage) }_dataloader()`: {counts}"
+        in found[0]
+    )
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
+
+
+def saved_by_time(rank: int, folder: str) -> list[str]:
+    saver = ModelCheckpoint(Path(folder) / "kept", train_time_interval=timedelta(0), save_top_k=-1, filename="{step}")
+    make(folder, saver, max_epochs=1, log_every_n_steps=0).fit(Model(), numbers(100))
+    return sorted(path.name for path in (Path(folder) / "kept").iterdir())
+
+
+def test_saves_by_time_need_no_rows(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(saved_by_time, str(tmp_path)) == [["step=50.ckpt"]] * 2
 
 
 def refused(rank: int, folder: str, kind: str) -> str:

@@ -240,14 +240,18 @@ def _take(trainer: Trainer, data: StageData, combined: CombinedLoader | None, gi
 
 def _seeds(trainer: Trainer, loaders: list[Any], stage: str) -> list[int]:
     """Return a seed for each loader of a stage, the same on every rank; for training those of the checkpoint that is resumed."""
-    saved = trainer.loader_seeds if stage == "train" else []
+    saved: list[int] | int = trainer.loader_seeds if stage == "train" else []
+    saved = [saved] * len(loaders) if isinstance(saved, int) else saved
     seeds = LoaderSeeds()
-    found: list[int] = trainer.strategy.broadcast([seeds.next(loader, trainer.data_seed) for loader in loaders])
-    if len(saved) == len(loaders):
-        found = saved
+    own = [seeds.next(loader, trainer.data_seed) for loader in loaders]
+    shared: list[int] = trainer.strategy.broadcast(own)
     if stage == "train":
         trainer.loader_seeds = []
-    return found
+    if len(saved) == len(loaders):
+        return list(saved)
+    return (
+        shared if len(shared) == len(own) else own
+    )  # ranks with other numbers of loaders are refused once all have theirs
 
 
 def _wrap(trainer: Trainer, loader: Any, stage: str, seed: int) -> ResumableLoader:

@@ -195,14 +195,24 @@ def _rooms(owner: type) -> Iterator[str]:
 
 
 def _is_visible(cls: type, owner: type) -> bool:
-    """Return True for a class of the packages of ``owner`` and its bases, or in the names of one of their modules or the program's."""
+    """Return True for a class of the packages of ``owner`` and its bases, or that one of their modules or the program names.
+
+    What the module of such a dataclass names is visible too: the types of its fields may be dataclasses themselves.
+    """
     bases = {base.__module__ for base in owner.__mro__}
     packages = {module.partition(".")[0] for module in bases} - sys.stdlib_module_names - {"torch"}
     if cls.__module__.partition(".")[0] in packages:
         return True
-    names = [vars(sys.modules[module]) for module in ({*bases, "__main__"} & sys.modules.keys())]
-    return any(
-        value is cls or (isinstance(value, ModuleType) and f"{cls.__module__}.".startswith(f"{value.__name__}."))
-        for namespace in names
-        for value in list(namespace.values())
-    )
+    waiting = [*({*bases, "__main__"} & sys.modules.keys())]
+    known = {*waiting}
+    while waiting:
+        for value in list(vars(sys.modules[waiting.pop()]).values()):
+            if value is cls or (
+                isinstance(value, ModuleType) and f"{cls.__module__}.".startswith(f"{value.__name__}.")
+            ):
+                return True
+            module = value.__module__ if isinstance(value, type) and dataclasses.is_dataclass(value) else None
+            if module in sys.modules and module not in known:
+                known.add(module)
+                waiting.append(module)
+    return False

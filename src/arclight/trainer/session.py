@@ -233,7 +233,8 @@ def fit(
     if (saved := _checkpoint(trainer, ckpt_path)) is not None:
         loops = saved.get("loops", {})
         data = loops.get("data", {})
-        trainer.data_seed, trainer.loader_seeds = data.get("seed", trainer.data_seed), list(data.get("seeds", ()))
+        trainer.data_seed = data.get("seed", trainer.data_seed)
+        trainer.loader_seeds = data.get("seeds", data.get("seed", []))
         trainer.adopt_precision(loops.get("precision", {}).get("name"))
     _place(trainer, module, "train")  # before the weights come: some are nowhere yet, some will be shares
     if saved is not None:

@@ -146,8 +146,8 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         self.validated_time: float | None = None
         self.pending_rng: dict[str, Any] | None = None
         self.loader_state: dict[str, Any] = {}
-        self.loader_seeds: list[int] = []
-        """Seeds of the training loaders from a checkpoint, until those are asked for."""
+        self.loader_seeds: list[int] | int = []
+        """Seeds of the training loaders from a checkpoint, until those are asked for; one number for all from versions without more."""
         self.data: dict[str, StageData] = {}
         self.num_training_batches: int | float = math.inf
         self.batch_iterator: BatchIterator | None = None

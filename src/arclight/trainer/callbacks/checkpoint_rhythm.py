@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.durations import Duration, Unit
+from arclight.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -88,7 +89,8 @@ class Beat:
         return self._counted > before
 
     def _time_is_over(self, trainer: Trainer, seconds: float) -> bool:
-        if trainer.world_size > 1 and trainer.global_step % trainer.log_every_n_steps:
+        every = trainer.log_every_n_steps or TrainerSettings.log_every_n_steps  # 0: no rows, but saves
+        if trainer.world_size > 1 and trainer.global_step % every:
             return False  # agreeing on the time costs an exchange: not in every step
         now = self._clock()
         over: bool = trainer.strategy.broadcast(now - self._time >= seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,7 @@ class DeviceStatsMonitor(Callback):
 
     def _log(self, trainer: Trainer, hook: str, number: int) -> None:
         """One row, if batch (in training: step) ``number``, counted from 1, is one whose values are logged."""
-        if not trainer.is_global_zero or number % trainer.log_every_n_steps:
+        if not trainer.is_global_zero or number % (trainer.log_every_n_steps or sys.maxsize):
             return
         stats = self._stats(trainer)
         if self._filter_keys is not None:

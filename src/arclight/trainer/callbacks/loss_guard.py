@@ -283,11 +283,13 @@ class LossGuard(Callback):
         state.restore_optimization(trainer, checkpoint)
         module.zero_grad()
         trainer.window.count = 0
-        trainer.progress.global_step = checkpoint["loops"]["progress"]["global_step"]
+        then = checkpoint["loops"]["progress"]
+        trainer.progress.global_step = then["global_step"]
+        trainer.progress.plateau_step = then.get("plateau_step", then["global_step"])
         for callback in trainer.checkpoint_callbacks:
             callback.forget_later_steps(trainer)
         for logger in trainer.loggers if trainer.is_global_zero else []:
-            logger.resume(trainer.global_step)
+            logger.rewind(trainer.global_step)
         trainer.notice(f"back to {path}, step {trainer.global_step}; training goes on with the next batch")
 
     def _checkpoint_before(self, trainer: Trainer, step: int) -> str | None:

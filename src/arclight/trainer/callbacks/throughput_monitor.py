@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,7 +121,8 @@ class ThroughputMonitor(Callback):
             return
         self._update(trainer, pl_module, batch)
         stepped, self._steps = self._steps != trainer.global_step, trainer.global_step
-        if stepped and self._steps % trainer.log_every_n_steps == 0:  # whole windows only, with the optimizer's time
+        every = trainer.log_every_n_steps or sys.maxsize  # 0: never
+        if stepped and self._steps % every == 0:  # whole windows only, with the optimizer's time
             self._log(trainer, row_of_step(trainer, self._steps), epoch=trainer.current_epoch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Module) -> None:
@@ -147,7 +149,7 @@ class ThroughputMonitor(Callback):
         count = self._counts[trainer.stage]
         count.in_run += 1
         count.total += 1
-        if count.in_run % trainer.log_every_n_steps == 0:
+        if count.in_run % (trainer.log_every_n_steps or sys.maxsize) == 0:
             self._log(trainer, count.total)
 
     def on_validation_batch_end(

@@ -83,6 +83,10 @@ class CSVLogger(FolderLogger):
     def resume(self, step: int) -> None:
         self.experiment.resume(step)
 
+    @rank_zero_only
+    def rewind(self, step: int) -> None:
+        self.experiment.rewind(step)
+
     def __getstate__(self) -> dict[str, Any]:
         """Rows that wait are written first: another process goes on from the file."""
         self.save()
@@ -229,6 +233,12 @@ class ExperimentWriter:
         self._columns, self._torn = sorted({name for row in rows for name in row}), False
         self._replace(self.metrics_file_path, csv_text(self._columns, rows, header=True))
         self._replayed, self._resumed_at = [row for row in rows if row["step"] == str(step)], step
+
+    def rewind(self, step: int) -> None:
+        """Forget this writer's own rows later than ``step``; those of an earlier run, moved out of the way, stay there."""
+        self.save()
+        self._aside = None
+        self.resume(step)
 
     def _highest_step(self) -> int:
         steps = [int(row["step"]) for row in self.metrics] or [int(row["step"]) for row in parse_rows(self._read())]

@@ -53,6 +53,10 @@ class Logger:
     def resume(self, step: int) -> None:
         """Training goes on from ``step``: forget what a run that did not live to save it logged at later steps."""
 
+    def rewind(self, step: int) -> None:
+        """Go back to ``step`` within one fit: forget what it has logged at later steps."""
+        self.resume(step)
+
     @property
     def needs_folder(self) -> bool:
         """Whether this logger was not told where to write, and wants the run folder."""
