@@ -60,12 +60,15 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
             assert line + ("(required)" if default is None else f"[{default}]") in words
     assert '[task.schedule] kind = "cosine", the default' in out
     assert "arclight train --resume" not in out
+    assert out.count("Fields outside any table\n") == 1
+    assert '\n[[task.optimizer.groups]] kind = "sgd"\n' in out
 
 
 @pytest.mark.parametrize("verb", takes_a_recipe)
 def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb: str) -> None:
     _, out, _ = typed(f"{verb} --help")
     assert len(out.splitlines()) < 60
+    assert out.count("Fields outside any table\n") == 1
     assert "[trainer]" in out
     assert "--help all" in out
     assert "\n  max_epochs " not in out
@@ -111,6 +114,14 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
             "train detect-qris --max-epochs=3",
             "arclight: --max-epochs is not a field of Recipe; did you mean --trainer.max_epochs?\n",
         ),
+        (
+            "train detect-qris --max_epoch 3",
+            "arclight: --max_epoch is not a field of Recipe; did you mean --trainer.max_epochs?\n",
+        ),
+        ("validate runs/none/1", "arclight: there is no run folder runs/none/1, nor a recipe of this name\n"),
+        ("predict runs/none photos", "arclight: there is no run folder runs/none, nor images of this name\n"),
+        ("export runs/none --out .", "arclight: --out .: a program is an ONNX file; call it program.onnx\n"),
+        ("serve --program x.onnx --host a..b", "arclight: a..b is no address: no machine can have this name\n"),
         ("train detect-qris --trainer.logger wandb", "arclight: --trainer.logger: a recipe has no loggers to choose"),
         ("predict runs/lm --prompt x", "arclight: --prompt needs the run of a language model first"),
         ("serve --program x.onnx --port high", "arclight: argument --port: invalid int value: 'high' (see arclight"),

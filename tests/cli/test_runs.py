@@ -11,12 +11,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.arguments import UsageError
+from arclight.cli.interruption import Interruption
 from arclight.cli.runs import best_checkpoint, described, newest_checkpoint
 from arclight.trainer.run import RunFolder
 
@@ -56,6 +59,12 @@ def test_a_best_checkpoint_that_was_removed_is_missed(ranked: Path) -> None:
     shutil.rmtree(ranked / "checkpoints" / "epoch=0-step=4.ckpt")
     with pytest.raises(UsageError, match=r"recorded epoch=0-step=4\.ckpt as its best checkpoint, which is not there"):
         best_checkpoint(ranked)
+
+
+def test_a_run_without_validation_names_its_newest_checkpoint(typed: Typed, tiny: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Train for longer or validate more often: check_val_every_n_epoch=5 and"):
+        _, out, _ = typed(f"{RANKED} 1 --trainer.check_val_every_n_epoch 5")
+    assert "The newest checkpoint is runs/tiny/1/checkpoints/last.ckpt\n" in out
 
 
 def test_a_run_that_ranks_nothing_has_a_newest_checkpoint(typed: Typed, tiny: Path) -> None:
@@ -214,6 +223,16 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
         assert err.startswith(f"arclight: {said}"), err
 
 
+def test_places_that_are_not_written_need_not_be_writable(
+    ranked: Path, typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: usual(path, mode) and not str(path).endswith("closed"))
+    Path("closed").mkdir()
+    for line in ("--trainer.fast_dev_run 1", "--resume runs/tiny/1 --trainer.max_epochs 4"):
+        assert typed(f"train tiny.toml --root closed/runs {line}")[::2] == (0, "")
+
+
 def test_a_read_only_disk_is_no_fault_of_ours(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(_: list[str]) -> None:
         raise OSError(errno.EROFS, "Read-only file system", "/mnt/runs")
@@ -283,6 +302,24 @@ def test_an_interrupted_run_saves_a_whole_step_and_says_how_to_go_on(typed: Type
     typed("train tiny.toml --name whole")
     ends = [load_checkpoint(newest_checkpoint(Path(run)))["model"] for run in ("runs/tiny/1", "runs/whole/1")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
+
+
+def test_an_interruption_is_told_once_and_not_by_processes_that_load_data(capfd: pytest.CaptureFixture[str]) -> None:
+    interruption = Interruption()
+    trainer: Any = SimpleNamespace(is_global_zero=True, received_sigterm=False, should_stop=False)
+    interruption.on_train_start(trainer, cast(Any, None))
+    try:
+        if (child := os.fork()) == 0:  # as a loader's worker is made, which ctrl-C reaches as well
+            signal.raise_signal(signal.SIGINT)
+            sys.stderr.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert capfd.readouterr().err == ""
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        interruption.teardown(trainer, cast(Any, None), "fit")
+    assert capfd.readouterr().err.count("saving after this step") == 1
+    assert trainer.should_stop
 
 
 @pytest.mark.usefixtures("interrupted")

@@ -194,6 +194,17 @@ def test_weights_beside_a_program_are_sealed(
         Program.load(beside)
 
 
+def test_the_name_of_a_file_beside_a_program_may_begin_with_a_piece(
+    beside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = b"\n\x08location\x12"
+    content = beside.read_bytes()
+    assert key in content
+    monkeypatch.setattr(metadata, "CHUNK", content.index(key) + len(key))
+    seal(beside, {"task": "detect"})
+    assert list(Program.load(beside).metadata["files"]) == ["beside.weights"]
+
+
 def test_weights_outside_the_folder_of_a_program_are_not_sealed(beside: Path, tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     moved = tmp_path / "below" / "p.onnx"

@@ -17,7 +17,8 @@ from torch import nn
 from arclight import deploy
 from arclight._installed import pip_install
 from arclight.deploy import ProgramError, export
-from arclight.serve import serve
+from arclight.serve import serve, server
+from arclight.serve.settings import Limits
 
 SIDE = 64
 SERVE = """
@@ -92,6 +93,20 @@ def test_a_port_in_use_is_said_before_a_program_is_loaded(monkeypatch):
         serve("any.onnx", port=70_000)
     with pytest.raises(OSError, match="is no address"):
         serve("any.onnx", host="no.such.host.invalid", port=0)
+
+
+def test_the_second_server_to_reserve_a_port_is_told_as_well():
+    """Linux lets both reserve an address of which neither has begun to listen."""
+    first, second = server.listen("127.0.0.1", 0), None
+    with first:
+        port = first.getsockname()[1]
+        second = server.listen("127.0.0.1", port)
+        first.listen()
+        with (
+            second,
+            pytest.raises(server.AddressError, match=f":{port} cannot be listened on: another program listens"),
+        ):
+            server.run(None, host="127.0.0.1", port=port, limits=Limits(), listening=second)
 
 
 def test_the_server_says_where_it_can_be_opened(tmp_path):

@@ -73,6 +73,9 @@ def check_short_flags(words: Sequence[str], schema: type) -> None:
         leaf = USUAL_NAMES.get(leaf, leaf)
         fields = dict.fromkeys(setting.path for setting in explain(schema) if setting.path.rpartition(".")[2] == leaf)
         near = sorted((path for path in fields if "[]" not in path), key=lambda path: path.count("."))[:2]
+        if not near and not difflib.get_close_matches(leaf, known, 1):
+            names = [setting.path for setting in explain(schema) if setting.path.startswith("trainer.")]
+            near = [f"trainer.{name}" for name in difflib.get_close_matches(leaf, (n[8:] for n in names), 1)]
         if near:
             raise UsageError(f"--{name} is not a field of {schema.__name__}; did you mean --{' or --'.join(near)}?")
 
@@ -201,6 +204,8 @@ def check_file(source: str | None) -> None:
         raise UsageError(f"there is no file {source}; did you mean {path.with_name(near)}?")
     for near in difflib.get_close_matches(path.name.removesuffix(".toml"), shipped_recipes(), 1):
         raise UsageError(f"there is no file {source}; did you mean {near}, which comes with Arclight?")
+    if not path.suffix:
+        raise UsageError(f"there is no run folder {source}, nor a recipe of this name")
 
 
 def looks_like_a_recipe(path: Path) -> bool:

@@ -101,7 +101,8 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
 def check_program_name(path: Path) -> None:
     """Raise UsageError for a name that says another format than ONNX, and for a place where nothing can be written."""
     if path.suffix != ".onnx":
-        raise UsageError(f"--out {path}: a program is an ONNX file; call it {path.with_suffix('.onnx')}")
+        name = path.with_suffix(".onnx") if path.name and path.name != ".." else path / "program.onnx"
+        raise UsageError(f"--out {path}: a program is an ONNX file; call it {name}")
     check_writable(path, "--out")
 
 

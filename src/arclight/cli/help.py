@@ -73,14 +73,16 @@ def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = 
     fields: dict[tuple[str, str], Setting] = {}
     task = ""  # two kinds of a task may hold the same table, with other defaults
     for setting in settings:
-        task = setting.kind if setting.path == "task.kind" else task
+        task = setting.kind if setting.path == "task.kind" else task if setting.path.startswith("task.") else ""
         fields[task, setting.path] = setting
         tables.setdefault((task, setting.path.rpartition(".")[0], setting.kind), []).append(setting)
     lines: list[str] = []
     for (task, table, kind), rows in tables.items():
         if not shows(table):
             continue
-        lines += ["", *heading(table, kind, fields.get((task, table), fields.get(("", table))), rows[0], width)]
+        names = [(of, name) for name in (table, _below(table)) for of in (task, "")]
+        field = next((fields[name] for name in names if name in fields), None)
+        lines += ["", *heading(table, kind, field, rows[0], width)]
         shown_rows = [row for row in rows if row.path != f"{table}.kind" and id(row) not in holds]
         longest = max((len(row.path.rpartition(".")[2]) for row in shown_rows), default=0)
         lines += [line for row in shown_rows for line in described(row, longest, width)]
@@ -91,7 +93,7 @@ def heading(table: str, kind: str, field: Setting | None, first: Setting, width:
     """The table as it is written in a recipe, and what it is for. ``field`` is the table as a field of its parent."""
     if field is None:
         return [bold("Fields outside any table")]
-    title = f"[{table}]" + (f' kind = "{kind}"' if kind else "")
+    title = (f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]") + (f' kind = "{kind}"' if kind else "")
     if kind and shown(field.default) == kind:
         title += ", the default"
     doc = first.doc if kind else field.doc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -32,11 +33,13 @@ class Interruption(Callback):
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may set handlers
 
+        owner = os.getpid()
+
         def on_interrupt(number: int, frame: FrameType | None) -> None:
             if self.asked:
                 raise KeyboardInterrupt
             self.asked = trainer.received_sigterm = trainer.should_stop = True
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and os.getpid() == owner:  # processes that load data inherit this handler
                 sys.stderr.write("\narclight: saving after this step; ctrl-C again ends at once\n")
 
         self._before = signal.signal(signal.SIGINT, on_interrupt)

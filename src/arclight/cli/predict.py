@@ -128,6 +128,8 @@ def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
     first, *sources = options.source
     place = Path(first)
     if run_folder(place) is None and not (place / "manifest.json").is_file():
+        if not place.exists() and "*" not in first and not place.suffix:
+            raise UsageError(f"there is no run folder {first}, nor images of this name")
         raise UsageError(
             f"{first} is no run: name what shall find the objects, as in arclight predict runs/detect-qris/1 {first}, or a program with --program"
         )

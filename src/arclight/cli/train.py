@@ -39,7 +39,8 @@ def train(arguments: list[str]) -> None:
     place = arguments[0] if options.resume == "last" and Path(arguments[0], "checkpoints").is_dir() else options.resume
     among = recipe.root / recipe.name if recipe.checkpoint.folder is None else None
     folder, checkpoint = resume_from(place, among=among)
-    check_writable(recipe.root / recipe.name, "root")
+    if folder is None and not recipe.trainer.fast_dev_run:
+        check_writable(recipe.root / recipe.name, "root")
     check_task_of(recipe, checkpoint)
     module, data = build_task(recipe)
     if recipe.plan is not None:
@@ -86,9 +87,10 @@ def report_places(trainer: Trainer) -> None:
         print("\nThe development run came to its end. It wrote nothing")
         return
     print(f"\nThe run is in {trainer.run_folder.path}")
-    if best := getattr(trainer.checkpoint_callback, "best_model_path", ""):
-        measured = getattr(trainer.checkpoint_callback, "best_model_score", None) is not None
-        near = Path(best).relative_to(Path.cwd()) if Path(best).is_relative_to(Path.cwd()) else best
+    best, last = (getattr(trainer.checkpoint_callback, f"{which}_model_path", "") for which in ("best", "last"))
+    if kept := best or last:
+        measured = best and getattr(trainer.checkpoint_callback, "best_model_score", None) is not None
+        near = Path(kept).relative_to(Path.cwd()) if Path(kept).is_relative_to(Path.cwd()) else kept
         print(f"The {'best' if measured else 'newest'} checkpoint is {near}")
     print(f"The report is {trainer.run_folder.report}")
 

@@ -157,7 +157,7 @@ def _locations(window: bytes) -> set[str]:
     names, place = set(), window.find(_LOCATION)
     while place >= 0:
         size, start = _varint_at(window, place + len(_LOCATION))
-        if size <= _LONGEST_NAME and start + size <= len(window):
+        if 0 < size <= _LONGEST_NAME and start + size <= len(window):
             names.add(window[start : start + size].decode(errors="replace"))
         place = window.find(_LOCATION, start)
     return names

@@ -60,6 +60,8 @@ def listen(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         reserved = socket.socket(family, kind)
+    except UnicodeError as error:  # of the encoding of names for the network, as for a..b
+        raise AddressError(f"{host} is no address: no machine can have this name") from error
     except OSError as error:
         raise AddressError(f"{host} is no address: {error.strerror or error}") from error
     try:
@@ -67,11 +69,14 @@ def listen(host: str, port: int) -> socket.socket:
         reserved.bind(address)
     except OSError as error:
         reserved.close()
-        advice = (
-            "another program listens there; name another port" if error.errno == errno.EADDRINUSE else error.strerror
-        )
-        raise AddressError(f"{host}:{port} cannot be listened on: {advice}") from error
+        raise _refused(host, port, error) from error
     return reserved
+
+
+def _refused(host: str, port: int, error: OSError) -> AddressError:
+    taken = error.errno == errno.EADDRINUSE
+    advice = "another program listens there; name another port" if taken else error.strerror
+    return AddressError(f"{host}:{port} cannot be listened on: {advice}")
 
 
 def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket.socket | None = None) -> None:
@@ -93,8 +98,11 @@ def run(app: FastAPI, *, host: str, port: int, limits: Limits, listening: socket
         )
     )
     with listening or listen(host, port) as reserved:
-        reserved.listen()  # who connects before the application has started waits for it
         number = reserved.getsockname()[1]
+        try:
+            reserved.listen()  # who connects before the application has started waits for it
+        except OSError as error:  # two that start at once may both reserve an address; one of them listens first
+            raise _refused(host, number, error) from error
         place = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104
         sys.stdout.write(f"open http://{place}:{number} (ctrl-C ends the server)\n")
         sys.stdout.flush()

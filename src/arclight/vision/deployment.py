@@ -73,7 +73,7 @@ def agreement(program: Program) -> str:
     worst = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
     outputs = parity.get("outputs", {})  # programs of the release before have none
     differences = [
-        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.2g}" for name, one in outputs.items()
+        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}" for name, one in outputs.items()
     ]
     return f"agrees with its torch model to {worst}" + (f" ({', '.join(differences)})" if differences else "")
 

@@ -20,14 +20,14 @@ class MissingMetricError(MisconfigurationError, RuntimeError):
         super().__init__(missing_metric(who, monitor, logged))
 
 
-def missing_metric(who: str, monitor: str, logged: Iterable[str]) -> str:
-    """What is wrong, what there is instead, and what to do."""
+def missing_metric(who: str, monitor: str, logged: Iterable[str], advice: str = "") -> str:
+    """Say what is wrong, what there is instead, and what to do: ``advice``, or to log the value."""
     names = sorted(logged)
     near = difflib.get_close_matches(monitor, names, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return (
         f"`{who}(monitor={monitor!r})` could not find the monitored key: no such value is logged; {hint}"
-        f"logged: {', '.join(names) or 'nothing'}. Call self.log({monitor!r}, value) in the module, or monitor one of these"
+        f"logged: {', '.join(names) or 'nothing'}. {advice or f'Call self.log({monitor!r}, value) in the module, or monitor one of these'}"
     )
 
 
@@ -49,11 +49,14 @@ def validates_once_per_epoch(trainer: Trainer) -> bool:
 
 def warn_of_no_validation(trainer: Trainer, monitor: str | None, values: Iterable[str], after_validation: bool) -> None:
     """Say so where a fit ended without the validation that checkpoints were to be ranked by, or saved after."""
+    rhythm = (
+        f"check_val_every_n_epoch={trainer.check_val_every_n_epoch} and val_check_interval={trainer.val_check_interval}"
+    )
     if monitor is not None and monitor not in values:
-        rank_zero_warn(f"validation never ran, and {missing_metric('ModelCheckpoint', monitor, values)}")
+        advice = f"Train for longer or validate more often: {rhythm} were not reached"
+        rank_zero_warn(f"validation never ran, and {missing_metric('ModelCheckpoint', monitor, values, advice)}")
     elif after_validation:
         rank_zero_warn(
             "ModelCheckpoint saves after validation here, and validation never ran, so it saved nothing: "
-            f"check_val_every_n_epoch={trainer.check_val_every_n_epoch} and val_check_interval="
-            f"{trainer.val_check_interval} were not reached; or give it save_on_train_epoch_end=True"
+            f"{rhythm} were not reached; or give it save_on_train_epoch_end=True"
         )
