@@ -296,6 +296,12 @@ def test_a_key_that_comes_twice_is_refused_in_yaml_too(tmp_path: Path) -> None:
     made = read(Plan, tmp_path / "a.yaml")
     assert made.average == Momentum(lr=2.0)
     assert made.loop.fast
+    # the mapping that is merged lies deeper, so that it is taken in before it is a table of its own
+    text = "task: words\nloop: {notes: {deep: &b {<<: {lr: 1.0}, lr: 2.0}}}\naverage: {<<: *b, decay: 0.5}\n"
+    (tmp_path / "a.yaml").write_text(text)
+    made = read(Plan, tmp_path / "a.yaml")
+    assert made.average == Momentum(lr=2.0, decay=0.5)
+    assert made.loop.notes == {"deep": {"lr": 2.0}}
 
 
 @pytest.mark.parametrize(

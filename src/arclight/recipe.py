@@ -94,15 +94,15 @@ def _parse_yaml(text: str) -> Any:
         raise RecipeError(f"YAML needs PyYAML: {pip_install('vision')}, or write the recipe in TOML") from error
 
     class Loader(yaml.SafeLoader):  # the rules below are not for others
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [
-                self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"
-            ]
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            """Refuse a key that comes twice, as it is written: `<<` puts the keys of another mapping beside its own later."""
+            node: yaml.MappingNode = super().compose_mapping_node(anchor)
+            keys = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             if twice := [key for key in keys if keys.count(key) > 1]:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {twice[0]!r} comes twice", node.start_mark
                 )
-            return super().construct_mapping(node, deep)
+            return node
 
     loader: Any = Loader
     number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")  # to YAML 1.1 3e-4 is text; people mean a number
