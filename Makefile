@@ -40,12 +40,14 @@ format: setup
 	$(BIN)/ruff check --fix src tests benchmarks
 
 bench: setup
-	$(BIN)/python benchmarks/trainer_overhead.py
-	$(BIN)/python benchmarks/qr_photos.py
-	$(BIN)/python benchmarks/text.py
-	$(BIN)/python benchmarks/moe.py
+	$(BIN)/python -m benchmarks.trainer_overhead
+	$(BIN)/python -m benchmarks.qr_photos
+	$(BIN)/python -m benchmarks.text
+	$(BIN)/python -m benchmarks.moe
 	$(BIN)/python -m benchmarks.pipeline
+	$(BIN)/python -m benchmarks.federated_codecs
 	$(BIN)/python -m benchmarks.federated
+	$(BIN)/python -m benchmarks.federated_qris
 
 # Flower pins older versions of packages that .venv has newer (rich, packaging, typer): its environment finds its own first and
 # everything else in .venv behind them, torch as well. The line in the .pth file is added last, so that pip never sees .venv.

@@ -26,7 +26,7 @@ from benchmarks.federated_parity import OUTER, parity
 from benchmarks.federated_plane import digests, in_process, over_http
 from benchmarks.federated_qris import compare as compare_detectors
 from benchmarks.federated_qris import row
-from benchmarks.results import parser, publish, versions
+from benchmarks.results import Ratio, median, paired, parser, publish, versions
 
 TEXT = Path(__file__).resolve().parents[2] / "shared" / "data" / "text" / "shakespeare.txt"
 Row = tuple[str, str, str]
@@ -43,7 +43,7 @@ class Table:
 
     def __init__(self, folder: Path) -> None:
         self.rows: list[Row] = []
-        self.figures: dict[str, float] = {}
+        self.figures: dict[str, float | Ratio] = {}
         self.folder = folder
         self.loads: list[float] = []
 
@@ -55,7 +55,7 @@ class Table:
         shutil.rmtree(here, ignore_errors=True)
         print(f"{name}: {time.monotonic() - began:.0f} s, load {self.loads[-1]:.1f}", flush=True)
 
-    def add(self, about: str, ours: str, other: str = "", **figures: float) -> None:
+    def add(self, about: str, ours: str, other: str = "", **figures: float | Ratio) -> None:
         self.rows.append((about, ours, other))
         self.figures |= figures
 
@@ -66,7 +66,7 @@ def beside_flower(table: Table, megabytes: int, *, repeats: int, theirs: int, ou
             table.add(f"round of {megabytes} MB x 2 clients: ours under Flower, plain Flower", "not measured", ABSENT)
             return
         found = compare(folder, megabytes, repeats=repeats, theirs=theirs, ours=ours)
-        ratio = statistics.median(found.rounds["flower"]) / statistics.median(found.rounds["ours"])
+        ratio = paired(found.medians["flower"], found.medians["ours"])
         table.add(
             f"round of {megabytes} MB x 2 clients: ours under Flower, plain Flower",
             spread(found.rounds["ours"]),
@@ -105,7 +105,7 @@ def starts(table: Table) -> Callable[[Path], None]:
     return work
 
 
-def memory(table: Table, megabytes: float, clients: Sequence[int]) -> Callable[[Path], None]:
+def memory(table: Table, megabytes: float, clients: Sequence[int], *, repeats: int) -> Callable[[Path], None]:
     def work(folder: Path) -> None:
         def peak(size: float, count: int) -> float:
             config = {"clients": count, "rounds": 3, "megabytes": size}
@@ -113,11 +113,16 @@ def memory(table: Table, megabytes: float, clients: Sequence[int]) -> Callable[[
             shutil.rmtree(folder / f"{size:g}-{count}", ignore_errors=True)
             return found
 
-        base = peak(0.02, clients[0])
-        peaks = [peak(megabytes, count) for count in clients]
-        extra = (peaks[-1] - peaks[0]) / (clients[-1] - clients[0]) / (megabytes * 1e6)
-        total = (max(peaks) - base) / (megabytes * 1e6)
-        said = ", ".join(f"{one / 1e6:.0f}" for one in peaks)
+        bases, runs = [], []
+        for _ in range(repeats):
+            bases.append(peak(0.02, clients[0]))
+            runs.append([peak(megabytes, count) for count in clients])
+        extra = median([(one[-1] - one[0]) / (clients[-1] - clients[0]) / (megabytes * 1e6) for one in runs])
+        total = median([(max(one) - base) / (megabytes * 1e6) for one, base in zip(runs, bases, strict=True)])
+        base, said = (
+            statistics.median(bases),
+            ", ".join(f"{statistics.median(one) / 1e6:.0f}" for one in zip(*runs, strict=True)),
+        )
         table.add(
             f"most memory of the server, {megabytes:g} MB, {', '.join(map(str, clients))} clients", f"{said} MB",
             f"{base / 1e6:.0f} MB for a model of 20 kB", server_models_per_extra_client=extra, server_models_total=total,
@@ -131,30 +136,35 @@ def wire(table: Table) -> Callable[[Path], None]:
         few, many, size = 2, 6, 10.0
 
         def each(codec: str) -> tuple[float, float]:
-            """Bytes of one client in one round, up and both ways, from the difference of two runs: without what happens once."""
+            """Count the bytes of one client in one round, up and both ways, by the difference of two runs: without what happens once."""
             config = {"clients": 1, "megabytes": size, "codec": codec, "noise": True}
             runs = [
-                over_http(folder / f"{codec}-{rounds}", {**config, "rounds": rounds}, counted=True)
+                over_http(Path(tempfile.mkdtemp(dir=folder)) / "run", {**config, "rounds": rounds}, counted=True)
                 for rounds in (few, many)
             ]
             return (runs[1].up - runs[0].up) / (many - few), (runs[1].wire - runs[0].wire) / (many - few)
 
-        plain, int8, topk = each("fp32"), each("int8"), each("topk")
+        turns = [{codec: each(codec) for codec in ("fp32", "int8", "topk")} for _ in range(2)]
+        plain, int8, topk = (
+            [statistics.median(way) for way in zip(*(one[codec] for one in turns), strict=True)]
+            for codec in ("fp32", "int8", "topk")
+        )
         table.add(
             "bytes on the wire for a client and round, 10 MB of float32: up, both ways",
-            f"{plain[0] / 1e6:.3f} MB", f"{plain[1] / 1e6:.3f} MB", bytes_fp32_over_payload=plain[1] / (2 * size * 1e6),
+            f"{plain[0] / 1e6:.3f} MB", f"{plain[1] / 1e6:.3f} MB",
+            bytes_fp32_over_payload=median([one["fp32"][1] / (2 * size * 1e6) for one in turns]),
         )  # fmt: skip
         table.add(
             "int8 both ways",
             f"{int8[0] / 1e6:.3f} MB",
             f"{int8[1] / 1e6:.3f} MB",
-            bytes_int8_over_fp32=int8[1] / plain[1],
+            bytes_int8_over_fp32=median([one["int8"][1] / one["fp32"][1] for one in turns]),
         )
         table.add(
             "3 % in 2 bits up, int8 down",
             f"{topk[0] / 1e6:.3f} MB",
             f"{topk[1] / 1e6:.3f} MB",
-            bytes_topk_over_fp32=topk[0] / plain[0],
+            bytes_topk_over_fp32=median([one["topk"][0] / one["fp32"][0] for one in turns]),
         )
 
     return work
@@ -171,7 +181,7 @@ def bits(table: Table, *, quick: bool) -> Callable[[Path], None]:
 
 
 def losses(table: Table, *, quick: bool) -> Callable[[Path], None]:
-    seeds, warm, steps, rates = (1, 60, 100, (2e-3,)) if quick else (3, 1500, 300, (2e-3, 4e-3))
+    seeds, warm, steps, rates = (2, 60, 100, (2e-3,)) if quick else (3, 1500, 300, (2e-3, 4e-3))
 
     def work(folder: Path) -> None:
         start, found, about = parity(TEXT, folder, seeds=seeds, warm=warm, steps=steps, rates=rates)
@@ -180,11 +190,11 @@ def losses(table: Table, *, quick: bool) -> Callable[[Path], None]:
             ("each with a quarter of the text in a row", "loss_gap_noniid", [(one.skewed, one.central) for one in found]),
             ("int8 with error feedback both ways, over float32", "loss_gap_int8", [(one.int8, one.iid) for one in found]),
         ):  # fmt: skip
-            gaps = [a / b - 1 for a, b in values]
+            gap = paired([a for a, _ in values], [b for _, b in values]).minus_one()
             mean, against = (statistics.mean(column) for column in zip(*values, strict=True))
             table.add(
                 f"loss, {name}: federated, against", f"{mean:.4f}",
-                f"{against:.4f} ({min(gaps):+.2%} to {max(gaps):+.2%}, {len(gaps)} seeds)", **{key: mean / against - 1},
+                f"{against:.4f} ({gap.smallest:+.2%} to {gap.largest:+.2%}, {gap.samples} seeds)", **{key: gap},
             )  # fmt: skip
         table.add(f"the same before: a start of {warm} steps on {about}", f"{start:.4f}")
 
@@ -217,10 +227,10 @@ def main() -> None:
     flower = _version_of_flower() if installed() else "flwr not installed"
     publish(
         "federated", "Federation", ("", "", ""), table.rows, table.figures, options=options,
-        packages=f"{versions('torch', 'arclight')}, {flower}, {loads}",
+        packages=f"{versions('torch', 'arclight-torch')}, {flower}, {loads}",
         notes="Rounds are from opened to committed, with journal, SHA-256 of all blobs and a checkpoint on the disk; Flower's are from one "
         "`configure_train` to the next and keep nothing. Both run in turns under one SuperLink on loopback, with clients that add a "
-        "constant; Flower's settings are its defaults. "
+        "constant: a sample of the ratio is that of the median rounds in one deployment; Flower's settings are its defaults. "
         "Memory is the process's peak resident size. `server_models_total` is what the largest number of clients takes beyond a "
         "model of 20 kB, `server_models_per_extra_client` the slope. Bytes are counted on the connection, requests and headers included. "
         f"Losses: a Llama of 0.1 million parameters on characters, {OUTER}, all runs from the same weights, on as many tokens, and at IID "
@@ -231,12 +241,12 @@ def main() -> None:
 
 def parts(table: Table, options: argparse.Namespace) -> None:
     if options.quick:
-        table.part("flower-10", beside_flower(table, 10, repeats=1, theirs=1, ours=3))
-        table.part("memory", memory(table, 20.0, (1, 2)))
+        table.part("flower-10", beside_flower(table, 10, repeats=2, theirs=1, ours=3))
+        table.part("memory", memory(table, 20.0, (1, 2), repeats=2))
     else:
-        table.part("flower-10", beside_flower(table, 10, repeats=4, theirs=3, ours=10))
-        table.part("flower-200", beside_flower(table, 200, repeats=2, theirs=2, ours=5))
-        table.part("memory", memory(table, 100.0, (2, 4, 8)))
+        table.part("flower-10", beside_flower(table, 10, repeats=6, theirs=3, ours=10))
+        table.part("flower-200", beside_flower(table, 200, repeats=6, theirs=2, ours=5))
+        table.part("memory", memory(table, 100.0, (2, 4, 8), repeats=3))
     table.part("starts", starts(table))
     table.part("wire", wire(table))
     table.part("digests", bits(table, quick=options.quick))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class Peers:
     runs: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     peaks: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     digests: set[str] = field(default_factory=set)
+    medians: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    """Seconds of the median round in each deployment, of which both have a run."""
 
 
 def compare(folder: Path, megabytes: float, *, repeats: int, theirs: int, ours: int) -> Peers:
@@ -113,6 +116,7 @@ def compare(folder: Path, megabytes: float, *, repeats: int, theirs: int, ours: 
                     {"megabytes": megabytes, "rounds": rounds, "clients": 2, "first": str(first)},
                 )
                 found.rounds[kind] += seconds
+                found.medians[kind].append(statistics.median(seconds))
                 at = min(float(one.read_text()) for one in first.iterdir())
                 found.runs[kind].append(at - asked)
                 if place == 0:

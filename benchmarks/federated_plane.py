@@ -55,10 +55,11 @@ def over_http(folder: Path, config: Mapping[str, Any], *, counted: bool = False)
     served = Detached(
         Orders(build="benchmarks.federated_sites:server", folder=str(folder / "run"), config=dict(config))
     )
-    keys = {str(number): NodeKey.once() for number in range(int(config["clients"]))}
-    served.place.nodes.write_text("".join(f"{key.line(f'node-{name}')}\n" for name, key in keys.items()))
+    keys = {str(number): folder / "keys" / f"{number}.key" for number in range(int(config["clients"]))}
+    lines = [NodeKey.make(path).line(f"node-{name}") for name, path in keys.items()]
+    served.place.nodes.write_text("".join(f"{line}\n" for line in lines))
     said = {
-        "address": served.place.address, "keys": {name: key.secret for name, key in keys.items()}, "config": config,
+        "address": served.place.address, "keys": {name: str(path) for name, path in keys.items()}, "config": config,
         "folder": str(folder / "nodes"),
     }  # fmt: skip
     with _counting(served.place.address) if counted else _nothing() as relay:

@@ -104,7 +104,7 @@ def tell(found: Sequence[Gap], options: argparse.Namespace) -> None:
     ]
     publish(
         "federated_qris", "Federation of detectors", ("", "", ""), [line, *each], figures, options=options,
-        packages=versions("torch", "arclight"), notes=NOTES,
+        packages=versions("torch", "arclight-torch"), notes=NOTES,
     )  # fmt: skip
 
 

@@ -88,10 +88,10 @@ def client(name: str, config: Mapping[str, Any]) -> Client:
 
 
 def work(address: str, keys: Mapping[str, str], config: Mapping[str, Any], folder: Path, relay: str = "") -> None:
-    """A node for each client over HTTP, all in this process, until the run is over."""
+    """Run a node for each client over HTTP, all in this process, until the run is over. keys: files of the clients' nodes."""
 
     def node(name: str, key: str) -> None:
-        link = HttpLink(relay or address, folder / name / "blobs", key=NodeKey.of_secret(key), patience=60.0)
+        link = HttpLink(relay or address, folder / name / "blobs", key=NodeKey.read(key), patience=60.0)
         Node(link, [client(name, config)], folder / name, f"node-{name}", patience=60.0).run()
         link.close()
 

@@ -6,6 +6,7 @@ Stages whose time matters compute by sleeping, so that four processes take the s
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from arclight.parallel.pipeline.schedules.orders import RECIPES
 from arclight.parallel.pipeline.schedules.simulation import simulate
 from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
 from arclight.parallel.pipeline.views.bubbles import bubble
-from benchmarks.results import parser, publish, versions
+from benchmarks.results import Ratio, median, paired, parser, publish, versions
 from benchmarks.stage_loading import load_peak_over_stage
 from benchmarks.stage_overhead import overhead
 
@@ -77,8 +78,8 @@ def stages_of(units: Sequence[UnitCost], cuts: Sequence[int]) -> list[UnitCost]:
     return ModelCosts(tuple(units)).stages(cuts)
 
 
-def balanced(sizes: chains.Sizes, seconds: float, steps: int) -> tuple[float, float]:
-    """Measured steps of 1F1B over four processes: as many layers on each over ours, and torchtitan's cut over ours.
+def balanced(sizes: chains.Sizes, seconds: float, turns: int) -> tuple[Ratio, Ratio]:
+    """Compare measured steps of 1F1B over four processes: as many layers on each over ours, and torchtitan's cut over ours.
 
     seconds: that one micro-batch takes in all stages.
     """
@@ -89,14 +90,13 @@ def balanced(sizes: chains.Sizes, seconds: float, steps: int) -> tuple[float, fl
         partition(units, RANKS, MICRO_BATCHES).cuts, chains.by_layers(sizes.layers, RANKS), chains.by_torchtitan(sizes.layers, RANKS),
     ]  # fmt: skip
     runs = [("1F1B", stages_of(units, cut)) for cut in cuts]
-    ours, equal, titan = (
-        median_step(traces).seconds for traces in emulate_all(runs, RANKS, MICRO_BATCHES, steps=steps)
-    )
-    return equal / ours, titan / ours
+    found = [traces[0].seconds for traces in emulate_all(runs * turns, RANKS, MICRO_BATCHES, steps=1)]
+    ours, equal, titan = (found[cut :: len(cuts)] for cut in range(len(cuts)))
+    return paired(equal, ours), paired(titan, ours)
 
 
-def predicted(schedules: Sequence[str], unit: float, steps: int) -> dict[str, tuple[float, float, float]]:
-    """For each schedule: simulated over measured seconds of the median step, and the bubble measured and in theory.
+def predicted(schedules: Sequence[str], unit: float, steps: int) -> dict[str, tuple[Ratio, float, float]]:
+    """Compare each schedule's simulated with its measured seconds; its bubble in the median step, and in theory.
 
     unit: seconds of a forward, and of each half of a backward, on a process.
     """
@@ -105,12 +105,13 @@ def predicted(schedules: Sequence[str], unit: float, steps: int) -> dict[str, tu
     found = {}
     for (name, costs), traces in zip(runs, emulate_all(runs, RANKS, MICRO_BATCHES, steps=steps), strict=True):
         measured, expected = median_step(traces), simulate(name, costs, RANKS, MICRO_BATCHES)
-        found[name] = expected.seconds / measured.seconds, bubble(measured), bubble(expected)
+        ratio = median([expected.seconds / trace.seconds for trace in traces], same=1.0)
+        found[name] = ratio, bubble(measured), bubble(expected)
     return found
 
 
-def regret(seconds: float, steps: int) -> tuple[float, list[tuple[str, float, float]]]:
-    """How much longer the step of the planner's choice takes than the fastest of twelve that were measured; predicted and measured seconds.
+def regret(seconds: float, steps: int) -> tuple[Ratio, list[tuple[str, float, float]]]:
+    """Measure how much longer the planner's choice takes than the fastest of twelve; predicted and measured seconds of each.
 
     seconds: of the whole batch of 16 samples through all stages. Each action also costs a thirtieth of a micro-batch of one sample.
     """
@@ -135,43 +136,44 @@ def regret(seconds: float, steps: int) -> tuple[float, list[tuple[str, float, fl
     for option in tried:
         stages = stages_of(costs(option.samples).units, option.cuts)
         traces = emulate_all([(option.setting.schedule, stages)], RANKS, option.setting.micro_batches, steps=steps)[0]
-        measured.append(median_step(traces).seconds)
+        measured.append([trace.seconds for trace in traces])
+    middle = [statistics.median(times) for times in measured]
     chosen = min(range(len(tried)), key=lambda number: tried[number].seconds)
-    table = [(str(option.setting), option.seconds, real) for option, real in zip(tried, measured, strict=True)]
-    return measured[chosen] / min(measured) - 1, table
+    table = [(str(option.setting), option.seconds, real) for option, real in zip(tried, middle, strict=True)]
+    return paired(measured[chosen], measured[middle.index(min(middle))]).minus_one(), table
 
 
 def main() -> None:
     options = parser(__doc__ or "").parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    quick, rows, figures = options.quick, list[Row](), dict[str, float]()
+    quick, rows, figures = options.quick, list[Row](), dict[str, float | Ratio]()
     names = ("1F1B", "ZBVZeroBubble") if quick else tuple(SCHEDULES)
-    steps = 2 if quick else 5
+    steps = 2 if quick else 8
     for dtype, key in ((torch.float64, "f64"), (torch.float32, "f32")):
-        error = figures[f"max_gradient_error_{key}"] = gradients(names, dtype)
+        figures[f"max_gradient_error_{key}"] = error = gradients(names, dtype)
         rows.append(
             (f"gradients, {key}: {len(names)} schedules x {len(CASES)} cases x 2, 4 processes", f"{error:.1e}", "")
         )
     figures["max_evaluation_error"] = evaluation(names)
     rows.append((f"evaluation, f64: {len(names)} schedules", f"{figures['max_evaluation_error']:.1e}", ""))
+    cuts: list[Ratio] = []
     for sizes, key in ((chains.GPT2, "gpt2"), (chains.QWEN2_5, "qwen")):
         equal, figures[f"balanced_over_titan_{key}"] = balanced(sizes, 0.24 if quick else 0.5, steps)
-        figures["balanced_over_equal"] = min(equal, figures.get("balanced_over_equal", equal))
+        cuts.append(equal)
         rows.append(
             (
                 f"cut of {key}: equal numbers of layers, torchtitan's rule",
-                f"{equal:.2f} x",
-                f"{figures[f'balanced_over_titan_{key}']:.2f} x",
+                str(equal),
+                str(figures[f"balanced_over_titan_{key}"]),
             )
         )
+    figures["balanced_over_equal"] = min(cuts, key=lambda ratio: ratio.value)
     compared = predicted(names if quick else tuple(RECIPES), 0.03 if quick else 0.06, steps)
     for name, (ratio, there, theory) in compared.items():
-        rows.append(
-            (f"{name}: simulated over measured, bubble (theory)", f"{ratio:.3f}", f"{there:.1%} ({theory:.1%})")
-        )
+        rows.append((f"{name}: simulated over measured, bubble (theory)", str(ratio), f"{there:.1%} ({theory:.1%})"))
     figures["simulated_over_measured"] = max(
-        (ratio for ratio, *_ in compared.values()), key=lambda ratio: abs(ratio - 1)
+        (ratio for ratio, *_ in compared.values()), key=lambda ratio: abs(ratio.value - 1)
     )
     figures["bubble_points_from_theory"] = max(100 * abs(there - theory) for _, there, theory in compared.values())
     figures["planner_regret"], table = regret(1.6 if quick else 4.0, steps)
@@ -181,19 +183,20 @@ def main() -> None:
     rows.append(
         (
             "step of a tiny MLP, 4 stages x 8 micro-batches, over bare torch: clock, processors",
-            f"{cost['wall']:.2f} x",
-            f"{cost['cpu']:.2f} x",
+            str(cost["wall"]),
+            str(cost["cpu"]),
         )
     )
     with tempfile.TemporaryDirectory() as folder:
-        figures["load_peak_over_stage"] = load_peak_over_stage(Path(folder))
-    rows.append(("peak memory to load a stage of four, over the stage", f"{figures['load_peak_over_stage']:.2f}", ""))
+        loads = [load_peak_over_stage(Path(folder)) for _ in range(2 if quick else 4)]
+        figures["load_peak_over_stage"] = median(loads)
+    rows.append(("peak memory to load a stage of four, over the stage", str(figures["load_peak_over_stage"]), ""))
     publish(
-        "pipeline", "Pipelines", ("", "", ""), rows, figures, options=options, packages=versions("torch", "arclight"),
+        "pipeline", "Pipelines", ("", "", ""), rows, figures, options=options, packages=versions("torch", "arclight-torch"),
         notes="Gloo processes on one machine. Gradients: largest difference to micro-batches one after another over the largest value. Cuts, predictions "
         "and the planner's choice are measured with stages that sleep as long as their units would take; 4 processes, 8 micro-batches. "
         "`simulated_over_measured` and `bubble_points_from_theory` (percentage points) are the worst of all schedules, "
-        "`balanced_over_equal` the worse of the two models.",
+        "`balanced_over_equal` the worse of the two models. Ratios are of single steps: cuts take turns by steps, as ours and bare torch do.",
     )  # fmt: skip
 
 

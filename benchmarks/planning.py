@@ -15,7 +15,8 @@ MODEL, GPUS, SAMPLES, SEQUENCE = "llama3-405b", 65536, 8192, 8192
 def plan_65536() -> dict[str, float]:
     """``plan_65536_seconds`` of a fresh process, imports included, ``plan_65536_cpu_seconds`` of them computed, and its peak memory ``plan_65536_gib``."""
     started = time.monotonic()
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "benchmarks.planning"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
     seconds = time.monotonic() - started
     found = json.loads(done.stdout.splitlines()[-1])
     return {

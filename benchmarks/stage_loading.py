@@ -60,7 +60,7 @@ def load_peak(folder: Path, ways: Sequence[str] = WAYS, width: int = 2048) -> di
 
 
 def load_peak_over_stage(folder: Path) -> float:
-    """The largest peak of the ways that `load` has, in stages."""
+    """Measure the largest peak of the ways that `load` has, in stages."""
     found = load_peak(folder, [way for way in WAYS if way != "whole"])
     return max(peak["peak"] / peak["stage"] for peak in found.values())
 

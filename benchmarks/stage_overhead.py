@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import pipeline
+from benchmarks.results import Ratio, paired
 
 RANKS, MICRO_BATCHES, WIDTH, SAMPLES = 4, 8, 64, 64
 
@@ -79,11 +79,8 @@ def _turns(steps: int) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": cpu, "losses": losses}
 
 
-def overhead(steps: int = 200) -> dict[str, float]:
-    """``wall``: median over steps of our time over bare torch's; ``cpu``: the same of processor time, of all processes together.
-
-    ``milliseconds``: the median of our step.
-    """
+def overhead(steps: int = 200) -> dict[str, Ratio]:
+    """Compare our steps with bare torch's, step by step: ``wall``, time by the clock, and ``cpu``, of processors; of all processes together."""
 
     def here(fabric: al.Fabric) -> list[dict[str, Any]]:
         return fabric.strategy.all_gather_object(_turns(steps))
@@ -93,15 +90,11 @@ def overhead(steps: int = 200) -> dict[str, float]:
     bare, ours = found[0]["losses"]["bare"], found[0]["losses"]["ours"]
     if abs(bare - ours) > 1e-6:
         raise RuntimeError(f"the two sides do not compute the same: losses {bare} and {ours}")
-    wall = [
-        ours / bare for one in found for bare, ours in zip(one["seconds"]["bare"], one["seconds"]["ours"], strict=True)
-    ]
-    cpu = [
-        sum(one["cpu"]["ours"][step] for one in found) / sum(one["cpu"]["bare"][step] for one in found)
-        for step in range(steps)
-    ]
+
+    def summed(clock: str, side: str) -> list[float]:
+        return [sum(one[clock][side][step] for one in found) for step in range(steps)]
+
     return {
-        "wall": statistics.median(wall),
-        "cpu": statistics.median(cpu),
-        "milliseconds": 1e3 * statistics.median(found[0]["seconds"]["ours"]),
+        "wall": paired(summed("seconds", "ours"), summed("seconds", "bare")),
+        "cpu": paired(summed("cpu", "ours"), summed("cpu", "bare")),
     }

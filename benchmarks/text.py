@@ -1,13 +1,13 @@
 """Pre-training of language models: ours beside Hugging Face's in a plain loop, and what trainer, loader and checkpoints cost.
 
-On a CPU the debug Llama trains at equal precision, weights and batches; the contenders take turns every few steps of one
-training run, so that whatever else the machine does strikes all of them. With a CUDA GPU the published sizes follow.
+On a CPU the debug Llama trains at equal precision, weights and batches; after each step of the trainer every rival takes one, in
+random order, so that whatever else the machine does strikes all of them. With a CUDA GPU the published sizes follow.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch.utils.data import DataLoader
@@ -28,7 +26,7 @@ from arclight.text.data_settings import Bytes, Text
 from arclight.text.loss import cross_entropy
 from arclight.text.settings import Language
 from benchmarks.planning import plan_65536
-from benchmarks.results import parser, publish, versions
+from benchmarks.results import SPREAD, Ratio, median, paired, parser, publish, versions
 
 MODEL, LENGTH, BATCH = "llama3-debug", 256, 4
 PUBLISHED = {
@@ -52,26 +50,23 @@ class Random(al.DataModule):
 
 @dataclass
 class TakingTurns(al.Callback):
-    """After every ``each`` steps of the trainer, every rival takes as many; ``seconds`` has the time of each turn."""
+    """Have every rival take a step after each of the trainer's, in random order; ``seconds`` has each step's time.
+
+    The first ``warm`` steps are not measured: they fill optimizers' states, and compile.
+    """
 
     rivals: dict[str, Callable[[dict[str, torch.Tensor]], None]]
-    rounds: int
-    each: int = 3
+    warm: int = 3
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx + 1) % self.each:
-            return
-        now = time.perf_counter()
-        if batch_idx + 1 == self.each:  # the first turn warms up, and compiles
-            for step in self.rivals.values():
-                step(batch)
-        else:
-            self.seconds.setdefault("trainer", []).append(now - self.began)
-            for name, step in self.rivals.items():
-                started = time.perf_counter()
-                for _ in range(self.each):
-                    step(batch)
+        ended, measured = time.perf_counter(), batch_idx >= self.warm
+        if measured:
+            self.seconds.setdefault("trainer", []).append(ended - self.began)
+        for name in random.sample(list(self.rivals), len(self.rivals)):
+            started = time.perf_counter()
+            self.rivals[name](batch)
+            if measured:
                 self.seconds.setdefault(name, []).append(time.perf_counter() - started)
         self.began = time.perf_counter()
 
@@ -153,16 +148,16 @@ def build_on_meta(model: str) -> Any:
         return build_model(model)
 
 
-def beside_hugging_face(precision: str, rounds: int, plan: Plan | None = None) -> dict[str, list[float]]:
-    """Seconds of turns of three steps: our trainer, our model by hand, Hugging Face's model by hand."""
+def beside_hugging_face(precision: str, steps: int, plan: Plan | None = None) -> dict[str, list[float]]:
+    """Return seconds of single steps in turns: our trainer, our model by hand, Hugging Face's model by hand."""
     dtype = torch.bfloat16 if precision == "bf16-mixed" else None
-    turns = TakingTurns({"by hand": by_hand(dtype), "transformers": hugging_face(dtype)}, rounds)
+    turns = TakingTurns({"by hand": by_hand(dtype), "transformers": hugging_face(dtype)})
     fit(
         MODEL,
         LENGTH,
         BATCH,
         [turns],
-        turns.each * (rounds + 1),
+        turns.warm + steps,
         precision,
         plan,
         enable_checkpointing=False,
@@ -171,8 +166,8 @@ def beside_hugging_face(precision: str, rounds: int, plan: Plan | None = None) -
     return turns.seconds
 
 
-def loader_tokens_per_second(rounds: int) -> float:
-    """Tokens per second of the loader over the standard library's sources, shuffled, documents masked."""
+def loader_tokens_per_second(rounds: int) -> list[float]:
+    """Measure tokens per second, ``rounds`` times, of the loader over the standard library's sources, shuffled, documents masked."""
     with tempfile.TemporaryDirectory() as folder:
         data = TextDataModule(Text(tokenizer=Bytes(), sequence_length=LENGTH, batch_size=BATCH, cache=Path(folder)))
         data.prepare_data()
@@ -186,7 +181,7 @@ def loader_tokens_per_second(rounds: int) -> float:
                 if time.perf_counter() - started > 1.0:
                     break
             rates.append(count / (time.perf_counter() - started))
-    return statistics.median(rates)
+    return rates
 
 
 class Saves(al.Callback):
@@ -208,8 +203,8 @@ class Saves(al.Callback):
         self.blocked.append(self.ended - now)
 
 
-def checkpoint_stall(saves: int, every: int) -> float:
-    """Time that training waits for a save in the background, as a share of the time between two."""
+def checkpoint_stall(saves: int, every: int) -> Ratio:
+    """Measure how long training waits for a save in the background, as a share of the time since the one before."""
     from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 
     with tempfile.TemporaryDirectory() as folder:
@@ -218,15 +213,15 @@ def checkpoint_stall(saves: int, every: int) -> float:
             MODEL, LENGTH, BATCH, [watched], every * saves, "32-true", plugins=[AsyncCheckpointIO()], enable_checkpointing=False,
             accelerator="cpu",
         )  # fmt: skip
-    return statistics.median(watched.blocked[1:]) / statistics.median(watched.interval)
+    return paired(watched.blocked[1:], watched.interval, same=None)
 
 
 def plan_suite_errors(quick: bool) -> tuple[int, float]:
-    """How many plans of up to eight processes were tried in float32, and the largest difference of any gradient to one process."""
+    """Count the plans of up to eight processes tried in float32 throughout; the largest difference of any gradient to one process."""
     from tests.parallel.plan_suite import CASES
     from tests.parallel.test_plan_suite import run
 
-    tried = [case for case in CASES if case.dtype == torch.float32 and (case.quick or not quick)]
+    tried = [case for case in CASES if case.dtype == torch.float32 and not case.half and (case.quick or not quick)]
     found: dict[str, dict[str, float]] = {}
     for world_size in sorted({case.plan.world_size for case in tried}):
         found |= run(world_size, quick)
@@ -234,28 +229,29 @@ def plan_suite_errors(quick: bool) -> tuple[int, float]:
 
 
 class Pace(al.Callback):
-    """Tokens per second between steps ``first`` and the last."""
+    """Measure tokens per second of every ``stretch`` steps after the first ``warm``."""
 
-    def __init__(self, first: int) -> None:
-        self.first, self.tokens, self.rate = first, 0, 0.0
+    def __init__(self, warm: int, stretch: int = 5) -> None:
+        self.warm, self.stretch, self.tokens = warm, stretch, 0
+        self.rates: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.first:
-            torch.cuda.synchronize()
-            self.began = time.perf_counter()
-        elif batch_idx + 1 > self.first:
-            self.tokens += batch["tokens"].numel()
-        if trainer.global_step == trainer.max_steps:
-            torch.cuda.synchronize()
-            self.rate = self.tokens / (time.perf_counter() - self.began)
-            self.flops = self.rate * pl_module.flops_per_token
+        self.tokens += batch["tokens"].numel()
+        measured = batch_idx + 1 - self.warm
+        if measured < 0 or measured % self.stretch:
+            return
+        torch.cuda.synchronize()
+        if measured:
+            self.rates.append(self.tokens / (time.perf_counter() - self.began))
+        self.began, self.tokens, self.flops_per_token = time.perf_counter(), 0, pl_module.flops_per_token
 
 
-def on_gpu(steps: int) -> tuple[list[tuple[str, str]], dict[str, float]]:
-    """The published sizes on one GPU: bfloat16, blocks compiled."""
+def on_gpu(steps: int) -> tuple[list[tuple[str, str]], dict[str, float | Ratio]]:
+    """Measure the published sizes on one GPU: bfloat16, blocks compiled."""
     from arclight.text.watching import matmul_rate
 
-    rows, figures = [], {}
+    rows: list[tuple[str, str]] = []
+    figures: dict[str, float | Ratio] = {}
     peak = matmul_rate(torch.device("cuda"), torch.bfloat16)
     for name, (model, length, batch, checkpointing) in PUBLISHED.items():
         pace = Pace(10)
@@ -272,63 +268,65 @@ def on_gpu(steps: int) -> tuple[list[tuple[str, str]], dict[str, float]]:
             accelerator="cuda",
             devices=1,
         )
+        reached = median([rate * pace.flops_per_token / peak for rate in pace.rates])
+        figures[name] = statistics.median(pace.rates)
         rows.append(
             (
                 f"{model}, {batch} x {length} tokens, {torch.cuda.get_device_name()}",
-                f"{pace.rate:,.0f} tokens/s, {pace.flops / peak:.0%} of the measured peak",
+                f"{figures[name]:,.0f} tokens/s, {reached.value:.0%} ({reached.smallest:.0%} to {reached.largest:.0%}) of the measured peak",
             )
         )
-        figures[name] = pace.rate
         if name == "tokens_1b":
-            figures["mfu_1b"] = pace.flops / peak
+            figures["mfu_1b"] = reached
     return rows, figures
+
+
+def contenders(setting: str, seconds: dict[str, list[float]]) -> list[tuple[str, str, str, str]]:
+    """Return a row for each contender: its rate, and its time over our trainer's."""
+    rows = []
+    for contender, label in (
+        ("trainer", "our trainer"),
+        ("by hand", "our model, loop by hand"),
+        ("transformers", "transformers, loop by hand"),
+    ):
+        rate = f"{BATCH * LENGTH / statistics.median(seconds[contender]):,.0f} tokens/s"
+        over = paired(seconds[contender], seconds["trainer"])
+        said = ("1", "") if contender == "trainer" else (str(over), over.difference)
+        rows.append((f"{setting}: {label}", rate, *said))
+    return rows
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0]).parse_args()
     warnings.filterwarnings("ignore")
-    rounds = 4 if options.quick else 15
-    tokens = 3 * BATCH * LENGTH
-    rows, figures = [], {}
+    rows: list[tuple[str, str, str, str]] = []
+    figures: dict[str, float | Ratio] = {}
     settings = {"float32": ("32-true", None), "bfloat16": ("bf16-mixed", None)}
     if not options.quick:
         settings["bfloat16, ours compiled by block"] = ("bf16-mixed", Plan(compile="inductor"))
     for name, (precision, plan) in settings.items():
         al.seed_everything(0)
-        seconds = beside_hugging_face(precision, rounds, plan)
-        ratio = {
-            rival: [other / ours for ours, other in zip(seconds["trainer"], seconds[rival], strict=True)]
-            for rival in seconds
-        }
-        for contender, label in (
-            ("trainer", "our trainer"),
-            ("by hand", "our model, loop by hand"),
-            ("transformers", "transformers, loop by hand"),
-        ):
-            found = ratio[contender]
-            rows.append(
-                (
-                    f"{name}: {label}",
-                    f"{tokens / statistics.median(seconds[contender]):,.0f} tokens/s",
-                    f"{statistics.median(found):.2f} ({min(found):.2f}-{max(found):.2f})",
-                )
-            )
-        figures[f"tokens_over_hf_loop_{precision.partition('-')[0]}{'_compiled' * (plan is not None)}"] = (
-            statistics.median(ratio["transformers"])
-        )
+        seconds = beside_hugging_face(precision, 8 if options.quick else 120, plan)
+        rows += contenders(name, seconds)
+        key = f"tokens_over_hf_loop_{precision.partition('-')[0]}{'_compiled' * (plan is not None)}"
+        figures[key] = paired(seconds["transformers"], seconds["trainer"])
         if name == "float32":
-            figures["trainer_overhead"] = 1 / statistics.median(ratio["by hand"]) - 1
-            step_rate = tokens / statistics.median(seconds["trainer"])
-    figures["tokens_over_hf_loop"] = max(value for name, value in figures.items() if name.startswith("tokens_over"))
-    loader = loader_tokens_per_second(2 if options.quick else 5)
-    figures["loader_over_step"] = loader / step_rate
-    rows.append(("loader, standard library's sources, one process", f"{loader:,.0f} tokens/s", ""))
-    figures["checkpoint_stall"] = checkpoint_stall(3 if options.quick else 6, 5 if options.quick else 20)
+            figures["trainer_overhead"] = paired(seconds["trainer"], seconds["by hand"]).minus_one()
+            step_rate = BATCH * LENGTH / statistics.median(seconds["trainer"])
+    ratios = [value for name, value in figures.items() if name.startswith("tokens_over") and isinstance(value, Ratio)]
+    figures["tokens_over_hf_loop"] = max(ratios, key=lambda ratio: ratio.value)
+    loader = loader_tokens_per_second(2 if options.quick else 7)
+    figures["loader_over_step"] = median([rate / step_rate for rate in loader])
+    rows.append(
+        ("loader, standard library's sources, one process", f"{statistics.median(loader):,.0f} tokens/s", "", "")
+    )
+    figures["checkpoint_stall"] = checkpoint_stall(3 if options.quick else 9, 5 if options.quick else 20)
     plans, figures["plan_suite_max_gradient_error"] = plan_suite_errors(options.quick)
     rows.append(
         (
             f"plan suite, {plans} plans: largest difference of a gradient to one process",
             f"{figures['plan_suite_max_gradient_error']:.1e}",
+            "",
             "",
         )
     )
@@ -339,17 +337,20 @@ def main() -> None:
             "fastest plan of llama3-405b for 65,536 GPUs, in a process of its own",
             f"{planned['plan_65536_seconds']:.1f} s, {planned['plan_65536_gib']:.2f} GiB",
             "",
+            "",
         )
     )
     if torch.cuda.is_available():
         more, found = on_gpu(20 if options.quick else 60)
-        rows += [(*row, "") for row in more]
+        rows += [(*row, "", "") for row in more]
         figures |= found
     publish(
-        "text", "Pre-training of language models", ("", "rate", "time over our trainer's (min-max of turns)"), rows, figures, options=options,
-        packages=versions("torch", "arclight", "transformers"),
-        notes=f"{MODEL}, {BATCH} x {LENGTH} random tokens a step, AdamW, clipping. `tokens_over_hf_loop` is the best setting's ratio at equal precision. "
-        "`checkpoint_stall`: time that a save in the background holds up training, as a share of the time between two saves (20 steps).",
+        "text", "Pre-training of language models", ("", "rate", f"time over our trainer's: {SPREAD}", "difference"), rows, figures, options=options,
+        packages=versions("torch", "arclight-torch", "transformers"),
+        notes=f"{MODEL}, {BATCH} x {LENGTH} random tokens a step, AdamW, clipping. Single steps in random order, each beside the trainer's "
+        "step before it. `tokens_over_hf_loop` is the best setting's ratio at equal precision. "
+        "`checkpoint_stall`: time that a save in the background holds up training, as a share of the time between two saves (20 steps). "
+        "`loader_over_step`: rates of the loader over the median rate of the trainer's steps in float32.",
     )  # fmt: skip
 
 

@@ -26,6 +26,17 @@ def test_benchmarks_import(name: str) -> None:
     importlib.import_module(f"benchmarks.{name}")
 
 
+def test_make_bench_runs_every_program_as_a_module() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    recipe = makefile.partition("\nbench:")[2].partition("\n\n")[0].splitlines()[1:]
+    assert sorted(line.strip() for line in recipe) == sorted(f"$(BIN)/python -m benchmarks.{name}" for name in PROGRAMS)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_benchmarks_leave_the_import_path_alone(name: str) -> None:
+    assert "sys.path" not in (REPOSITORY / f"benchmarks/{name}.py").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_benchmarks_run_in_short(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
