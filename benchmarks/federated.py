@@ -181,7 +181,7 @@ def bits(table: Table, *, quick: bool) -> Callable[[Path], None]:
 
 
 def losses(table: Table, *, quick: bool) -> Callable[[Path], None]:
-    seeds, warm, steps, rates = (2, 60, 100, (2e-3,)) if quick else (3, 1500, 300, (2e-3, 4e-3))
+    seeds, warm, steps, rates = (2, 60, 100, (2e-3,)) if quick else (6, 1500, 300, (2e-3, 4e-3))
 
     def work(folder: Path) -> None:
         start, found, about = parity(TEXT, folder, seeds=seeds, warm=warm, steps=steps, rates=rates)
