@@ -188,6 +188,10 @@ def look(file: str, into: dict[str, Near]) -> Job:
         sys.settrace(reached.trace)
         code = run_tests(copy, tests, reached)
         sys.settrace(None)
+        if not str(sys.modules["arclight"].__file__).startswith(str(copy)):
+            raise RuntimeError(
+                f"the tests of {file} import {sys.modules['arclight'].__file__} and not the copy in {copy}"
+            )
         (copy.parent / "reached.json").write_text(json.dumps(reached.found()))
         return code
 
