@@ -14,6 +14,7 @@ from tests.parallel.pipeline.test_runtime_faults import PROCESSES, everyone
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from arclight.parallel.pipeline.running import faults
 from arclight.parallel.pipeline.running.faults import Board, DeviceSteps, StageLostError
 from arclight.parallel.pipeline.running.parts import Line
 from arclight.parallel.pipeline.running.runner import UnlikeScales
@@ -62,6 +63,34 @@ def test_the_host_is_no_more_than_two_steps_ahead_and_names_who_failed() -> None
         device.wait(0)
     events[1].over = True
     device.wait(0)  # what is over needs nobody
+
+
+class Clock:
+    """Time that passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now, self.sleeps = 0.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.sleeps += 1
+
+
+@pytest.mark.parametrize("seconds", [0.0015, 0.0333, 0.0519, 0.21, 1.03])
+def test_the_end_of_a_step_is_seen_in_time_and_asks_the_store_seldom(seconds: float, monkeypatch: Any) -> None:
+    clock, asked = Clock(), list[float]()
+    monkeypatch.setattr(faults, "time", clock)
+    board = SimpleNamespace(rank=0, first_failure=lambda: asked.append(clock.now))
+    event = SimpleNamespace(query=lambda: clock.now >= seconds)
+    device = DeviceSteps(board, datetime.timedelta(seconds=60), lambda: event)
+    device.add()
+    device.wait(0)
+    assert clock.now < 1.03 * seconds + 0.0001  # a device that waits for its host has nothing to do
+    assert len(asked) <= seconds / 0.05
+    assert clock.sleeps < 500
 
 
 def test_scales_that_are_unlike_are_named_when_they_are_known() -> None:

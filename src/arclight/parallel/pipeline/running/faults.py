@@ -17,6 +17,11 @@ from arclight.fabric.hanging import RankMissingError, is_communication
 PATIENCE = 2.0
 """Seconds that a process which lost a neighbour waits for the one that failed first to have said so."""
 
+BETWEEN_QUESTIONS = 0.05
+"""Seconds between two looks at the store while a device is waited for: each is a message to the process that has it."""
+LATE = 0.02
+"""Part of a wait for a device by which its end may be seen too late: the device has nothing to do then."""
+
 
 class StageLostError(RankMissingError):
     """A process of a pipeline waited for another that failed, ended or did not come; the message says for what."""
@@ -146,20 +151,23 @@ class DeviceSteps:
 
     def wait(self, left: int = AHEAD - 1) -> None:
         """Wait until no more than ``left`` steps are under way. Raises StageLostError where another process has failed, or in time."""
-        deadline, pause = time.monotonic() + self._timeout.total_seconds(), 0.0001
+        began = asked = time.monotonic()
         while len(self._events) > left:
             if self._events[0].query():
                 del self._events[0]
                 continue
-            if (first := self._board.first_failure()) is not None:
-                raise StageLostError(f"process {self._board.rank} stops because of another: {first}")
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            late = now - began > self._timeout.total_seconds()
+            if now - asked >= BETWEEN_QUESTIONS or late:
+                asked = now
+                if (first := self._board.first_failure()) is not None:
+                    raise StageLostError(f"process {self._board.rank} stops because of another: {first}")
+            if late:
                 raise StageLostError(
                     f"process {self._board.rank} has waited {self._timeout.total_seconds():.0f} s for its device to end a step whose "
                     "messages to or from other stages do not come"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            time.sleep(min(max(0.0001, LATE * (now - began)), 0.05))
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:

@@ -74,6 +74,7 @@ class PipelineRunner:
 
     def _check_number(self, pieces: int) -> None:
         """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
+        self.engine.wait()  # to read the numbers would do so too, and name nobody
         both = torch.tensor([pieces, -pieces], device=self.line.device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.data)
         most, least = both.tolist()
