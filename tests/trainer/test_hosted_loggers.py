@@ -77,7 +77,7 @@ def fit(logger: Any, **settings: Any) -> al.Trainer:
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_missing_client_is_named_with_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, CLIENTS[name], None)
-    with pytest.raises(MissingExtraError, match=rf"{CLIENTS[name]} is not installed.*arclight\[track\]"):
+    with pytest.raises(MissingExtraError, match=rf"{CLIENTS[name]} is not installed.*arclight-torch\[track\]"):
         getattr(loggers, name)()
 
 
