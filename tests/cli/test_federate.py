@@ -23,14 +23,18 @@ import pytest
 
 from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
+from arclight.cli.federate import JOURNAL, is_unfinished
 from arclight.cli.federated_progress import Progress
 from arclight.cli.federated_report import federated_report
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.coordination import events, records
+from arclight.federated.coordination.journal import Journal
+from arclight.federated.coordination.state import Lasting, StateSaved
 from arclight.federated.protocol import Beat, Doing
 from arclight.federated.rounds.history_file import read_history
 from arclight.recipe import RecipeError, explain, read
 from arclight.trainer.loggers.csv_logger import read_metrics
+from arclight.trainer.run import RunFolder
 
 Typed = Callable[[str], tuple[int, str, str]]
 DEADLINE = 300.0
@@ -540,11 +544,11 @@ def test_more_sites_than_sources_are_told_before_anything_begins(
 
 
 def test_a_run_that_fails_while_it_prepares_its_data_leaves_no_folder(texts: Path, typed: Typed, folder: Path) -> None:
-    for path in sorted((folder / "texts").rglob("*.txt"))[1:]:
-        path.unlink()
+    for path in (folder / "texts").rglob("*.txt"):
+        path.write_text("")
     status, _, err = typed("federate texts.toml --federation.clients 1 --partition.kind iid")
     assert status == 2
-    assert "held_out = 0.3 leaves no" in err
+    assert "leaves none to validate with" in err
     assert list((folder / "runs").iterdir()), "it was begun"
     assert not list((folder / "runs").glob("texts/*"))
 
@@ -589,7 +593,7 @@ def test_a_node_that_cannot_divide_its_data_says_so_when_it_joins(texts: Path, f
     assert node.returncode == 2
     assert TOO_FEW in said
     assert "trains" not in said
-    assert f"it has left: the data cannot be {TOO_FEW}" in until(server, "node a is lost")
+    assert f"node a is lost: it has left: the data cannot be {TOO_FEW}" in until(server, "it has left")
     server.send_signal(signal.SIGINT)
     assert TOO_FEW not in server.communicate(timeout=DEADLINE)[0]  # once is enough
 
@@ -832,6 +836,41 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
         "round 1/3  train/loss 2  2 of 2 clients  8 steps  5.0 MB up, 4.0 MB down  agreement 0.60  "
     )
     assert lines[2] == "node a is lost: silent for 1.5 s"
+
+
+def test_who_was_put_out_is_not_counted() -> None:
+    stream = Terminal(moves=False)
+    told = Progress(3, stream)
+    told.told(records.RoundOpened(round=1, base="b", clients=("0", "1"), wanted=2, clock=0, steps=4))
+    told.told(accepted("0", metrics={"train/loss": 1.5}))
+    told.told(accepted("1", metrics={"train/loss": 9.5}))
+    told.told(records.ClientFailed(round=1, client="1", message="it would outweigh them", redo=True))
+    told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
+    assert "train/loss 1.500  1 of 2 clients  4 steps" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("last", "unfinished"),
+    [
+        ((), True),
+        ((records.RunEnded(why="all 2 rounds are done"),), False),
+        ((StateSaved(state=Lasting(run="r", committed=2, ended="all 2 rounds are done")),), False),
+        ((StateSaved(state=Lasting(run="r", committed=1)),), True),
+        ((records.RunEnded(why="x", failed=True), records.RoundEvaluated(round=0, client=None, samples=0, metrics={})), False),
+        ((records.RunEnded(why="x", failed=True), records.RunOpened(run="r", settings="s")), True),
+    ],
+)  # fmt: skip
+def test_a_run_that_has_ended_is_finished_however_its_journal_says_so(
+    tmp_path: Path, last: tuple[records.Record, ...], unfinished: bool
+) -> None:
+    with Journal.open(tmp_path / JOURNAL) as journal:
+        journal.append([records.RunOpened(run="r", settings="s")])
+        for record in last:
+            if isinstance(record, StateSaved):
+                journal.begin_with(record)
+            else:
+                journal.append([record])
+    assert is_unfinished(RunFolder.open(tmp_path)) == unfinished
 
 
 def test_streamed_rounds_are_shown_together_and_each_is_told_when_it_is_done() -> None:

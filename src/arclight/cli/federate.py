@@ -300,9 +300,21 @@ def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
 
 
 def is_unfinished(folder: RunFolder) -> bool:
-    """Whether a run was begun and has not ended: it was killed or interrupted, or is under way."""
-    said = (folder.path / JOURNAL).read_text(encoding="utf-8")
-    return '"is":"RunEnded"' not in said.rstrip().rpartition("\n")[2]
+    """Return True if a run was begun and has not ended: it was killed or interrupted, or is under way."""
+    from arclight.federated.coordination.journal import JournalError, read
+    from arclight.federated.coordination.records import RunEnded, RunOpened
+    from arclight.federated.coordination.state import StateSaved
+
+    ended = False
+    try:
+        for record in read(folder.path / JOURNAL):
+            if isinstance(record, StateSaved):
+                ended = record.state.ended is not None
+            elif isinstance(record, RunEnded | RunOpened):
+                ended = isinstance(record, RunEnded)
+    except JournalError:  # nothing goes on with it
+        return False
+    return not ended
 
 
 def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:

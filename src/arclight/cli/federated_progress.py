@@ -90,6 +90,8 @@ class Progress:
         with self._lock:
             if isinstance(what, r.ClientFailed):
                 self._failed.setdefault((what.round, what.message), []).append(what.client)
+                if (here := self._open.get(what.round)) is not None:
+                    here.arrived.pop(what.client, None)
                 return
             if isinstance(what, r.RunEnded) and what.failed:
                 self._failed.clear()
@@ -103,7 +105,7 @@ class Progress:
                 case r.UpdateRefused():
                     self._say(f"round {what.round}: client {what.client} is refused ({what.reason}): {what.message}")
                 case r.RoundDiscarded():
-                    self._say(f"round {what.round} could not be folded, and is tried again: {what.why}")
+                    self._say(f"round {what.round} is discarded, and tried again: {what.why}")
                     if (here := self._open.get(what.round)) is not None:
                         here.arrived = {}
                 case r.RoundSkipped():

@@ -14,6 +14,7 @@ from arclight.federated.coordination.events import EvaluatePlan, FitPlan
 from arclight.federated.coordination.records import ClientFailed, RoundEvaluated, UpdateAccepted, UpdateRefused
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.errors import FederatedError
+from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
 from arclight.federated.settings import Federation
 
@@ -348,6 +349,27 @@ def test_a_node_that_leaves_gives_its_clients_to_the_others() -> None:
     assert len(run.closed()[1]) == 32
 
 
+def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
+    run = world()
+    a, b = run.node("a"), run.node("b")
+    kept = a.take().client  # type: ignore[union-attr]
+    run.pass_(1.0)
+    b.beat()
+    run.pass_(1.0)
+    b.beat()
+    assert run.coordinator.present.nodes["a"].lost is not None
+    told = run.said(ev.Left, session=a.session, why="the data cannot be divided")
+    assert told.accepted  # type: ignore[union-attr]
+    assert [one.why for one in run.commands if isinstance(one, ev.Lost)][1:] == [
+        "it has left: the data cannot be divided"
+    ]
+    assert "a" not in run.coordinator.present.nodes
+    assert b.run() == 8
+    assert kept in run.closed()[1], "its lease is not waited for"
+    again = run.said(ev.Left, session=a.session, why="once more")
+    assert (again.accepted, again.reason) == (False, "session")  # type: ignore[union-attr]
+
+
 def test_two_processes_of_one_name_are_told_apart() -> None:
     run = world(clients=["a"])
     first = run.node("n", "a", process="one")
@@ -645,6 +667,46 @@ def test_another_client_is_asked_in_the_place_of_who_is_to_blame() -> None:
     assert drawn[0] == first[1]
     assert len(drawn) == 2
     assert first[0] not in drawn
+
+
+def test_who_has_an_update_in_the_next_buffer_is_not_asked_for_the_same_one_again() -> None:
+    """Its update would be taken for the one that is here, and waited for without end."""
+    run = world(clients=["a", "b", "c"], rounds=1, buffered=Buffered(size=2), evaluate_every=0)
+    run.eager = False
+    node = run.node("n", "abc")
+    for _ in "abc":
+        node.take()
+    for client in "abc":
+        node.deliver(client)
+    assert [list(open.accepted) for open in run.coordinator.state.open.values()] == [["a", "b"], ["c"]]
+    failed_fold(run, "a")
+    assert node.run() == 0
+    assert run.ended is not None
+    assert "round 1 has 0 of the 2 updates that its quorum needs; failed: a (" in run.ended.why
+
+
+def test_who_is_asked_instead_of_others_comes_into_another_secure_sum() -> None:
+    run = world(clients=6, rounds=1, secure=SecureSum(), sampling=Sampling(per_round=3), waiting=Waiting(quorum=1.0))
+    node = run.node("n", [str(n) for n in range(6)])
+    first = [node.take().client for _ in range(3)]  # type: ignore[union-attr]
+    node.beat(dict.fromkeys(first, 1))
+    node.deliver(first[0])
+    node.fail(first[1])
+    open = run.coordinator.state.open[1]
+    assert (open.discarded, list(open.failed), open.accepted) == (1, [first[1]], {})
+    assert set(open.drawn) >= {first[0], first[2]}
+    assert first[1] not in open.drawn
+    late = {"session": node.session, "client": first[2], "round": 1, "error": "the sum goes on without it"}
+    told = run.said(ev.WorkFailed, **late, attempt=0)
+    assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
+    node.work.clear()
+    node.plans.clear()
+    plans = [node.take() for _ in range(3)]
+    found = {(plan.client, plan.discarded) for plan in plans if isinstance(plan, FitPlan)}
+    assert found == {(client, 1) for client in open.drawn}
+    for client in open.drawn:
+        node.deliver(client)
+    assert run.ended == ev.End(why="all 1 rounds are done", failed=False)
 
 
 @pytest.mark.parametrize("buffered", [None, Buffered(size=2)])

@@ -27,6 +27,7 @@ from arclight.federated.coordination.records import (
     UpdatesLost,
 )
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
+from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Close, Receipt
 from arclight.federated.settings import Federation
 
@@ -38,6 +39,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": {
         "clients": 9, "evaluate_on": "clients", "waiting": Waiting(quorum=0.75, lease=2.0, join=20.0),
         "sampling": Sampling(per_round=4, over_provision=0.5, dropout=0.2),
+    },
+    "secure": {
+        "clients": 7, "secure": SecureSum(), "sampling": Sampling(per_round=4),
+        "waiting": Waiting(quorum=1.0, lease=3.0, join=30.0, retries=3),
     },
     "buffered": {"clients": 6, "buffered": Buffered(size=2, most_stale=2), "waiting": Waiting(quorum=0.5, lease=3.0, join=30.0)},
     "streaming": {"clients": 3, "local_steps": 9, "streaming": Streaming(fragments=3, overlap=2), "waiting": Waiting(quorum=1.0, lease=2.0, join=30.0)},
@@ -215,7 +220,7 @@ def check(settings: Federation, journal: Sequence[Record]) -> None:
             if record.round not in closed and not settings.buffered:
                 accepted.get(record.round, {}).pop(record.client, None)
         elif isinstance(record, RoundDiscarded):
-            accepted[record.round], _ = {}, closed.pop(record.round)
+            accepted[record.round], _ = {}, closed.pop(record.round, None)
         elif isinstance(record, RoundSkipped):
             assert settings.waiting.on_failed_round == "skip"
             assert record.round not in closed

@@ -19,9 +19,10 @@ from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients import Outcome
 from arclight.federated.clients.node import Node
 from arclight.federated.clients.securing import Identity, Securing
+from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RunEnded
-from arclight.federated.coordination.settings import Waiting
+from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.coordination.state import StateSaved
 from arclight.federated.errors import ClientError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.masks.settings import Masks
@@ -221,6 +222,21 @@ def test_a_sum_that_can_never_be_opened_ends_the_run_which_can_be_taken_up(tmp_p
     assert run.coordinator.state.ended is None, "it was taken up"
     trained(server, [sites])
     assert [here.contributors for here in server.history] == [[], ["0", "1", "2"], ["0", "1", "2"]]
+
+
+def test_another_client_is_asked_in_the_place_of_one_that_was_lost_after_it_had_masked(tmp_path: Path) -> None:
+    some = {"sampling": Sampling(per_round=3), "waiting": Waiting(quorum=1.0), "secure": SecureSum(patience=5.0)}
+    server = Server(settings(clients=6, rounds=2, **some), START, folder=tmp_path / "run")
+    gone, *others = Coordinator(server.federation, 6, server.seed, "run").sampler.draw(2)
+    sites = [Site(str(number), float(number) - 2, Counted) for number in range(6)]
+    Counted.fits = 0
+    trained(server, [sites], (gone, 2))
+    here = server.history[2]
+    assert len(here.contributors) == 3
+    assert gone not in here.contributors
+    assert set(others) <= set(here.contributors)
+    assert len(here.discarded) == 1
+    assert Counted.fits == 7, "those that are asked again do not train again"
 
 
 def test_what_was_masked_for_a_discarded_sum_does_not_go_into_another(tmp_path: Path) -> None:

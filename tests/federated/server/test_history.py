@@ -25,6 +25,7 @@ from arclight.federated.server.history import History, Round
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
+from arclight.trainer.loggers.csv_logger import read_metrics
 
 START = {"w": torch.zeros(10)}
 
@@ -112,6 +113,36 @@ def test_a_full_disk_tells_no_round_twice(tmp_path: Path, monkeypatch: pytest.Mo
     history.write(1)
     with (tmp_path / "metrics.csv").open(newline="") as rows:
         assert [row["round"] for row in csv.DictReader(rows)] == ["0", "1"]
+
+
+def test_no_metric_takes_the_place_of_a_column_of_the_run(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.note(r.RoundOpened(round=1, base="b", clients=("a",), wanted=1, clock=0, steps=5))
+    named = dict.fromkeys(("round", "step", "norm", "epsilon", "val/loss"), 7.5)
+    history.note(r.RoundEvaluated(round=1, client=None, samples=1, metrics=named))
+    history.write(2)
+    (row,) = csv.DictReader((tmp_path / "metrics.csv").open(encoding="utf-8"))
+    assert (row["round"], row["step"], row["val/loss"]) == ("1", "5", "7.5")
+    assert {row[f"metrics/{name}"] for name in ("round", "step", "norm", "epsilon")} == {"7.5"}
+    assert read_metrics(tmp_path / "metrics.csv")["metrics/norm"] == [(5, 7.5)]
+
+
+def test_what_a_client_said_that_was_put_out_does_not_count(tmp_path: Path) -> None:
+    """It was put out since it said that it weighs far more than the others: no mean is to go by that."""
+    history = History(tmp_path)
+    history.note(r.RoundOpened(round=1, base="b", clients=("a", "b"), wanted=2, clock=0, steps=5))
+    for client, samples, loss in (("a", 10, 1.0), ("b", 1 << 40, 9.0)):
+        update = r.UpdateAccepted(
+            round=1, client=client, digest=client, samples=samples, tokens=0, steps=5, seconds=1.0, bytes=1, norm=1.0,
+            metrics={"train/loss": loss},
+        )  # fmt: skip
+        history.note(update)
+    assert history.at(1).train_loss is not None
+    assert history.at(1).train_loss > 8.9  # type: ignore[operator]
+    history.note(r.ClientFailed(round=1, client="b", message="it would outweigh them", redo=True))
+    assert history.at(1).train_loss == 1.0
+    assert (list(history.at(1).norms), list(history.at(1).failed)) == (["a"], ["b"])
+    assert history.at(1).bytes_up == {"a": 1, "b": 1}, "it was sent"
 
 
 def test_what_is_sent_for_a_round_that_is_over_does_not_tell_it_twice(tmp_path: Path) -> None:

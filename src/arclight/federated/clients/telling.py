@@ -194,4 +194,12 @@ class Teller:
 def failure_of(job: Job, error: BaseException) -> Failed:
     """What the server is to know of an error, without node and session."""
     what = told(error)
-    return Failed(node="", session="", client=job.client, round=job.round, error=str(what), again=what.again)
+    return Failed(
+        node="",
+        session="",
+        client=job.client,
+        round=job.round,
+        error=str(what),
+        again=what.again,
+        attempt=job.sum if job.kind == "fit" else None,
+    )

@@ -172,7 +172,11 @@ class Coordinator:
                 present.finish(Work("fit", record.round, record.client), node)
                 if record.lost:
                     present.given_up(record.client)
-            case RoundDiscarded() | RoundSkipped():
+            case RoundDiscarded():
+                present.folding = None
+                if self.settings.secure is not None:
+                    present.put_back(record.round, now)
+            case RoundSkipped():
                 present.folding = None
             case RoundCommitted():
                 present.folding = None
@@ -221,8 +225,12 @@ class Coordinator:
                 present.begin(command.to, Work("evaluate", plan.round, plan.client), now)
             case Answer():
                 present.answered(command.to)
-                if isinstance(event, ev.Left) and command.to == event.to and event.session in present.sessions:
-                    present.drop(present.sessions[event.session], now, event.why)
+                if (
+                    isinstance(event, ev.Left)
+                    and command.to == event.to
+                    and (node := present.that_leaves(event.session))
+                ):
+                    present.drop(node, now, event.why)
             case ev.Fold():
                 present.folding = command.round
             case ev.Measure():

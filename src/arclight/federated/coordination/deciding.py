@@ -39,7 +39,8 @@ def decide(c: Coordinator, event: Event, now: float) -> Decision:
         case ev.Joined():
             return _join(c, event, now)
         case ev.Said():
-            node = c.present.sessions.get(getattr(event, "session", ""))
+            session = getattr(event, "session", "")
+            node = c.present.that_leaves(session) if isinstance(event, ev.Left) else c.present.sessions.get(session)
             if node is None:
                 return Decision(event=event, now=now, commands=(unknown_session(event.to, c.state.committed),))
             return _from_node(c, event, node, now)
@@ -255,6 +256,9 @@ def _failed(
     work = mine[0] if mine else fit if fit in c.present.where else measure
     if work not in c.present.where or c.present.where[work] not in (node, None):
         return (), (), ("stale", f"client {event.client} is not at work on round {event.round} here (any more)")
+    opened = c.state.begun.get(work.round) if work.kind == "fit" else None
+    if opened is not None and event.attempt not in (None, opened.discarded):  # it is asked for another one
+        return (), (), ("stale", f"what client {event.client} failed in was discarded with its round {event.round}")
     if event.again and c.present.tries.get(work, 0) + 1 < c.settings.waiting.attempts:
         return (), (Again(work=work),), None
     if work.kind == "evaluate":

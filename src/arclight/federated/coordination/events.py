@@ -139,6 +139,8 @@ class WorkFailed(Said):
     round: int
     error: str
     again: bool = False
+    attempt: int | None = None
+    """`FitPlan.discarded` of the order to fit, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,10 @@ class Present:
                     self.place([work], now)
         self._gone(node, now)
 
+    def that_leaves(self, session: str) -> Node | None:
+        """Return the node of a session, also one that has been silent for so long that it counts as lost."""
+        return next((node for node in self.nodes.values() if node.session == session), None)
+
     def heard(self, node: Node, now: float, *, progress: bool) -> None:
         node.heard = now
         if progress:
@@ -310,6 +314,11 @@ class Present:
             node = self.where.get(work)
             later = [task.work for task in node.of(work.client) if task.work.round > work.round] if node else []
             self.place([work, *(other for other in later if other.kind == "fit")], now)
+
+    def put_back(self, round: int, now: float) -> None:
+        """Give what nodes have begun of a round once more: it was for an attempt that is discarded."""
+        begun = (work for work, node in self.where.items() if node is not None and work in node.tasks)
+        self.place([work for work in begun if work.kind == "fit" and work.round == round], now)
 
     def prune(self, now: float) -> None:
         """Stop what the lasting state does not ask for any more."""

@@ -14,6 +14,7 @@ from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
     RoundClosed,
+    RoundDiscarded,
     RoundEvaluated,
     RoundOpened,
     RoundSkipped,
@@ -187,8 +188,9 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
         return give_up(c, event, open, now, f"{why}; it was tried {open.attempt + 1} times: mend that{fewer}")
     kept = dict.fromkeys((*open.accepted, *_at_work(c, open)))
     without = {*kept, *(client for client, failed in open.failed.items() if not failed.lost)}
-    if c.settings.buffered:
+    if c.settings.buffered:  # whoever is at work, or has an update in the next buffer since this one was closed
         without |= {client for clients in c.state.outstanding.values() for client in clients}
+        without |= {client for other in c.state.open.values() for client in other.accepted}
     busy = _possible(c, open) + (0 if c.settings.buffered else len(open.accepted))
     count = max(0, c.sampler.asked - busy)
     fresh = c.sampler.draw(open.round, count=count, attempt=open.attempt + 1, without=without) if count else ()
@@ -198,7 +200,14 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
         round=open.round, base=open.base, clients=(*kept, *fresh), wanted=open.wanted, clock=open.clock, steps=open.steps,
         fragment=open.fragment, least=open.least,
     )  # fmt: skip
-    return Decision(event=event, now=now, records=(record,), commands=(ev.Say(text=f"{why}; it asks again"),))
+    records = (*_another_sum(open, why), record) if fresh and c.settings.secure is not None else (record,)
+    return Decision(event=event, now=now, records=records, commands=(ev.Say(text=f"{why}; it asks again"),))
+
+
+def _another_sum(open: Open, why: str) -> tuple[Record, ...]:
+    """Discard what was masked: whoever is asked now cannot be in a secure sum whose clients have agreed on their masks."""
+    out = (failed for failed in open.failed.values() if not failed.lost)
+    return RoundDiscarded(round=open.round, why=why), *out
 
 
 def give_up(

@@ -243,6 +243,8 @@ class Failed(Message):
     error: str
     again: bool = False
     """Whether another attempt may do better (a full disk), or would fail again (a shape)."""
+    attempt: int | None = None
+    """Of a fit: `Fit.attempt` of its order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,8 @@ def _loss(
     return math.fsum(v * samples.get(c, 0) for c, v in losses.items()) / weight if weight else None
 
 
+_OF_UPDATES = ("samples", "tokens", "steps", "norms", "train")
+"""What a round tells of the updates that count."""
 _SEEN_HERE = ("bytes_down", "seconds", "noise_scale", "epsilon")
 
 
@@ -156,7 +158,10 @@ class History:
                 if told not in (refused := self.at(record.round).refused):
                     refused.append(told)
             case r.ClientFailed():
-                self.at(record.round).failed[record.client] = record.message
+                here = self.at(record.round)
+                here.failed[record.client] = record.message
+                for name in _OF_UPDATES:  # one that was accepted does not count any more
+                    getattr(here, name).pop(record.client, None)
             case r.RoundDiscarded():
                 here = self._rounds[record.round] = self._anew(self.at(record.round))
                 if record.why not in here.discarded:
@@ -257,13 +262,12 @@ _KNOWN = frozenset(one.name for one in fields(Round))
 
 
 def _row(here: Round) -> dict[str, Any]:
-    """A round as a line of metrics.csv."""
-    row: dict[str, Any] = {
+    """A round as a line of metrics.csv. A metric that is called as one of the run's own columns gets another one."""
+    own: dict[str, Any] = {
         "round": here.round,
         "step": here.clock,
         "clients": len(here.contributors),
         "train/loss": here.train_loss,
-        **here.metrics,
         "norm": here.norm,
         "epsilon": here.epsilon,
         "agreement": math.fsum(here.drift.values()) / len(here.drift) if here.drift else None,
@@ -271,7 +275,8 @@ def _row(here: Round) -> dict[str, Any]:
         "bytes_down": sum(here.bytes_down.values()),
         **{f"seconds/{phase}": seconds for phase, seconds in here.seconds.items()},
     }
-    return {name: value for name, value in row.items() if value is not None}
+    metrics = {f"metrics/{name}" if name in own else name: value for name, value in here.metrics.items()}
+    return {name: value for name, value in (own | metrics).items() if value is not None}
 
 
 def contributed(before: Mapping[str, Any], number: int, updates: Sequence[r.UpdateAccepted]) -> dict[str, Any]:

@@ -158,6 +158,7 @@ class Service:
                         round=message.round,
                         error=message.error[:_LONGEST_TEXT],
                         again=message.again,
+                        attempt=message.attempt,
                     )
                 )
             case Secure():
