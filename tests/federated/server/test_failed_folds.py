@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from collections.abc import Mapping
@@ -19,10 +20,10 @@ from arclight.federated.coordination.records import RoundDiscarded, RunEnded
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.coordination.state import StateSaved
 from arclight.federated.errors import FederatedError, RefusedError
-from arclight.federated.privacy.settings import Krum, NormBound, SecureSum
+from arclight.federated.privacy.settings import Krum, Noise, NormBound, SecureSum
 from arclight.federated.protocol import Fit
 from arclight.federated.server.server import Server
-from arclight.federated.server.shelf import manifest_of
+from arclight.federated.server.shelf import Shelf, Weights, manifest_of
 from arclight.federated.server.stepping import Stepped, Stepper
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
@@ -84,6 +85,29 @@ def test_a_round_whose_fold_fails_once_is_asked_for_again_and_leaves_no_trace_in
     assert [here.base for here in server.history] == expected
     (why,) = server.history[1].discarded
     assert str(error) in why
+
+
+@pytest.mark.parametrize("why", [errno.EIO, errno.ENOSPC])
+def test_a_round_whose_weights_cannot_be_served_at_first_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: int
+) -> None:
+    """Its checkpoint is written by then; the disk is broken for a moment, or full."""
+    left, real = [1], Shelf.put
+
+    def put(shelf: Shelf, number: int, *rest: Any, **more: Any) -> Weights:
+        if number == 1 and left:
+            raise OSError(why, f"no place {left.pop()}")
+        return real(shelf, number, *rest, **more)
+
+    asked = {"send": "delta", "weigh_by": "equal", "noise": Noise(multiplier=1.0, clip=1.0)}
+    expected = trained(Server(settings(**asked), START, folder=tmp_path / "undisturbed"))
+    monkeypatch.setattr(Shelf, "put", put)
+    server = trained(Server(settings(**asked), START, folder=tmp_path / "run"))
+    assert not left
+    assert len(server.history[1].discarded) == (why == errno.EIO)
+    for entry in ("clients", "privacy"):
+        assert server.rounds.trees(2, entry) == expected.rounds.trees(2, entry)
+    assert [here.epsilon for here in server.history] == [here.epsilon for here in expected.history]
 
 
 def test_a_round_that_can_never_be_folded_ends_the_run_which_goes_on_when_it_can(

@@ -349,9 +349,9 @@ class Run:
             stepped = self._stepper.step(fold.round, before, given, trees)
         else:
             stepped = carry_on(self.rounds, fold.round, before, trees)
-        self._progress, self._spent = progress, spent
         history.took(fold.round, "fold", time.monotonic() - began)
         base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest
+        self._progress, self._spent = progress, spent  # last: what fails before is folded again, and counts once
         return events.Committed(
             round=fold.round,
             base=base,
