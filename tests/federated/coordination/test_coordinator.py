@@ -699,6 +699,20 @@ def test_who_is_asked_instead_of_others_comes_into_another_secure_sum() -> None:
     late = {"session": node.session, "client": first[2], "round": 1, "error": "the sum goes on without it"}
     told = run.said(ev.WorkFailed, **late, attempt=0)
     assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
+    masked = {
+        "samples": 1,
+        "tokens": 1,
+        "steps": 1,
+        "seconds": 1.0,
+        "bytes": 1,
+        "norm": 0.0,
+        "digest": "of the old sum",
+    }
+    told = run.said(
+        ev.UpdateChecked, session=node.session, client=first[2], round=1, attempt=0, **masked
+    )  # it was being checked
+    assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
+    assert open.accepted == {}
     node.work.clear()
     node.plans.clear()
     plans = [node.take() for _ in range(3)]

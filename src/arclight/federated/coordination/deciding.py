@@ -162,7 +162,7 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
             cancel = tuple(one for one in event.doing if Work(one.kind, one.round, one.client) in node.stopping)
             commands = (Answer(to=event.to, plan=Receipt(accepted=True, committed=c.state.committed, cancel=cancel)),)
         case ev.UpdateChecked():
-            refused = refusal(c, event.session, event.client, event.round, event.digest)
+            refused = refusal(c, event.session, event.client, event.round, event.digest) or _of_another_sum(c, event)
             taken = c.rules.accepted(event.client, event.round) is not None
             if refused is None and not taken:
                 records = (_accept(c, event),)
@@ -219,6 +219,14 @@ def _unknown(c: Coordinator, task: Task, now: float) -> bool:
     silence = c.settings.waiting.silence
     confirmed = task.steps >= 0
     return now - task.seen > (_FORGOTTEN * silence if confirmed else silence)
+
+
+def _of_another_sum(c: Coordinator, event: ev.UpdateChecked) -> tuple[Reason, str] | None:
+    """Why an update is not taken that was masked for a sum which was discarded, maybe while the update was checked."""
+    opened = c.state.begun.get(event.round)
+    if event.attempt is None or opened is None or event.attempt == opened.discarded:
+        return None
+    return "stale", f"client {event.client} masked it for a sum of round {event.round} that was discarded"
 
 
 def _accept(c: Coordinator, event: ev.UpdateChecked) -> UpdateAccepted:

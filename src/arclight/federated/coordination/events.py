@@ -117,6 +117,8 @@ class UpdateChecked(Said):
     bytes: int
     norm: float
     metrics: dict[str, float] = field(default_factory=dict)
+    attempt: int | None = None
+    """`FitPlan.discarded` of the order, for a secure sum: it goes into that sum only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -261,7 +261,7 @@ class Service:
 
     def _look_at(self, message: Update, text: bytes) -> Message:
         """Checked first, which takes a while and needs no lock; then it happens."""
-        digest = digest_of(text)
+        digest, attempt = digest_of(text), None if self.federation.secure is None else message.attempt
         early = self.driver.refusal(message.session, message.client, message.round, digest) or self._of_another(message)
         if early is not None:
             log.warning("%s, round %d: %s", message.client, message.round, early[1])
@@ -271,7 +271,7 @@ class Service:
             return Receipt(accepted=False, reason=early[0], message=early[1], committed=committed)
         if self.driver.has_taken(message.client, message.round, digest):  # it comes again: the receipt was lost
             self.intake.counts(message.manifest.blobs)
-            return self._tell(lambda to: _checked(to, message, digest, 0.0))
+            return self._tell(lambda to: _checked(to, message, digest, 0.0, attempt))
         try:
             checked = self._check(message)
         except RefusedError as error:
@@ -282,7 +282,7 @@ class Service:
             return self._tell(lambda to: events.UpdateUnsound(to=to, reason=reason, message=why, **who))  # type: ignore[arg-type]
         self.blobs.put(digest, text)
         self.checked[digest] = checked
-        receipt = self._tell(lambda to: _checked(to, message, digest, checked.norm))
+        receipt = self._tell(lambda to: _checked(to, message, digest, checked.norm, attempt))
         if isinstance(receipt, Receipt) and receipt.accepted:
             self.intake.counts(message.manifest.blobs)
         else:
@@ -392,7 +392,7 @@ def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
     return None
 
 
-def _checked(to: str, message: Update, digest: str, norm: float) -> events.UpdateChecked:
+def _checked(to: str, message: Update, digest: str, norm: float, attempt: int | None) -> events.UpdateChecked:
     return events.UpdateChecked(
         to=to,
         session=message.session,
@@ -406,4 +406,5 @@ def _checked(to: str, message: Update, digest: str, norm: float) -> events.Updat
         bytes=message.manifest.size,
         norm=norm,
         metrics=dict(message.metrics),
+        attempt=attempt,
     )
