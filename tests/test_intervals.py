@@ -161,7 +161,8 @@ def test_a_number_is_taken_at_the_edge_and_refused_beyond(cls: Any, name: str, h
             assert str(caught.value) == f"{name}: need {describe(hint)}, got {given!r}"
             with pytest.raises(RecipeError) as from_recipe:
                 read(cls, {name: list(given) if isinstance(given, tuple) else given})
-            assert any(line.startswith(f"{name}: need {describe(hint)}, got") for line in from_recipe.value.problems)
+            place, wanted = (f"{name}.first", typing.get_args(hint)[1]) if isinstance(given, dict) else (name, hint)
+            assert any(line.startswith(f"{place}: need {describe(wanted)}, got") for line in from_recipe.value.problems)
             refused += 1
     assert refused
 

@@ -149,7 +149,7 @@ def test_muon_is_the_formula(kind: type[Muon], scale: Any, shape: tuple[int, int
 def test_experts_are_orthogonalised_one_by_one() -> None:
     settings = NorMuon(precision="float32", state_dtype="bfloat16")
     start, pushes = torch.randn(3, 6, 10, generator=torch.Generator().manual_seed(1)), gradients((3, 6, 10))
-    found, state = trained(settings, start, pushes)
+    found, state = trained(settings, start, pushes, name="experts")
     assert state["momentum_buffer"].dtype == torch.bfloat16
     assert state["neuron_sq"].shape == (3, 6, 1)
     for number, expert in enumerate(found):

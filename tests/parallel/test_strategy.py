@@ -152,7 +152,7 @@ def test_windows_of_batches_that_count_differently(tmp_path: Path) -> None:
     _, wanted, _ = fit(tmp_path / "1", **options)
     _, found, _ = fit(tmp_path / "2", Plan(dp_shard=2, pp=2, schedule="InterleavedZeroBubble"), **options)
     assert len(found) == 12
-    assert found == pytest.approx(wanted, abs=1e-5)
+    assert found == pytest.approx(wanted, rel=1e-5)  # float32 after four updates
 
 
 class Plain(al.Module):

@@ -160,7 +160,7 @@ def test_rates_grow_evenly_and_the_search_ends_when_the_loss_diverges(tmp_path: 
 
 
 def test_the_first_losses_are_means_without_the_bias_of_a_beginning(tmp_path: Path) -> None:
-    found = Tuner(trainer(tmp_path)).lr_find(Bowl(), min_lr=0.5, max_lr=0.5, num_training=2, update_attr=False)
+    found = Tuner(trainer(tmp_path)).lr_find(Bowl(), min_lr=0.5, max_lr=0.5 + 1e-9, num_training=2, update_attr=False)
     assert found is not None
     assert found.results["loss"] == pytest.approx([8.0, (0.98 * 8.0 + 2.0) / 1.98])
 

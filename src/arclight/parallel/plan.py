@@ -64,7 +64,7 @@ class Plan:
     context: Literal["gather", "ulysses"] = "gather"
     """What is exchanged over ``cp``: all keys and values, or sequences for heads."""
     schedule: str = "1F1B"
-    """Pipeline schedule, by name (`arclight.parallel.pipeline.schedules.orders.RECIPES`; ``LoopedBFS:4`` has four stages on each process), or a CSV file."""
+    """Pipeline schedule, by name (``LoopedBFS:4`` has four stages on each process), or a CSV file."""
     micro_batches: NonNegativeInt = 0
     """Parts of a process's batch that follow one another through the pipeline; 0: twice as many as stages."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"

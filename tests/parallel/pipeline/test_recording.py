@@ -95,7 +95,9 @@ def recorded_by_this_clock() -> dict[str, Any]:
         _ = 1 / 0
     assert run.traces == []
     found["offset"] = _clock_offset(dist.group.WORLD, torch.device("cpu"))
-    found["left"] = [stage.recorder for made in module.runner.engine._schedules.values() for stage in made._stages]
+    found["left"] = [
+        stage.recorder for made in module.runner.engine._schedules._values.values() for stage in made._stages
+    ]
     return found
 
 
