@@ -191,3 +191,11 @@ def test_what_cannot_be_generated_is_said() -> None:
         generate(ours, tokenizer, "a", 2, topp=1)  # type: ignore[call-overload]
     assert generate(ours, tokenizer, [], 4) == []
     assert isinstance(generate(ours, tokenizer, "", 4, seed=0), str)  # begins with bos
+
+
+def test_prompts_may_be_a_tensor_of_ids() -> None:
+    ids, options = torch.tensor([[5, 6, 7], [8, 9, 10]]), {"temperature": 0.0}
+    wanted = generate(model(), ByteTokenizer(), ids.tolist(), 4, **options)
+    assert generate(model(), ByteTokenizer(), ids, 4, **options) == wanted
+    with pytest.raises(TypeError, match="list of lists"):
+        generate(model(), ByteTokenizer(), ids[0], 4, **options)

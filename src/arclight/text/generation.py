@@ -39,19 +39,19 @@ class Options(TypedDict, total=False):
 @overload
 def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> str: ...  # noqa: E501  # fmt: skip
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]], max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> list[str]: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]] | Tensor, max_new_tokens: int = ..., *, stream: Literal[False] = ..., **options: Unpack[Options]) -> list[str]: ...  # noqa: E501  # fmt: skip
 @overload
 def generate(model: Decoder, tokenizer: Tokenizer, prompts: str, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[str]: ...  # noqa: E501  # fmt: skip
 @overload
-def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]], max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[list[str]]: ...  # noqa: E501  # fmt: skip
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: list[str] | list[list[int]] | Tensor, max_new_tokens: int = ..., *, stream: Literal[True], **options: Unpack[Options]) -> Iterator[list[str]]: ...  # noqa: E501  # fmt: skip
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompts: str | list[str] | list[list[int]], max_new_tokens: int = 128, *, stream: bool = False,
+    model: Decoder, tokenizer: Tokenizer, prompts: str | list[str] | list[list[int]] | Tensor, max_new_tokens: int = 128, *, stream: bool = False,
     **options: Unpack[Options],
 ) -> Any:  # fmt: skip
     """What the model says after a prompt (without it), or after each of several (texts or token ids), computed together.
 
     An answer ends with the tokenizer's ``eos``, a text of ``stop``, or ``max_new_tokens`` tokens. See `Options`; by default tokens are
-    chosen as likely as they are (temperature 1). With ``stream`` an iterator of pieces comes back, for several prompts of
+    chosen as likely as they are (temperature 1). Ids may be a tensor (B, T). With ``stream`` an iterator of pieces comes back, for several prompts of
     lists with a piece for each; pieces hold whole characters, and never a part of a text of ``stop``.
     Raises TypeError for unknown options and prompts that are neither text nor ids, ValueError for options out of range, an empty
     prompt where nothing can begin it, tokens that the model does not know, and a prompt and answer that together are longer than its
@@ -104,7 +104,10 @@ class _Settings:
         return settings
 
 
-def _prompt(prompt: str | list[int], tokenizer: Tokenizer, bos: bool) -> list[int]:
+def _prompt(prompt: str | list[int] | Tensor, tokenizer: Tokenizer, bos: bool) -> list[int]:
+    """Encode one prompt; a row of a tensor of ids counts as a list."""
+    if isinstance(prompt, Tensor) and prompt.ndim == 1:
+        prompt = prompt.tolist()
     if not isinstance(prompt, (str, Sequence)):
         raise TypeError(
             f"a prompt must be a text or a list of token ids, got {prompt!r}: put the ids of one prompt into a list of lists"
