@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import pkgutil
@@ -9,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 import arclight
 from arclight import _installed
@@ -22,6 +25,8 @@ from arclight.compat.lightning.names import NAMES
 from arclight.fabric.extras import MissingExtraError, require
 
 ROOT = Path(__file__).resolve().parents[1]
+APACHE_2_0 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+"""SHA-256 of the licence's text as its authors publish it."""
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
 
 
@@ -96,6 +101,45 @@ def test_a_wheel_brings_the_recipes(unpacked: Path, tmp_path: Path) -> None:
         done = run_from(unpacked, tmp_path, "train", recipe, "--trainer.max_epochs", "much")
         assert done.returncode == 2
         assert done.stderr.startswith("arclight: --trainer.max_epochs: need int"), done.stderr
+
+
+def test_wheel_and_sdist_carry_the_licence(unpacked: Path, tmp_path: Path) -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    assert hashlib.sha256(licence).hexdigest() == APACHE_2_0
+    metadata = unpacked / f"arclight_torch-{arclight.__version__}.dist-info"
+    assert (metadata / "licenses" / "LICENSE").read_bytes() == licence
+    lines = (metadata / "METADATA").read_text().splitlines()
+    assert "License-Expression: Apache-2.0" in lines
+    assert "License-File: LICENSE" in lines
+
+    sdist = pytest.importorskip("hatchling.builders.sdist", reason="hatchling builds sdists: make setup")
+    (built,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(built) as archive:
+        top = f"arclight_torch-{arclight.__version__}"
+        packed = archive.extractfile(f"{top}/LICENSE")
+        assert packed is not None
+        assert packed.read() == licence
+        folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
+        assert folders <= {"src", "recipes", "docs", "tests", "benchmarks", ".ci"}
+
+
+def test_project_files_agree_with_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (citation["version"], citation["license"]) == (arclight.__version__, project["license"])
+    assert project["version"] == arclight.__version__
+
+
+def test_commit_hooks_run_the_tools_of_the_environment() -> None:
+    settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in settings["repos"]] == ["local"]
+    tools = [hook["entry"].split()[0] for hook in settings["repos"][0]["hooks"]]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    scripts = {"lint-imports": "import-linter"}
+    for tool in tools:
+        folder, _, name = tool.rpartition("/")
+        assert folder == ".venv/bin"
+        assert any(line.startswith(scripts.get(name, name)) for line in extras), name
 
 
 def test_an_editable_installation_brings_the_sources_only(tmp_path: Path) -> None:
