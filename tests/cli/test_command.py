@@ -60,7 +60,7 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
             assert line + ("(required)" if default is None else f"[{default}]") in words
     assert '[task.schedule] kind = "cosine", the default' in out
     assert "arclight train --resume" not in out
-    assert out.count("Fields outside any table\n") == 1
+    assert out.count("Top-level fields\n") == 1
     assert '\n[[task.optimizer.groups]] kind = "sgd"\n' in out
 
 
@@ -68,7 +68,7 @@ def test_help_of_a_recipe_verb_lists_every_field(typed: Typed, verb: str) -> Non
 def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb: str) -> None:
     _, out, _ = typed(f"{verb} --help")
     assert len(out.splitlines()) < 60
-    assert out.count("Fields outside any table\n") == 1
+    assert out.count("Top-level fields\n") == 1
     assert "[trainer]" in out
     assert "--help all" in out
     assert "\n  max_epochs " not in out

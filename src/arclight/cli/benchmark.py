@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 def benchmark(arguments: list[str]) -> None:
     parser = Parser(
-        prog="arclight benchmark", description="Time programs in turns on one random input; ratios are to the first."
+        prog="arclight benchmark",
+        description="Time programs on one random input, interleaved; ratios are relative to the first.",
     )
     parser.add_argument("program", nargs="+", type=Path, metavar="FILE", help="exported programs (.onnx)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="samples per call (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=None, metavar="N", help="for sizes that a program leaves open")
+    parser.add_argument("--size", type=int, default=None, metavar="N", help="value of every dynamic dimension")
     parser.add_argument(
         "--rounds", type=int, default=30, metavar="N", help="calls of each program (default: %(default)s)"
     )
     parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="CPU threads (default: all)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args(arguments)
 
     import rich

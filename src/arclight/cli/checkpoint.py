@@ -10,23 +10,27 @@ from arclight.cli.arguments import Parser
 
 
 def checkpoint(arguments: list[str]) -> int:
-    about = "Inspect, verify or convert a checkpoint; look after the rounds of a federated run. Nothing in them is ever unpickled."
+    about = "Inspect, verify or convert a checkpoint; manage the rounds of a federated run. Nothing is ever unpickled."
     parser = Parser(prog="arclight checkpoint", description=about)
     verbs = parser.add_subparsers(required=True, metavar="inspect|verify|convert|rounds|validate|edit|fork|prune")
 
     verb = verbs.add_parser(
-        "inspect", help="what a checkpoint, or a round of a federated run, holds, read without its tensors"
+        "inspect", help="summarise a checkpoint, or a round of a federated run, without reading tensors"
     )
     verb.add_argument("path", help="a folder, or an address such as s3://bucket/name")
-    verb.add_argument("--round", type=int, metavar="N", help="of a federated run (default: its newest complete round)")
-    verb.add_argument("--json", action="store_true", help="as JSON")
+    verb.add_argument(
+        "--round", type=int, metavar="N", help="round of a federated run (default: the newest complete one)"
+    )
+    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=inspect)
 
-    verb = verbs.add_parser("verify", help="whether every file is what was written; status 1 if not")
+    verb = verbs.add_parser("verify", help="verify every file; status 1 on damage")
     verb.add_argument("path", help="a folder, or an address such as s3://bucket/name")
     verb.set_defaults(run=verify)
 
-    verb = verbs.add_parser("convert", help="between a checkpoint folder, .safetensors and foreign .pt or .ckpt files")
+    verb = verbs.add_parser(
+        "convert", help="convert between a checkpoint folder, .safetensors, and foreign .pt or .ckpt files"
+    )
     verb.add_argument("source", type=Path)
     verb.add_argument("target", type=Path)
     verb.set_defaults(run=convert)

@@ -16,33 +16,39 @@ import arclight
 # A group, then verb -> (module:function, one line of help). The function takes the words after the verb.
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Start": {
-        "demo": ("arclight.cli.demo:demo", "the whole product in small: draw, train, quantize, export, scan"),
+        "demo": (
+            "arclight.cli.demo:demo",
+            "run the whole chain on a small example: draw, train, quantize, export, scan",
+        ),
     },
-    "Learn": {
-        "plan": ("arclight.cli.plan:plan", "find the fastest way to train on GPUs that need not be there"),
-        "train": ("arclight.cli.train:train", "train as a recipe says, or resume where a run stopped"),
-        "federate": ("arclight.cli.federate:federate", "train on the data of many sites, which stay where they are"),
-        "validate": ("arclight.cli.evaluate:validate", "measure a checkpoint on the validation data"),
-        "test": ("arclight.cli.evaluate:test", "measure a checkpoint on the test data"),
+    "Train": {
+        "plan": ("arclight.cli.plan:plan", "find the fastest plan for a number of GPUs, without having them"),
+        "train": ("arclight.cli.train:train", "train from a recipe, or resume a run"),
+        "federate": ("arclight.cli.federate:federate", "train one model on the data of many sites, which stay there"),
+        "validate": ("arclight.cli.evaluate:validate", "evaluate a checkpoint on the validation data"),
+        "test": ("arclight.cli.evaluate:test", "evaluate a checkpoint on the test data"),
         "run": ("arclight.cli.run:run", "start a script that uses Fabric in several processes"),
     },
     "Ship": {
-        "export": ("arclight.cli.export:export", "write a trained model as a float32 program, or for Hugging Face"),
-        "quantize": ("arclight.cli.export:quantize", "write it as an int8 program"),
+        "export": (
+            "arclight.cli.export:export",
+            "export a trained model as a float32 program, or as a Hugging Face folder",
+        ),
+        "quantize": ("arclight.cli.export:quantize", "export a trained model as an int8 program"),
         "benchmark": ("arclight.cli.benchmark:benchmark", "compare the speed of programs"),
     },
     "Use": {
-        "predict": ("arclight.cli.predict:predict", "draw what a program finds in images; let a language model write"),
+        "predict": ("arclight.cli.predict:predict", "detect objects in images; generate text"),
         "scan": ("arclight.cli.scan:scan", "find and read payment codes in images"),
-        "serve": ("arclight.cli.serve:serve", "answer over HTTP, with a page to try it"),
+        "serve": ("arclight.cli.serve:serve", "serve a program over HTTP, with a web page"),
     },
-    "Look after": {
-        "data": ("arclight.cli.data:data", "turn text into tokens, draw payment codes, check a data set"),
+    "Maintain": {
+        "data": ("arclight.cli.data:data", "tokenize text, generate labelled images, check a data set"),
         "checkpoint": (
             "arclight.cli.checkpoint:checkpoint",
-            "inspect, verify or convert checkpoints; rounds of federated runs",
+            "inspect, verify or convert checkpoints; manage rounds of federated runs",
         ),
-        "doctor": ("arclight.cli.doctor:doctor", "explain this machine: devices, speed, what is missing"),
+        "doctor": ("arclight.cli.doctor:doctor", "report devices, threads and packages of this machine"),
     },
 }
 FAULTS_OF_USE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -141,4 +147,4 @@ def overview() -> str:
     ]
     for group, verbs in VERBS.items():
         lines += ["", bold(group), *(f"  {verb:<12}{dim(about)}" for verb, (_, about) in verbs.items())]
-    return "\n".join([*lines, "", "arclight <verb> --help says everything about a verb."])
+    return "\n".join([*lines, "", "arclight <verb> --help explains a verb."])

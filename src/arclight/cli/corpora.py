@@ -14,34 +14,38 @@ if TYPE_CHECKING:
 
 def add_verbs(verbs: Any) -> None:
     """Add what concerns text to the verbs of ``arclight data``."""
-    verb = verbs.add_parser("tokenize", help="turn text into shards of tokens")
+    verb = verbs.add_parser("tokenize", help="tokenize text into shards")
     verb.add_argument("sources", nargs="+", metavar="SOURCE", help='"stdlib", or files and folders of text')
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     _add_tokenizer(verb)
-    verb.add_argument("--field", default="text", help="field of a row that holds the text (default: %(default)s)")
+    verb.add_argument("--field", default="text", help="column of a row with the text (default: %(default)s)")
     verb.add_argument(
-        "--held-out", type=float, default=0.0, metavar="SHARE", help="share of the documents for the split val"
+        "--held-out",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="fraction of the documents for the validation split",
     )
-    verb.add_argument("--shard-bytes", type=int, default=2**26, metavar="N", help="bytes of text in a shard")
-    verb.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
+    verb.add_argument("--shard-bytes", type=int, default=2**26, metavar="N", help="bytes of text per shard")
+    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
     verb.set_defaults(run=tokenize)
 
-    verb = verbs.add_parser("retokenize", help="the same text, from one tokenizer's tokens to another's")
+    verb = verbs.add_parser("retokenize", help="convert shards from one tokenizer to another")
     verb.add_argument("source", type=Path, metavar="CORPUS")
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     _add_tokenizer(verb)
-    verb.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
+    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
     verb.set_defaults(run=retokenize)
 
-    verb = verbs.add_parser("pack", help="lay whole documents side by side in samples of one length")
+    verb = verbs.add_parser("pack", help="pack whole documents into samples of one length")
     verb.add_argument("corpus", type=Path)
-    verb.add_argument("--length", type=int, required=True, metavar="N", help="tokens of a sample")
+    verb.add_argument("--length", type=int, required=True, metavar="N", help="tokens per sample")
     verb.set_defaults(run=pack)
 
-    verb = verbs.add_parser("inspect", help="what shards of tokens hold; status 1 if --verify finds damage")
+    verb = verbs.add_parser("inspect", help="summarise shards; status 1 if --verify finds damage")
     verb.add_argument("corpus", type=Path)
-    verb.add_argument("--verify", action="store_true", help="read every byte and check it")
-    verb.add_argument("--json", action="store_true", help="as JSON")
+    verb.add_argument("--verify", action="store_true", help="read and verify every byte")
+    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=inspect)
 
 
@@ -49,10 +53,14 @@ def _add_tokenizer(verb: Any) -> None:
     verb.add_argument(
         "--tokenizer",
         default="bpe",
-        help='"bytes", "bpe" to learn one, or a folder or tokenizer.json (default: %(default)s)',
+        help='"bytes", "bpe" to train one, or a folder or tokenizer.json (default: %(default)s)',
     )
     verb.add_argument(
-        "--vocab-size", type=int, default=4096, metavar="N", help="tokens to learn (default: %(default)s)"
+        "--vocab-size",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="vocabulary of a trained tokenizer (default: %(default)s)",
     )
 
 

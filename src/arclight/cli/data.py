@@ -13,12 +13,12 @@ from arclight.cli.corpora import add_verbs
 
 
 def data(arguments: list[str]) -> int:
-    about = "Turn text into tokens and look into them, draw a data set of payment codes, or check one of images."
+    about = "Tokenize and inspect text, generate a data set of payment codes, or check an image data set."
     parser = Parser(prog="arclight data", description=about)
     verbs = parser.add_subparsers(required=True, metavar="tokenize|retokenize|pack|inspect|qris|check")
     add_verbs(verbs)
 
-    verb = verbs.add_parser("qris", help="draw scenes with payment codes, labelled")
+    verb = verbs.add_parser("qris", help="generate labelled scenes with payment codes")
     verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     verb.add_argument("--count", type=int, required=True, metavar="N", help="number of images")
     verb.add_argument("--seed", type=int, default=0, help="same seed, same images (default: %(default)s)")
@@ -27,13 +27,13 @@ def data(arguments: list[str]) -> int:
         "--merchants",
         type=int,
         metavar="N",
-        help="scenes of so many places, each with a look of its own; see merchants.json",
+        help="number of merchants, each with a look of its own; see merchants.json",
     )
     verb.set_defaults(run=qris)
 
-    verb = verbs.add_parser("check", help="what is wrong with a data set in YOLO's format; status 1 if anything is")
+    verb = verbs.add_parser("check", help="report problems of a data set in YOLO format; status 1 if there are any")
     verb.add_argument("path", type=Path, metavar="data.yaml")
-    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the report here")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     verb.set_defaults(run=check)
 
     options = parser.parse_args(arguments)

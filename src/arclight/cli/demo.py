@@ -33,14 +33,16 @@ SCENES, SCENE_SIZE, VALIDATION_SHARE, EPOCHS = 1000, 640, 0.15, 12
 def demo(arguments: list[str]) -> None:
     parser = Parser(
         prog="arclight demo",
-        description="Draw scenes with payment codes, train a detector on them, measure it, quantize and export it, and read codes with it.",
+        description="Draw scenes with payment codes, train a detector on them, evaluate, quantize and export it, and read codes with it.",
     )
     parser.add_argument(
         "--root", type=Path, default=Path("runs"), metavar="DIR", help="folder of all runs (default: %(default)s)"
     )
-    parser.add_argument("--scenes", type=int, default=SCENES, metavar="N", help="scenes drawn (default: %(default)s)")
     parser.add_argument(
-        "--epochs", type=int, default=EPOCHS, metavar="N", help="passes over them (default: %(default)s)"
+        "--scenes", type=int, default=SCENES, metavar="N", help="number of scenes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, metavar="N", help="training epochs (default: %(default)s)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of every random stream (default: %(default)s)"

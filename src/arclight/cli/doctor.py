@@ -29,9 +29,10 @@ INSTRUCTIONS = {
 
 def doctor(arguments: list[str]) -> None:
     parser = Parser(
-        prog="arclight doctor", description="Explain this machine: devices, threads, packages, what is slow and why."
+        prog="arclight doctor",
+        description="Report devices, threads and packages of this machine, and what would be slow.",
     )
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     facts = {
         "software": software(),

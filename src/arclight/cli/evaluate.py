@@ -27,14 +27,16 @@ def evaluate(stage: str, arguments: list[str]) -> None:
         from arclight.cli import language
 
         return language.answer(arguments)
-    parser = recipe_parser(stage, f"Measure a checkpoint on the {'validation' if stage == 'validate' else stage} data.")
+    parser = recipe_parser(
+        stage, f"Evaluate a checkpoint on the {'validation' if stage == 'validate' else stage} data."
+    )
     parser.add_argument(
         "--checkpoint",
         type=Path,
         metavar="PATH",
-        help="a checkpoint, or a run folder for its best; default: the newest of the run that is given",
+        help="a checkpoint, or a run folder for its best one (default: the newest of the given run)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     recipe, options = read_recipe(parser, arguments)
     if (checkpoint := options.checkpoint and checkpoint_of(options.checkpoint)) is None:
         run = run_folder(Path(options.source or ""))

@@ -21,7 +21,7 @@ def export(arguments: list[str]) -> None:
         return language.export(arguments)
     _write(
         "export",
-        "Write a trained detector as a float32 program. Of a language model's run: arclight export RUN --help.",
+        "Write a trained detector as a float32 program. For the run of a language model: arclight export RUN --help.",
         arguments,
         int8=False,
     )
@@ -46,14 +46,14 @@ def quantize(arguments: list[str]) -> None:
 def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     parser = Parser(prog=f"arclight {verb}", description=about)
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best is taken)"
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best checkpoint)"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the program to write (.onnx)")
     parser.add_argument(
         "--data",
         type=Path,
         metavar="YAML",
-        help="images that check (and calibrate) the program; default: the data it was trained on",
+        help="images to verify (and calibrate) with (default: the data it was trained on)",
     )
     if int8:
         defaults = Int8()
@@ -61,7 +61,7 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
             "--observer",
             choices=("histogram", "minmax"),
             default=defaults.observer,
-            help="how ranges are chosen (default: %(default)s)",
+            help="calibration method for ranges (default: %(default)s)",
         )
         parser.add_argument(
             "--calibration-batches",

@@ -38,10 +38,10 @@ JOURNAL = "journal.jsonl"
 ENDING = 30.0
 """Seconds between the end that nodes hear of and the server's own."""
 ABOUT = """
-Train one model on the data of many sites, of which only changes of weights travel. As it is typed above, all of it happens in
-this process. Across processes and machines: `arclight federate serve` where the server is, `arclight federate join` at each
-site, `arclight federate keys` for certificates and keys, `arclight federate flower` for an app that Flower starts, `arclight
-federate report` to write a run's page anew; each has a --help of its own.
+Train one model on the data of many sites, which exchange updates of the weights. This command runs server and clients in one
+process. Across processes and machines: `arclight federate serve` on the server, `arclight federate join` at each site, `arclight
+federate keys` for certificates and keys, `arclight federate flower` for an app that Flower launches, `arclight federate report` to
+write a run's report again; each has a --help of its own.
 """
 
 
@@ -71,14 +71,14 @@ def run_parser(verb: str, about: str) -> Parser:
     parser.add_argument(
         "--resume",
         metavar="last|PATH",
-        help="go on where a run stopped: last is the newest run of this name, PATH a run folder",
+        help="resume a run: last for the newest run of this name, or the PATH of a run folder",
     )
     parser.add_argument(
-        "--beside", type=with_curves, metavar="RUN", help="a centralised run whose curves the report shows beside these"
+        "--beside", type=with_curves, metavar="RUN", help="centralised run to compare with in the report"
     )
     parser.add_argument(
         "--centralised", action="store_true",
-        help="train the same recipe without a federation too, on as many samples, and show it beside",
+        help="also train the same recipe without a federation, on as many samples, and compare",
     )  # fmt: skip
     return parser
 

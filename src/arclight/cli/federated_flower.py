@@ -41,10 +41,10 @@ def client(name, config):
 
 
 def flower(arguments: list[str]) -> None:
-    about = f"Write a Flower app that runs a recipe: `flwr run` starts it. A SuperNode's {FLAGS} says what is otherwise there."
+    about = f"Write a Flower app that runs a recipe: `flwr run` starts it. A SuperNode's {FLAGS} holds the local settings of its site."
     parser = recipe_parser("federate flower", about)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder of the app, which must not be there yet"
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the app, which must not exist"
     )
     recipe, options = read_as(FederatedRecipe, parser, arguments)
     write(recipe, options)

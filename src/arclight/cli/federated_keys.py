@@ -9,29 +9,29 @@ from arclight.cli.arguments import Parser, UsageError
 
 
 def keys(arguments: list[str]) -> None:
-    about = "Make what a federation needs off one machine: a certificate for the server, a key for each node."
+    about = "Create the certificate of a server and the keys of its nodes."
     parser = Parser(prog="arclight federate keys", description=about)
     verbs = parser.add_subparsers(required=True, metavar="server|node")
 
-    verb = verbs.add_parser("server", help="a certificate that it signs itself, and its private key")
-    verb.add_argument("folder", type=Path, metavar="DIR", help="where server.pem and server.key go")
+    verb = verbs.add_parser("server", help="write a self-signed certificate and its private key")
+    verb.add_argument("folder", type=Path, metavar="DIR", help="folder for server.pem and server.key")
     verb.add_argument("hosts", nargs="+", metavar="HOST", help="names and addresses by which nodes reach the server")
     verb.set_defaults(run=make_server_keys)
 
-    verb = verbs.add_parser("node", help="a node's private key, and the line by which the server knows it")
-    verb.add_argument("file", type=Path, metavar="FILE", help="where the private key goes; it stays with the node")
-    verb.add_argument("name", metavar="NAME", help="of the node")
+    verb = verbs.add_parser("node", help="write a node's private key, and print its line for the server")
+    verb.add_argument("file", type=Path, metavar="FILE", help="file for the private key, which stays at the node")
+    verb.add_argument("name", metavar="NAME", help="name of the node")
     verb.add_argument(
         "--client",
         action="append",
         default=[],
         metavar="N",
-        help="number of a client that it may answer for, may be repeated",
+        help="client that it may speak for; may be repeated",
     )
-    verb.add_argument("--any-client", action="store_true", help="let it answer for all clients, other nodes' too")
     verb.add_argument(
-        "--into", type=Path, metavar="FILE", help="add the line to this file of nodes, for serve --node-keys"
+        "--any-client", action="store_true", help="let it speak for all clients, also those of other nodes"
     )
+    verb.add_argument("--into", type=Path, metavar="FILE", help="append the line to this file, for serve --node-keys")
     verb.set_defaults(run=make_node_key)
     options = parser.parse_args(arguments)
     options.run(options)

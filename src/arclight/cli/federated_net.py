@@ -46,15 +46,13 @@ def serve(arguments: list[str]) -> None:
     )
     parser.add_argument(
         "--address", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT",
-        help="where to listen; port 0 takes a free one (default: %(default)s, which only this machine reaches)",
+        help="address to listen on; port 0 picks a free one (default: %(default)s, reachable from this machine only)",
     )  # fmt: skip
     parser.add_argument(
-        "--tls-cert", type=Path, metavar="FILE", help="the server's certificate, PEM; see federate keys"
+        "--tls-cert", type=Path, metavar="FILE", help="certificate of the server, PEM; see federate keys"
     )
-    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
-    parser.add_argument(
-        "--node-keys", type=Path, metavar="FILE", help="the keys of the nodes that may join, one on each line"
-    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate, PEM")
+    parser.add_argument("--node-keys", type=Path, metavar="FILE", help="keys of the nodes that may join, one per line")
     recipe, options = read_as(FederatedRecipe, parser, arguments)
     where = listening(options)
 
@@ -222,42 +220,40 @@ class Told:
 
 
 def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
-    about = (
-        "Be a node of a federated run: train here, on the data that are here. What is trained and how the server says."
-    )
+    about = "Join a federated run as a node: train on local data. The server sends the recipe."
     usage = "arclight federate join ADDRESS --name NAME [options] [--task.field value ...] [--trainer.field value ...]"
     parser = Parser(prog="arclight federate join", usage=usage, description=about)
     parser.add_argument("address", metavar="ADDRESS", help="https://host:port; http:// only on the server's machine")
-    parser.add_argument("--name", required=True, help="of this node, the same each time that it joins")
+    parser.add_argument("--name", required=True, help="name of this node, the same at every join")
     parser.add_argument(
         "--client", action="append", default=[], metavar="N",
-        help="number of a client whose data are here alone, may be repeated (default: any that the server gives this node)",
+        help="client whose data only this node has; may be repeated (default: any that the server assigns)",
     )  # fmt: skip
     parser.add_argument(
         "--data", metavar="PATH",
-        help="the client's own data, all of which it trains on; default: its share of the recipe's data, which must be here then",
+        help="the client's own data, used completely (default: its share of the recipe's data, which must exist here)",
     )  # fmt: skip
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where the node keeps its state (default: runs/nodes/NAME)"
+        "--folder", type=Path, metavar="DIR", help="folder for the node's state (default: runs/nodes/NAME)"
     )
     parser.add_argument(
-        "--ca", type=Path, metavar="FILE", help="certificates that may vouch for the server (default: the system's)"
+        "--ca", type=Path, metavar="FILE", help="certificates to trust, of the server or its CA (default: the system's)"
     )
     parser.add_argument(
-        "--fingerprint", metavar="SHA256", help="of the server's certificate; then nobody need vouch for it"
+        "--fingerprint", metavar="SHA256", help="fingerprint of the server's certificate, instead of --ca"
     )
     parser.add_argument(
         "--blobs", action="append", default=[], metavar="ADDRESS",
-        help="a place, as s3://bucket/folder, where the server may keep tensors; may be repeated (default: only at the server's host)",
+        help="address, such as s3://bucket/folder, from which tensors may be read and written; may be repeated (default: only the server's host)",
     )  # fmt: skip
-    parser.add_argument("--key", type=Path, metavar="FILE", help="this node's private key; see federate keys")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="private key of this node; see federate keys")
     parser.add_argument(
         "--nodes", type=Path, metavar="FILE",
-        help="keys of all nodes, as the server's, from somebody that you trust: secure sums then mask with their clients alone",
+        help="keys of all nodes, from a source that you trust: secure sums then mask only with their clients",
     )  # fmt: skip
     parser.add_argument(
         "--patience", type=float, default=120.0, metavar="SECONDS",
-        help="how long a server that does not answer is tried again (default: %(default)s)",
+        help="how long to retry a server that does not answer (default: %(default)s)",
     )  # fmt: skip
     options, overrides = parser.parse_known_args(arguments)
     parser.check_spelling(overrides)

@@ -30,10 +30,10 @@ _BEST = "val/loss"
 
 def report(arguments: list[str]) -> None:
     """``arclight federate report``: a run's page anew, at any time, also of a run that is going on."""
-    parser = Parser(prog="arclight federate report", description="Write the page of a federated run anew.")
+    parser = Parser(prog="arclight federate report", description="Write the report of a federated run again.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument(
-        "--beside", type=with_curves, metavar="RUN", help="a centralised run whose curves are shown beside these"
+        "--beside", type=with_curves, metavar="RUN", help="centralised run to compare with in the report"
     )
     options = parser.parse_args(arguments)
     if not has_history(options.run):

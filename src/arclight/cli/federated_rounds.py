@@ -15,52 +15,50 @@ DRY = "nothing was changed: add --yes to do it"
 
 def add_verbs(verbs: Any) -> None:
     """Add what concerns rounds to the verbs of ``arclight checkpoint``."""
-    verb = verbs.add_parser("rounds", help="the rounds of a federated run")
+    verb = verbs.add_parser("rounds", help="list the rounds of a federated run")
     verb.add_argument("path", help=RUN)
-    verb.add_argument("--json", action="store_true", help="as JSON")
+    verb.add_argument("--json", action="store_true", help="print JSON")
     verb.set_defaults(run=rounds)
 
-    verb = verbs.add_parser("validate", help="whether a round, or all of a run, is what was written; status 1 if not")
+    verb = verbs.add_parser("validate", help="verify a round, or all rounds of a run; status 1 on damage")
     verb.add_argument("path", help=RUN)
-    verb.add_argument("--round", type=int, metavar="N", help="this one only")
+    verb.add_argument("--round", type=int, metavar="N", help="only this round")
     verb.set_defaults(run=validate)
 
-    verb = verbs.add_parser(
-        "edit", help="set numbers in a round of a run that has not gone on; shows them unless --yes"
-    )
+    verb = verbs.add_parser("edit", help="change numbers in the newest round of a run; a dry run without --yes")
     verb.add_argument("path", help=RUN)
-    verb.add_argument("--round", type=int, required=True, metavar="N", help="which")
-    verb.add_argument("--number", type=int, metavar="N", help="the round's own number")
+    verb.add_argument("--round", type=int, required=True, metavar="N", help="round to edit")
+    verb.add_argument("--number", type=int, metavar="N", help="new number of the round")
     verb.add_argument(
-        "--clock", type=int, metavar="STEPS", help="optimizer steps behind its weights, by which schedules go on"
+        "--clock", type=int, metavar="STEPS", help="optimizer steps of its weights, the position of schedules"
     )
-    verb.add_argument("--seed", type=int, help="from which clients are drawn")
+    verb.add_argument("--seed", type=int, help="seed of the sampling of clients")
     verb.add_argument(
         "--client-steps",
         action="append",
         default=[],
         metavar="CLIENT=STEPS",
-        help="what a client is said to have done; may be repeated",
+        help="progress of a client; may be repeated",
     )
-    verb.add_argument("--no-backup", action="store_true", help="do not keep the round as it was beside it")
-    verb.add_argument("--yes", action="store_true", help="do it")
+    verb.add_argument("--no-backup", action="store_true", help="keep no backup of the round")
+    verb.add_argument("--yes", action="store_true", help="apply the change")
     verb.set_defaults(run=edit)
 
-    verb = verbs.add_parser("fork", help="begin a new run with a round of another")
+    verb = verbs.add_parser("fork", help="start a new run from a round of another")
     verb.add_argument("path", help=RUN)
     verb.add_argument(
         "target",
-        help="folder of the new run, to be gone on with by federate --resume; or an address, to keep the round there",
+        help="folder of the new run, for federate --resume; or an address to copy the round to",
     )
-    verb.add_argument("--round", type=int, metavar="N", help="which (default: the newest complete one)")
-    verb.add_argument("--name", help="of the new run (default: its folder's)")
-    verb.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    verb.add_argument("--round", type=int, metavar="N", help="round to fork (default: the newest complete one)")
+    verb.add_argument("--name", help="name of the new run (default: its folder's)")
+    verb.add_argument("--dry-run", action="store_true", help="only print what would be done")
     verb.set_defaults(run=fork)
 
-    verb = verbs.add_parser("prune", help="remove all but the newest rounds; shows which unless --yes")
+    verb = verbs.add_parser("prune", help="delete all but the newest rounds; a dry run without --yes")
     verb.add_argument("path", help=RUN)
-    verb.add_argument("--keep", type=int, required=True, metavar="N", help="sound rounds that stay")
-    verb.add_argument("--yes", action="store_true", help="do it")
+    verb.add_argument("--keep", type=int, required=True, metavar="N", help="number of undamaged rounds to keep")
+    verb.add_argument("--yes", action="store_true", help="apply the change")
     verb.set_defaults(run=prune)
 
 

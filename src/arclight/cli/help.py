@@ -16,9 +16,9 @@ from arclight.cli.style import bold, coloured, dim
 from arclight.recipe import Setting, explain
 
 INTRODUCTION = """
-A recipe is a .toml or .yaml file, my_runs.py:function or package.module:function. Every field may also be typed,
-as in --trainer.max_epochs 3 or --task.optimizer.kind sgd; it then wins over the file. A list is typed 1,2 and
-the absence of a value none. A class of your own is kind = "package.module:Class". A Module of your own needs no recipe:
+A recipe is a .toml or .yaml file, my_runs.py:function or package.module:function. Every field has a flag that overrides
+the file, as in --trainer.max_epochs 3 or --task.optimizer.kind sgd. A list is written 1,2 and a missing value none.
+A class of your own is kind = "package.module:Class". A Module of your own needs no recipe:
 name it first, as package.module:Model --data package.module:Data; --help after it lists its arguments.
 """
 ALL = "all"
@@ -54,7 +54,7 @@ def others(settings: list[Setting], own: Sequence[str], width: int) -> list[str]
     names = [table for table in tables if table and table not in own and table.rpartition(".")[0] in ("", *own)]
     longest = max(map(len, names), default=0)
     lines = [textwrap.shorten(docs[table], max(width - longest - 6, 30), placeholder=" ...") for table in names]
-    told = f"--help TABLE lists the fields of one, as --help {names[-1]}; --help all those of all:"
+    told = f"--help TABLE lists the fields of a table, as --help {names[-1]}; --help all lists every field:"
     return [
         "", bold("Other tables"), *textwrap.wrap(told, width),
         *(f"  {coloured(f'[{name}]')}{' ' * (longest - len(name))}  {line}" for name, line in zip(names, lines, strict=True)),
@@ -92,7 +92,7 @@ def listing(settings: list[Setting], width: int, shows: Callable[[str], bool] = 
 def heading(table: str, kind: str, field: Setting | None, first: Setting, width: int) -> list[str]:
     """The table as it is written in a recipe, and what it is for. ``field`` is the table as a field of its parent."""
     if field is None:
-        return [bold("Fields outside any table")]
+        return [bold("Top-level fields")]
     title = (f"[[{table[:-2]}]]" if table.endswith("[]") else f"[{table}]") + (f' kind = "{kind}"' if kind else "")
     if kind and shown(field.default) == kind:
         title += ", the default"

@@ -44,35 +44,31 @@ def load_run(path: Path) -> LanguageModel:
 
 def predict(arguments: list[str]) -> None:
     """Let a trained model go on with texts, shown as they are written."""
-    parser = Parser(prog="arclight predict", description="Let a language model go on with texts.")
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint is taken) or a checkpoint"
-    )
+    parser = Parser(prog="arclight predict", description="Generate text with a language model.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder (its best checkpoint) or a checkpoint")
     parser.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="what the text begins with; may be repeated (default: standard input)",
+        help="prompt; may be repeated (default: standard input)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="longest continuation (default: %(default)s)"
+        "--tokens", type=int, default=200, metavar="N", help="maximum number of new tokens (default: %(default)s)"
     )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 for greedy decoding (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     parser.add_argument(
         "--top-p",
         type=float,
         default=0.95,
         metavar="P",
-        help="draw from the likeliest that hold this share (default: %(default)s)",
+        help="sample from the most likely tokens with this total probability (default: %(default)s)",
     )
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end where this is written; may be repeated"
+        "--stop", action="append", default=[], metavar="TEXT", help="stop at this text; may be repeated"
     )
     parser.add_argument("--seed", type=int, default=0, help="same seed, same text (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the texts here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the texts to this file")
     options = parser.parse_args(arguments)
     model = load_run(options.run)
     texts = []
@@ -96,20 +92,16 @@ def predict(arguments: list[str]) -> None:
 
 def answer(arguments: list[str]) -> None:
     """Measure a trained model on multiple-choice questions."""
-    parser = Parser(prog="arclight test", description="Measure a language model on multiple-choice questions.")
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint is taken) or a checkpoint"
-    )
+    parser = Parser(prog="arclight test", description="Evaluate a language model on multiple-choice questions.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder (its best checkpoint) or a checkpoint")
     parser.add_argument(
         "--questions", type=Path, required=True, metavar="FILE", help="questions, as .jsonl, .csv or .parquet"
     )
+    parser.add_argument("--format", choices=("hellaswag", "arc", "mmlu"), required=True, help="format of the questions")
     parser.add_argument(
-        "--format", choices=("hellaswag", "arc", "mmlu"), required=True, help="whose files these are like"
+        "--batch-size", type=int, default=16, metavar="N", help="choices per batch (default: %(default)s)"
     )
-    parser.add_argument(
-        "--batch-size", type=int, default=16, metavar="N", help="choices at a time (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     options = parser.parse_args(arguments)
 
     import torch
@@ -169,9 +161,7 @@ def quantize(arguments: list[str]) -> None:
 
 def _parser(verb: str, about: str) -> Parser:
     parser = Parser(prog=f"arclight {verb}", description=about)
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="a run folder (its best checkpoint is taken) or a checkpoint"
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder (its best checkpoint) or a checkpoint")
     parser.add_argument(
         "--out",
         type=Path,
@@ -180,7 +170,7 @@ def _parser(verb: str, about: str) -> Parser:
         help="file to write (.onnx)" + ", or folder (hf)" * (verb == "export"),
     )
     if verb == "export":
-        parser.add_argument("--format", choices=("hf", "onnx"), help="default: onnx for a name that ends so, else hf")
+        parser.add_argument("--format", choices=("hf", "onnx"), help="default: onnx if --out ends in .onnx, else hf")
     return parser
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 ABOUT = {
     "train": "Train a module of your own, into a new run folder.",
-    "validate": "Measure a module of your own on its validation data.",
-    "test": "Measure a module of your own on its test data.",
-    "predict": "Let a module of your own predict on its data.",
+    "validate": "Evaluate a module of your own on its validation data.",
+    "test": "Evaluate a module of your own on its test data.",
+    "predict": "Predict with a module of your own on its data.",
 }
 
 
@@ -54,19 +54,21 @@ def own_parser(verb: str) -> Parser:
     parser.add_argument("--data", metavar="TARGET", help="package.module:Class of the data; default: the module's own")
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE",
-        help="settings in TOML; several are laid over each other in this order, flags over them",
+        help="settings in TOML; later files override earlier ones, flags override files",
     )  # fmt: skip
     parser.add_argument(
-        "--print_config", action="store_true", help="print all settings as --config reads them, and end"
+        "--print_config", action="store_true", help="print all settings in the format of --config, and exit"
     )
     parser.add_argument(
         "--ckpt_path", metavar="last|PATH",
-        help="the checkpoint to start from: last is that of the newest run of this name, PATH a run folder or a checkpoint",
+        help="checkpoint to start from: last for the newest run of this name, or the PATH of a run folder or checkpoint",
     )  # fmt: skip
     if verb in ("validate", "test"):
-        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     if verb == "predict":
-        parser.add_argument("--out", type=Path, metavar="FILE", help="keep the predictions here, as torch.save does")
+        parser.add_argument(
+            "--out", type=Path, metavar="FILE", help="save the predictions to this file with torch.save"
+        )
     return parser
 
 

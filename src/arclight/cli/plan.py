@@ -96,14 +96,14 @@ def _timeline(found: Found, device: Hardware, file: Path) -> None:
 def _parser() -> Parser:
     parser = recipe_parser(
         "plan",
-        "Predict memory, exchanges and time of a recipe on GPUs that need not be there, and find the fastest plan. "
+        "Predict memory, traffic and step time of a recipe on GPUs that you need not have, and find the fastest plan. "
         "For any other model: arclight plan package.module:Model --help.",
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="processes, one GPU each (default: those of the recipe's plan)"
+        "--gpus", type=int, metavar="N", help="number of ranks, one GPU each (default: from the recipe's plan)"
     )
     parser.add_argument(
-        "--memory", metavar="80GB", help="what a process may hold: GB, GiB, ... (default: all of the GPU's but 5 %%)"
+        "--memory", metavar="80GB", help="memory limit of a rank: GB, GiB, ... (default: 95 %% of the GPU)"
     )
     parser.add_argument(
         "--gpu",
@@ -111,23 +111,23 @@ def _parser() -> Parser:
         help="h100, h200, a100, b200, mi300x, l40s, cpu, or a .toml file of your own (default h100)",
     )
     parser.add_argument(
-        "--samples", type=int, metavar="N", help="of an optimizer step, over all processes (default: the recipe's)"
+        "--samples", type=int, metavar="N", help="samples per optimizer step over all ranks (default: from the recipe)"
     )
     parser.add_argument(
-        "--fix", action="append", default=[], metavar="tp=8", help="decide a field of the plan; may be given again"
+        "--fix", action="append", default=[], metavar="tp=8", help="fix a field of the plan; may be repeated"
     )
-    parser.add_argument("--eager", action="store_true", help="blocks are not compiled")
+    parser.add_argument("--eager", action="store_true", help="plan for blocks that are not compiled")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to show (default 5)")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="build the best plan's first, middle and last process, and compare weights",
+        help="build the first, a middle and the last rank of the best plan, and compare sizes of weights",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="draw a step of the best plan with a pipeline (.html)"
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the best plan here")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the best plan to this file")
     return parser
 
 

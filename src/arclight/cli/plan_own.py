@@ -81,38 +81,40 @@ def _parser() -> Parser:
     parser = Parser(
         prog="arclight plan", add_help=False,
         usage="arclight plan package.module:Model --gpus N [--example TARGET | --data TARGET] [options] [--model.argument value ...]",
-        description="Cut any model into the stages of a pipeline, and find the schedule, micro-batches and recomputation whose step is shortest.",
+        description="Split any model into pipeline stages, and find the fastest schedule, number of micro-batches and recomputation.",
     )  # fmt: skip
-    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="processes, one device each (default 1)")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of ranks, one device each (default 1)")
     parser.add_argument(
         "--example", metavar="TARGET",
-        help="package.module:name of a micro-batch for the model's forward: a tuple of arguments, a dict, both, or a function giving that",
+        help="package.module:name of a micro-batch for the model's forward: a tuple, a dict, both, or a function that returns one",
     )  # fmt: skip
     parser.add_argument(
-        "--data", metavar="TARGET", help="package.module:Class of the data of a Module, whose training step is planned"
+        "--data", metavar="TARGET", help="package.module:Class of a DataModule, to plan the training step of a Module"
     )
     parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="settings in TOML")
-    parser.add_argument(
-        "--memory", metavar="22GiB", help="what a process may hold (default: all of the device's but 5 %%)"
-    )
+    parser.add_argument("--memory", metavar="22GiB", help="memory limit of a rank (default: 95 %% of the device)")
     parser.add_argument(
         "--gpu", default="h100", help="h100, h200, a100, b200, mi300x, l40s, cpu, or a .toml file (default h100)"
     )
     parser.add_argument(
-        "--measure", action="store_true", help="time the parts on this machine's CPU instead of predicting them"
+        "--measure",
+        action="store_true",
+        help="measure the modules on this machine's CPU instead of predicting their time",
     )
     parser.add_argument(
         "--samples",
         type=int,
         metavar="N",
-        help="of a step, over all processes (default: of the example, for each process)",
+        help="samples per step over all ranks (default: those of the example, for each rank)",
     )
-    parser.add_argument("--fix", action="append", default=[], metavar="pp=4", help=f"decide one of {', '.join(FIXED)}")
     parser.add_argument(
-        "--compiled", action="store_true", help="blocks are compiled, which no schedule can halve the backward of"
+        "--fix", action="append", default=[], metavar="pp=4", help=f"fix one of {', '.join(FIXED)}; may be repeated"
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="plan for compiled blocks, whose backward no schedule can split"
     )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to show (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw a step of the first plan (.html)")
     return parser
 

@@ -71,7 +71,7 @@ def _parser() -> Parser:
         prog="arclight predict",
         usage="arclight predict RUN SOURCE [SOURCE ...] [options], or arclight predict SOURCE [SOURCE ...] --program FILE [options]",
         description="Find objects in images, folders, patterns and videos, with the best checkpoint of a detector's run or with an exported "
-        "program; or, with package.module:Model first, let a module of your own predict. With a language model's run first, let it write: "
+        "program; or, with package.module:Model first, predict with a module of your own. With the run of a language model first, generate text: "
         "arclight predict RUN --prompt TEXT; RUN --help says more.",
     )
     parser.add_argument(
@@ -80,25 +80,25 @@ def _parser() -> Parser:
         metavar="SOURCE",
         help="an image, a folder, a pattern such as 'a/*.jpg', or a video; before them, without --program, a run folder or a checkpoint",
     )
-    parser.add_argument("--program", type=Path, metavar="FILE", help="an exported detector (.onnx)")
+    parser.add_argument("--program", type=Path, metavar="FILE", help="exported detector (.onnx)")
     parser.add_argument(
-        "--conf", type=_share, metavar="P", help="smallest confidence kept, in [0, 1] (default: as it was trained)"
+        "--conf", type=_share, metavar="P", help="confidence threshold, in [0, 1] (default: as in training)"
     )
     parser.add_argument(
         "--iou",
         type=_share,
         metavar="P",
-        help="boxes of a class that overlap more are one, in [0, 1] (default: as it was trained)",
+        help="IoU threshold of non-maximum suppression, in [0, 1] (default: as in training)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the images with their boxes here")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the images with their boxes to this folder")
     parser.add_argument(
         "--save-txt",
         type=Path,
         metavar="DIR",
-        help="write labels as YOLO has them here, a file for each image: class, centre, size",
+        help="write labels in YOLO format to this folder",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here")
-    parser.add_argument("--stride", type=int, default=1, metavar="N", help="of a video, look at every N-th frame")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the detections to this file")
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
     return parser
 
 

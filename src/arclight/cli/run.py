@@ -41,22 +41,24 @@ def _parser() -> Parser:
     parser = Parser(
         prog="arclight run",
         usage="arclight run [options] script.py [the script's own arguments]",
-        description="Start a script that makes a Fabric in several processes. What is not given here the script decides.",
+        description="Launch a script that uses Fabric in several processes. Options that are not given are left to the script.",
     )
     parser.add_argument("--accelerator", help="cpu, cuda, gpu, mps or auto")
     parser.add_argument("--strategy", help="ddp, fsdp, ...")
-    parser.add_argument("--devices", default="1", help="a count, which ones (0,3), or auto; on each node (default 1)")
-    parser.add_argument("--num-nodes", "--num_nodes", type=int, default=1, help="machines (default 1)")
-    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="which of them this is (default 0)")
     parser.add_argument(
-        "--main-address", "--main_address", default="127.0.0.1", help="where node 0 is (default loopback)"
+        "--devices", default="1", help="number or indices (0,3) of devices per node, or auto (default 1)"
+    )
+    parser.add_argument("--num-nodes", "--num_nodes", type=int, default=1, help="number of nodes (default 1)")
+    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, help="rank of this node (default 0)")
+    parser.add_argument(
+        "--main-address", "--main_address", default="127.0.0.1", help="address of node 0 (default loopback)"
     )
     parser.add_argument(
-        "--main-port", "--main_port", type=int, help="its port (default 29400; any free one for one node)"
+        "--main-port", "--main_port", type=int, help="port of node 0 (default 29400; any free one for a single node)"
     )
     parser.add_argument("--precision", help="32-true, 16-mixed, bf16-mixed, ...")
-    parser.add_argument("script", help="the script")
-    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="what it is given")
+    parser.add_argument("script", help="script to run")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 

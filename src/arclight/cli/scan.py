@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def scan(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="arclight scan", description="Find the codes in images, read them, and say which are payment codes."
-    )
+    parser = Parser(prog="arclight scan", description="Find and read codes in images, and validate payment codes.")
     parser.add_argument(
         "source", nargs="+", metavar="SOURCE", help="an image, a folder, a pattern such as 'a/*.jpg', or a video"
     )
@@ -24,10 +22,12 @@ def scan(arguments: list[str]) -> int:
         "--program",
         type=Path,
         metavar="FILE",
-        help="an exported detector of codes (.onnx); without one a plain reader looks",
+        help="exported detector of codes (.onnx); default: a reader without a detector",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write an object here: image to a list of its codes")
-    parser.add_argument("--stride", type=int, default=1, metavar="N", help="of a video, look at every N-th frame")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write a JSON object to this file: image to list of codes"
+    )
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="use every N-th frame of a video")
     options = parser.parse_args(arguments)
 
     from arclight.deploy import Program

@@ -8,12 +8,12 @@ from arclight.cli.arguments import Parser
 
 
 def serve(arguments: list[str]) -> None:
-    parser = Parser(
-        prog="arclight serve", description="Answer photos over HTTP; the address that is shown has a page to try it on."
-    )
-    parser.add_argument("--program", type=Path, required=True, metavar="FILE", help="an exported detector (.onnx)")
+    parser = Parser(prog="arclight serve", description="Serve a detector over HTTP, with a web page to try it.")
+    parser.add_argument("--program", type=Path, required=True, metavar="FILE", help="exported detector (.onnx)")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; other than %(default)s, others can reach it"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: %(default)s, reachable from this machine only)",
     )
     parser.add_argument("--port", type=int, default=8000, help="TCP port (default: %(default)s)")
     options = parser.parse_args(arguments)

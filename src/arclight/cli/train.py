@@ -24,11 +24,11 @@ def train(arguments: list[str]) -> None:
         from arclight.cli.own_run import own_run
 
         return own_run("train", own, arguments[1:])
-    parser = recipe_parser("train", "Train as a recipe says, into a new run folder.")
+    parser = recipe_parser("train", "Train from a recipe, into a new run folder.")
     parser.add_argument(
         "--resume",
         metavar="last|PATH",
-        help="go on where a run stopped: last is the newest run of this name, PATH a run folder or a checkpoint",
+        help="resume a run: last for the newest run of this name, or the PATH of a run folder or checkpoint",
     )
     recipe, options = read_recipe(parser, with_recipe_of_run(arguments))
 
