@@ -1,0 +1,55 @@
+"""Typing commands, and reading what runs have left."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from arclight import checkpoint
+from arclight.cli import main
+
+TIMES = (
+    "time",
+    "second",
+    "per_s",
+    "wait",
+    "busy",
+    "memory",
+    "wall",
+    "mfu",
+    "speed",
+    "tokens_per",
+    "samples_per",
+    "flops",
+)
+"""Words in the names of columns that hold what a clock or the machine says."""
+
+
+def typed(*words: str | Path) -> str:
+    """Run one command in this process; returns what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([str(word) for word in words])
+    assert status == 0, f"{words}: status {status}\n{out.getvalue()}\n{err.getvalue()}"
+    return out.getvalue()
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    """metrics.csv of a run, without what a clock says."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [{k: v for k, v in row.items() if not any(word in k for word in TIMES)} for row in csv.DictReader(file)]
+
+
+def newest(run: Path) -> dict[str, Any]:
+    """Entries of a run's newest checkpoint that are numbers: weights, averages, optimizers and schedules."""
+    path = checkpoint.find_last(run / "checkpoints")
+    assert path is not None, f"{run} has no checkpoint"
+    return entries(path)
+
+
+def entries(path: Path) -> dict[str, Any]:
+    state = checkpoint.load(path)
+    return {name: state[name] for name in ("model", "ema", "optimizers", "schedulers") if name in state}
