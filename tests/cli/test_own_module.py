@@ -218,7 +218,7 @@ def test_help_lists_the_arguments_with_types_defaults_and_docstrings(own: Path, 
         "hidden int (required) units of the hidden layer lr number [0.1] learning rate mode fast | slow [fast]" in words
     )
     assert "[data] own_line:Points batch_size int [4] slope number [2.0]" in words
-    assert re.search(r"max_epochs int .*?\| none \[none\] Passes over the training data", words)
+    assert re.search(r"max_epochs int .*?\| none \[none\] Epochs to train", words)
     assert "Subclass this" not in out
 
 

@@ -19,7 +19,7 @@ class FederatedRecipe(Recipe):
     """One federated run, completely described: the same on the server, on every node, and in a single process."""
 
     federation: Federation = field(default_factory=Federation)
-    """How many sites train one model, and how."""
+    """Federated training: clients, rounds, strategy, exchange."""
     partition: Source | Merchant | IID | Dirichlet | None = None
     """How the task's data are divided among clients; none: as the task does it by itself, which is at random for texts and
     images. A client that joins with data of its own takes all of them."""

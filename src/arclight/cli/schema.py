@@ -19,29 +19,29 @@ class Recipe(Checked):
     """One training run, completely described."""
 
     name: str = "run"
-    """What the run is called; its files lie in <root>/<name>/<number>/."""
+    """Name of the run; its folder is <root>/<name>/<number>/."""
     root: Path = Path("runs")
     """Folder of all runs."""
     seed: Annotated[int, Interval(ge=0, le=2**32 - 1)] = 0
     """Seed of every random stream, from 0 to 2**32 - 1."""
     task: Detection | Language
-    """What is learned, from which data; or kind = "package.module:Class", a class of your own with a method build()."""
+    """Model and data; or kind = "package.module:Class", a class of your own with a method build()."""
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    """How long, how precisely and where to train."""
+    """Length, precision and devices of training."""
     plan: Plan | None = None
-    """How the model is spread over processes; none leaves that to trainer.strategy."""
+    """Parallelism of the model; none leaves that to trainer.strategy."""
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
-    """Which checkpoints are kept."""
+    """Checkpoints to write and to keep."""
     stopping: Stopping | None = None
     """Stop early when a value no longer improves."""
     ema: EMA | None = None
     """Keep an exponential moving average of the weights and evaluate with it."""
     guard: Guard | None = None
-    """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
+    """Skip updates whose loss or gradients are NaN or infinite, or whose loss is a spike."""
     diloco: Diloco | None = None
-    """Let replicas train alone and exchange what has become of them now and then."""
+    """Train replicas independently and exchange pseudo-gradients every sync_every steps."""
     timeline: Timeline | None = None
-    """Show a training step of the pipeline, as plots/pipeline.html."""
+    """Draw a training step of the pipeline, as plots/pipeline.html."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,22 +14,22 @@ from arclight._intervals import Checked, NonNegativeInt, PositiveFloat, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class IID:
-    """Every site draws from the same whole, in shares that are alike."""
+    """Assign samples at random: shares of all sites are alike."""
 
     seed: int = 0
-    """Another seed, another division."""
+    """Seed of the partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dirichlet(Checked):
-    """Every site has of each source a share drawn from a Dirichlet distribution (Hsu, Qi and Brown 2019)."""
+    """Draw each site's share of every source from a Dirichlet distribution (Hsu, Qi and Brown 2019)."""
 
     alpha: PositiveFloat = 0.5
-    """Concentration: small ones give most of a source to one site, large ones come near shares that are alike."""
+    """Concentration: a small one gives most of a source to one site, a large one makes shares alike."""
     by: str | None = None
-    """What tells sources apart, as for partition.kind = source or merchant; none: as it is there by default."""
+    """Definition of a source, as in partition.kind = source or merchant; none for their default."""
     seed: int = 0
-    """Another seed, another division."""
+    """Seed of the partition."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Numbered(Checked):
     """One of several sites."""
 
     number: NonNegativeInt = 0
-    """Which site this is, counted from 0."""
+    """Number of this site, from 0."""
     count: PositiveInt = 1
-    """Sites in all."""
+    """Number of sites."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

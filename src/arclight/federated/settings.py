@@ -19,56 +19,55 @@ class Federation(Checked):
     """Many sites train one model: rounds of local training, and what the server does with them."""
 
     clients: PositiveInt = 4
-    """Sites, each with data of its own."""
+    """Number of clients, each with data of its own."""
     rounds: NonNegativeInt = 10
-    """Server steps."""
+    """Number of rounds."""
     local_steps: PositiveInt = 50
     """Optimizer steps of each client between two exchanges."""
     strategy: Strategies = field(default_factory=FedAvg)
-    """How the mean change moves the weights."""
+    """Server optimizer."""
     send: Literal["delta", "weights"] = "delta"
-    """What clients send: the change, or the weights themselves, with which one client is centralised training bit for bit."""
+    """Payload of clients: the delta, or the weights, with which one client equals centralised training bit for bit."""
     weigh_by: Literal["samples", "tokens", "equal"] = "samples"
-    """What a client's change weighs in the mean."""
+    """Weight of a client in the mean."""
     robust: Robust | None = None
-    """A mean that a few broken or hostile clients cannot take anywhere, instead of the plain one."""
+    """Robust aggregation against a few broken or hostile clients; none for the weighted mean."""
     noise: Noise | None = None
-    """Differential privacy of clients: their changes are clipped and the sum gets noise."""
+    """Differential privacy of clients: clip updates and add noise to the sum."""
     secure: SecureSum | None = None
-    """The server learns the sum of the clients' changes and no single one."""
+    """Secure aggregation: the server learns only the sum of the updates."""
     moments: tuple[str, ...] = ()
     """Local optimizer states that are averaged too, as exp_avg."""
     masks: Masks = field(default_factory=Masks)
-    """Which tensors travel, and in which rounds."""
+    """Selection of the tensors that are sent, and in which rounds."""
     up: Codec = field(default_factory=Raw)
-    """How changes are written on their way to the server."""
+    """Codec of updates to the server."""
     down: Codec = field(default_factory=Raw)
-    """How weights are written on their way to clients."""
+    """Codec of weights to the clients."""
     down_changes: NonNegativeInt = 8
-    """Changes of weights that are kept for nodes that missed rounds; one that is further behind fetches the weights whole, and
-    so do all where this is 0 (then ``down`` must be raw)."""
+    """Deltas kept for nodes that missed rounds; a node that is further behind fetches full weights. 0: all do (then ``down`` must be raw)."""
     sampling: Sampling = field(default_factory=Sampling)
-    """Which clients take part in a round."""
+    """Sampling of the clients of a round."""
     waiting: Waiting = field(default_factory=Waiting)
-    """How long a round waits for whom."""
+    """Quorum and timeouts of a round."""
     buffered: Buffered | None = None
-    """Asynchronous rounds."""
+    """Asynchronous aggregation (FedBuff)."""
     streaming: Streaming | None = None
     """Exchange in fragments, overlapped with training."""
     journal_every: PositiveInt = 50
-    """Steps after which a client saves its own progress: a killed client redoes at most as many."""
+    """Steps between two saves of a client's progress: a killed client repeats at most this many."""
     evaluate_every: NonNegativeInt = 1
     """Rounds between evaluations; 0 never evaluates."""
     evaluate_on: Literal["clients", "server"] = "server"
-    """Whose validation data measure the weights: those of every client, weighed by samples, or the server's."""
+    """Evaluate on the server's validation data, or on every client's, weighted by samples."""
     blobs_at: str | None = None
-    """Address of an object store (``s3://bucket/folder``) through which tensors travel; none: over the server's own line."""
+    """Address of an object store (``s3://bucket/folder``) for tensors; none: through the server."""
     keep_rounds: NonNegativeInt = 3
     """Newest rounds whose checkpoints are kept; 0 keeps all."""
     checks: Checks = field(default_factory=Checks)
-    """Which updates are refused although they are well-formed."""
+    """Plausibility limits of updates."""
     reset_optimizer: bool = False
-    """Whether clients forget their optimizers' states between rounds."""
+    """Reset clients' optimizer states between rounds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

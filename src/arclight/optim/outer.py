@@ -25,9 +25,9 @@ class Outer(Checked):
     lr: PositiveFloat = 0.7
     """Rate; 1 goes to the mean of the local weights."""
     momentum: ProperFraction = 0.9
-    """Velocity decay, in [0, 1)."""
+    """Momentum, in [0, 1)."""
     nesterov: bool = True
-    """Look ahead along the velocity."""
+    """Use Nesterov momentum."""
 
     def step(
         self, anchor: Tensors, gradient: Tensors, velocity: Tensors

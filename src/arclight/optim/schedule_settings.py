@@ -18,9 +18,9 @@ class _Schedule(Checked):
     """What the schedules have in common."""
 
     warmup: NonNegativeInt | Fraction = 0.05
-    """Warm-up: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
+    """Warm-up: number of steps, or a fraction of all steps in [0, 1] (with a decimal point)."""
     rewarm: NonNegativeInt = 0
-    """Steps of another warm-up after each resume; 0: go on as if there had been none."""
+    """Steps of another warm-up after each resume; 0 for none."""
     _factor: ClassVar[str]
 
     def build(self, optimizer: torch.optim.Optimizer, total_steps: int) -> FactorSchedule:
@@ -41,7 +41,7 @@ class Cosine(_Schedule):
     """Linear warm-up, then half a cosine down to ``final`` times the peak."""
 
     final: Fraction = 0.01
-    """Last learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     _factor: ClassVar[str] = "cosine"
 
 
@@ -50,7 +50,7 @@ class Linear(_Schedule):
     """Linear warm-up, then a straight line down to ``final`` times the peak."""
 
     final: Fraction = 0.0
-    """Last learning rate as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     _factor: ClassVar[str] = "linear"
 
 
@@ -59,11 +59,11 @@ class WSD(_Schedule):
     """Warm-up, stable, decay: linear up, constant, then down to ``final`` times the peak (Hu et al. 2024)."""
 
     decay: NonNegativeInt | Fraction = 0.2
-    """Decay phase: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
+    """Decay phase: number of steps, or a fraction of all steps in [0, 1] (with a decimal point)."""
     final: Fraction = 0.0
-    """Last learning rate as a share of the peak; it is reached one step behind the last."""
+    """Final learning rate as a fraction of the peak, reached one step after the last."""
     shape: Literal["linear", "cosine", "sqrt", "1-sqrt"] = "linear"
-    """Of the decay, at its share x: 1 - x, half a cosine, sqrt(1 - x), or 1 - sqrt(x)."""
+    """Shape of the decay at its fraction x: 1 - x, half a cosine, sqrt(1 - x), or 1 - sqrt(x)."""
     _factor: ClassVar[str] = "wsd"
 
 
@@ -81,5 +81,5 @@ class Constant(_Schedule):
     """Linear warm-up, then constant."""
 
     warmup: NonNegativeInt | Fraction = 0.0
-    """Warm-up: a number of steps, or a share of all of them in [0, 1] (with a decimal point)."""
+    """Warm-up: number of steps, or a fraction of all steps in [0, 1] (with a decimal point)."""
     _factor: ClassVar[str] = "constant"

@@ -29,7 +29,7 @@ class _Rule(Checked):
     """What the optimizers have in common."""
 
     pattern: str = ""
-    """In the groups of ``mixed``: a regular expression, found anywhere in the names of the group's parameters."""
+    """In the groups of ``mixed``: regular expression, searched in parameter names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,9 +58,9 @@ class SGD(_Rule):
     lr: NonNegativeFloat = 0.01
     """Peak learning rate."""
     momentum: ProperFraction = 0.937
-    """Velocity decay, in [0, 1)."""
+    """Momentum, in [0, 1)."""
     nesterov: bool = True
-    """Look ahead along the velocity."""
+    """Use Nesterov momentum."""
     weight_decay: NonNegativeFloat = 5e-4
     """L2 penalty on weight matrices and kernels; biases and normalisation are never decayed."""
 
@@ -86,11 +86,11 @@ class AdamW(_Rule):
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled decay of weight matrices and kernels; biases and normalisation are never decayed."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which moments are kept; arithmetic is float32."""
+    """Precision of stored moments; arithmetic is float32."""
     stochastic_rounding: bool = True
-    """Round what is kept in bfloat16 up or down at random: rounded to the nearest, a second moment can never shrink."""
+    """Round bfloat16 moments stochastically: rounded to the nearest, a second moment can never shrink."""
     seed: int = 0
-    """Of the rounding, which depends on it, the parameter's name, the step and the element's place, on no mesh."""
+    """Seed of the rounding, a function of it, parameter name, step and element index, independent of the mesh."""
 
     def options(self) -> dict[str, Any]:
         return {
@@ -101,14 +101,14 @@ class AdamW(_Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(_Rule):
-    """Orthogonalised momentum for hidden matrices (Jordan et al. 2024); AdamW for all else."""
+    """Orthogonalised momentum for hidden matrices (Jordan et al. 2024), AdamW for all other parameters."""
 
     lr: NonNegativeFloat = 0.02
     """Peak learning rate of the matrices."""
     momentum: ProperFraction = 0.95
-    """Velocity decay, in [0, 1)."""
+    """Momentum, in [0, 1)."""
     nesterov: bool = True
-    """Look ahead along the velocity."""
+    """Use Nesterov momentum."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay of the matrices."""
     ns_steps: PositiveInt = 5
@@ -116,16 +116,15 @@ class Muon(_Rule):
     scale: Literal["spectral", "rms"] = "spectral"
     """Size of an update: ``spectral`` sqrt(max(1, rows/columns)) times an orthogonal matrix, ``rms`` as large as AdamW's."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the iterations and of the matrices that are sent for them."""
+    """Precision of the iterations and of the matrices exchanged for them."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which the velocity is kept."""
+    """Precision of the stored momentum."""
     others: AdamW = field(default_factory=AdamW)
-    """For what is no hidden matrix: embeddings, output layers, vectors, kernels of convolutions."""
+    """For all other parameters: embeddings, output layers, vectors, convolution kernels."""
     not_hidden: str = r"(^|\.)(\w*(embed|token)\w*(\.\w+)?|(tok|wte|wpe|lm_head)\.\w+)$|^(\w+\.)?(output|head|classifier)\.\w+$|^fc\.\w+$"
-    """Names of the matrices that are embeddings, tokens or output layers, a regular expression."""
+    """Regular expression for the names of embeddings, tokens and output layers, which use AdamW."""
     stacks: str = r"(^|\.)\w*expert\w*(\.|$)"
-    """Names of the parameters of three dimensions that are stacks of matrices, a regular expression; others are kernels of
-    convolutions, positions and the like."""
+    """Regular expression for the names of three-dimensional parameters that are stacks of matrices; others (convolution kernels, positions) use AdamW."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +140,7 @@ class Muon(_Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class NorMuon(Muon):
-    """Muon whose neurons learn at even rates: rows over the root of their running mean square (Li et al. 2025)."""
+    """Muon with rows normalised by the root of their running mean square (Li et al. 2025)."""
 
     beta2: ProperFraction = 0.95
     """Decay of the rows' mean square, in [0, 1)."""
@@ -155,7 +154,7 @@ class Mixed:
     """Groups of parameters by name, each with an optimizer of its own; the first that matches takes a parameter."""
 
     groups: tuple[AdamW | SGD | Muon | NorMuon, ...] = ()
-    """Optimizers with a ``pattern`` each."""
+    """Optimizers, each with a ``pattern``."""
     default: AdamW | SGD | Muon | NorMuon = field(default_factory=AdamW)
     """For parameters that no pattern matches."""
 

@@ -31,54 +31,54 @@ def bytes_of(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one model is spread over ``pp * dp_replicate * dp_shard * cp * tp`` processes.
+    """Degrees of parallelism of one model, over ``pp * dp_replicate * dp_shard * cp * tp`` ranks.
 
     The mesh has its dimensions in that order, the innermost (fastest links) last. ``ep`` is no dimension of its own: it
     borrows from ``dp_shard * cp``.
     """
 
     dp_replicate: PositiveInt = 1
-    """Groups that hold the same weights and other samples."""
+    """Replicas of the model, each with other samples."""
     dp_shard: PositiveInt = 1
-    """Processes over which weights, gradients and optimizer state of such a group are spread (FSDP)."""
+    """Ranks over which weights, gradients and optimizer state of a replica are sharded (FSDP)."""
     cp: PositiveInt = 1
-    """Parts that each sequence is cut into (context parallel)."""
+    """Ranks over which each sequence is sharded (context parallel)."""
     tp: PositiveInt = 1
-    """Parts that each layer's matrices are cut into (tensor and sequence parallel)."""
+    """Ranks over which each layer's matrices are sharded (tensor and sequence parallel)."""
     pp: PositiveInt = 1
-    """Pipeline stages that the layers are cut into."""
+    """Pipeline stages."""
     ep: PositiveInt = 1
-    """Parts that the experts of a mixture are shared out to; divides dp_shard * cp."""
+    """Ranks over which the experts of a mixture are sharded; divides dp_shard * cp."""
 
     replicas: Literal["synchronous", "apart"] = "synchronous"
-    """Whether the dp_replicate groups agree in every step, or train alone until something else (DiLoCo) brings them together."""
+    """Synchronise replicas in every step, or let them train apart (for DiLoCo)."""
     expert_capacity: NonNegativeInt = 0
-    """Rows (a token and one of its experts) that each process of ``ep`` sends to each other one at most, in exchanges of that fixed
-    size, which no host waits for; what is more skips its experts. 0: as many as there are, nothing is lost."""
+    """Most rows (a token and one of its experts) that each rank of ``ep`` sends to each other, in all-to-alls of that fixed size without host
+    synchronisation; further rows skip their experts. 0: no limit, nothing is dropped."""
     sequence_parallel: bool = True
-    """Whether processes of a ``tp`` group share out, along the sequence, what no matrix is in: norms, residual stream."""
+    """Shard norms and residual stream along the sequence over ``tp``."""
     loss_parallel: bool = True
-    """Whether logits stay cut along the vocabulary over ``tp``; the loss is then one that takes such logits."""
+    """Keep logits sharded along the vocabulary over ``tp``, for a loss that takes them so."""
     async_tp: bool = False
-    """Whether the exchanges of ``tp`` overlap with its products (CUDA, compile = "inductor")."""
+    """Overlap collectives of ``tp`` with matrix products (CUDA, compile = "inductor")."""
     context: Literal["gather", "ulysses"] = "gather"
-    """What is exchanged over ``cp``: all keys and values, or sequences for heads."""
+    """Context parallelism: gather all keys and values, or exchange sequences for heads (Ulysses)."""
     schedule: str = "1F1B"
     """Pipeline schedule, by name (``LoopedBFS:4`` has four stages on each process), or a CSV file."""
     micro_batches: NonNegativeInt = 0
-    """Parts of a process's batch that follow one another through the pipeline; 0: twice as many as stages."""
+    """Micro-batches per step and rank; 0: twice the number of stages."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether a block's weights are let go between forward and backward; by default where there is no pipeline."""
+    """Reshard a block's weights between forward and backward; by default without a pipeline only."""
     cpu_offload: bool = False
-    """Whether the shares of weights and optimizer state lie in host memory."""
+    """Keep shards of weights and optimizer state in host memory."""
     activation_checkpointing: Literal["none", "selective", "full"] | Fraction = "none"
-    """What blocks compute again in backward: nothing, what is cheap, everything; or the part (0 to 1) of activations to keep."""
+    """Recomputation of blocks in backward: none, cheap operations, full; or the fraction (0 to 1) of activations to keep."""
     compile: str = "none"
-    """torch.compile's back end for each block ("inductor", "aot_eager", ...), or "none"."""
+    """Backend of torch.compile for each block ("inductor", "aot_eager", ...), or "none"."""
     float8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = "none"
     """Scaling of 8-bit operands in the large matrix products, or "none"."""
     float8_smallest: PositiveInt = 1024
-    """Least width, on both sides, of linear layers that multiply in 8 bits: smaller ones are faster in 16."""
+    """Minimum width, on both sides, of linear layers in float8: smaller ones are faster in 16 bits."""
 
     def __post_init__(self) -> None:
         try:

@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Every byte of UTF-8 is a token: nothing to learn, nothing to install."""
+    """One token per byte of UTF-8: no training, nothing to install."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BPE(Checked):
-    """Byte-level byte pair encoding, learned from the training text when it is first needed."""
+    """Byte-level byte pair encoding, trained on the training text at first use."""
 
     vocab_size: Annotated[int, Interval(ge=259)] = 4096
-    """Tokens in all: 3 special ones, 256 single bytes, the rest learned."""
+    """Vocabulary size: 3 special tokens, 256 bytes, the rest merges."""
     sample: PositiveInt = 2**28
-    """Bytes of text that it is learned from, taken from the beginning of each source in equal parts."""
+    """Bytes of text to train on, taken from the beginning of each source in equal parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """A tokenizer that exists."""
+    """An existing tokenizer."""
 
     path: Path
     """A folder with tokenizer.json, or that file."""
@@ -46,39 +46,39 @@ class Text(Checked):
     set), a list of these read one after another, or a table of named ones to mix. A folder that `arclight data tokenize`
     has written is used as it is, with its own tokenizer and its own split val."""
     val: str | None = None
-    """Text to validate with; none holds back a share of the data."""
+    """Validation text; none holds out a fraction of the data."""
     held_out: ProperFraction = 0.05
-    """Share of the documents to validate with where there is no other text for it, in [0, 1); of few, the end of each."""
+    """Fraction of the documents to validate on without val, in [0, 1); of few documents, the end of each."""
     field: str = "text"
-    """Field of a row that holds the text."""
+    """Field of a row with the text."""
     tokenizer: BPE | Bytes | Pretrained = dataclasses.field(default_factory=BPE)
-    """How text becomes tokens, where the data are not tokens already."""
+    """Tokenizer, unless the data are tokens already."""
     sequence_length: PositiveInt = 256
     """Tokens of a sample."""
     batch_size: PositiveInt = 16
     """Samples per step on each device."""
     global_batch_size: PositiveInt | None = None
-    """Samples per step on all devices together, in place of batch_size."""
+    """Samples per step over all devices, instead of batch_size."""
     packing: Literal["concat", "pack"] = "concat"
-    """Samples are windows of all documents in a row (concat), or whole documents side by side with little padding (pack)."""
+    """Samples are windows of the concatenated documents (concat), or whole documents packed with little padding (pack)."""
     mask_documents: bool = True
-    """Tokens see their own document only, and its last one does not predict the next document's first."""
+    """Restrict attention to a token's own document; its last token does not predict the next document's first."""
     mixture: dict[str, NonNegativeFloat | tuple[NonNegativeFloat, ...]] = dataclasses.field(default_factory=dict)
     """Weight of each named source, or its weights at the points of mixture_at; without any, sources count by size."""
     mixture_at: tuple[NonNegativeFloat, ...] = (0.0,)
-    """Moments, in epochs since the beginning, at which the lists of weights hold; in between they change linearly."""
+    """Epochs at which the lists of weights apply; linear interpolation in between."""
     epoch_samples: PositiveInt | None = None
-    """Samples in an epoch of a mixture; none for as many as there are."""
+    """Samples per epoch of a mixture; none for all."""
     shard_bytes: PositiveInt = 2**26
-    """Bytes of text in a shard of tokens."""
+    """Bytes of text per shard of tokens."""
     prepare_workers: PositiveInt = 1
-    """Processes that tokenize, the first time."""
+    """Worker processes of tokenization."""
     workers: NonNegativeInt = 0
-    """Processes that load batches; 0 loads in the training process, which is enough for most."""
+    """Worker processes that load batches; 0 loads in the training process, which is usually enough."""
     cache: Path | None = None
     """Folder for tokenizers and tokens; none for the folder data beside the runs."""
     share: Share | None = None
-    """One site's part of the documents, as arclight federate divides them; none for all."""
+    """One site's share of the documents, as arclight federate partitions them; none for all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

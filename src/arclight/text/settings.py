@@ -41,19 +41,19 @@ class Language(Checked):
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of the model's configuration to replace, as layers = 4."""
     weights: Path | None = None
-    """Start from these: a Hugging Face folder, or a checkpoint of an earlier run; model must be theirs, with their vocabulary."""
+    """Initial weights: a Hugging Face folder, or a checkpoint of an earlier run, of the same model and vocabulary."""
     data: Text = field(default_factory=Text)
-    """Which text, cut into which tokens."""
+    """Text and tokenizer."""
     optimizer: AdamW | Muon | NorMuon | SGD | Mixed = field(
         default_factory=lambda: AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     )
-    """How weights move."""
+    """Optimizer."""
     schedule: WSD | Cosine | Linear | InverseSqrt | Constant = field(default_factory=WSD)
-    """How the learning rate changes over the run."""
+    """Learning-rate schedule."""
     loss_chunk: PositiveInt | None = None
-    """Rows of logits held at a time; none: about four million numbers, or an eighth of all rows."""
+    """Rows of logits computed at a time; none: about four million numbers, or an eighth of all rows."""
     sampling: Sampling | None = field(default_factory=Sampling)
-    """Text to write after each validation; none writes nothing."""
+    """Sample text after each validation; none for no samples."""
 
     def site(self, number: int, count: int, partition: Source | IID | Dirichlet | None = None) -> Language:
         """The same task on one site's documents; its weights come from elsewhere. Raises ValueError for a partition that divides no text."""

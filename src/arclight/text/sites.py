@@ -22,21 +22,21 @@ By = Literal["folder", "file", "name", "field"]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Whole sources of text go to sites, of which every one then has text of its own kind."""
+    """Assign whole sources of text to sites, so that sites differ in kinds of text."""
 
     by: By = "folder"
-    """What is one source: a first folder below the data, or a file that lies beside those; a file; a named source of
-    data = {first = ..., second = ...}; or what a row says in a field."""
+    """Definition of a source: a top-level folder (or file beside these), a file, a named source of data = {first = ..., second = ...}, or the
+    value of a field of a row."""
     field: str = "source"
     """The field of a row, for by = "field"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Numbered):
-    """One site's part of the documents. A tokenizer is learned from the text of all, so that every site has the same."""
+    """One site's share of the documents. The tokenizer is trained on all text, so that every site has the same."""
 
     partition: Source | IID | Dirichlet = dataclasses.field(default_factory=IID)
-    """How documents are divided."""
+    """Partition of the documents."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

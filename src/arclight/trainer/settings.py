@@ -32,7 +32,7 @@ Precision = Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "1
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(Checked):
-    """How long, how precisely and where to train."""
+    """Length, precision and devices of training."""
 
     accelerator: str = "auto"
     """Kind of device: auto, cpu, cuda or mps."""
@@ -41,19 +41,19 @@ class TrainerSettings(Checked):
     num_nodes: PositiveInt = 1
     """Number of machines."""
     strategy: str = "auto"
-    """How devices share the work: auto, ddp, ddp_spawn, ddp_fork, fsdp, model_parallel, replicas."""
+    """Distributed strategy: auto, ddp, ddp_spawn, ddp_fork, fsdp, model_parallel, replicas."""
     precision: Precision = "32-true"
     """Arithmetic of forward and backward; auto measures whether bf16-mixed is faster here than 32-true."""
     max_epochs: NonNegativeInt | Literal[-1] | None = None
-    """Passes over the training data; none with max_steps and max_time unset means 1000, -1 no limit."""
+    """Epochs to train; none with max_steps and max_time unset means 1000, -1 no limit."""
     min_epochs: NonNegativeInt | None = None
-    """Passes that a request to stop does not cut short."""
+    """Minimum number of epochs before a stop request is obeyed."""
     max_steps: NonNegativeInt | Literal[-1] = -1
     """Optimizer steps; -1 means no limit."""
     min_steps: NonNegativeInt | None = None
-    """Optimizer steps that a request to stop does not cut short."""
+    """Minimum number of optimizer steps before a stop request is obeyed."""
     max_time: str | None = None
-    """Longest time to train, as "DD:HH:MM:SS" or a duration such as "2h"."""
+    """Time limit of training, as "DD:HH:MM:SS" or a duration such as "2h"."""
     fast_dev_run: NonNegativeInt | bool = False
     """Run this many batches of everything and write nothing, to find mistakes."""
     limit_train_batches: NonNegativeInt | Fraction | None = None
@@ -73,11 +73,11 @@ class TrainerSettings(Checked):
     num_sanity_val_steps: NonNegativeInt | Literal[-1] = 0
     """Validation batches run before training, to find mistakes early; -1 means all."""
     reload_dataloaders_every_n_epochs: NonNegativeInt = 0
-    """Ask for the loaders anew after this many epochs; 0 never."""
+    """Epochs between two calls of the dataloader hooks; 0 never calls them again."""
     use_distributed_sampler: bool = True
-    """Give each process its share of the samples."""
+    """Shard samples over ranks with a distributed sampler."""
     accumulate_grad_batches: PositiveInt = 1
-    """Batches whose gradients form one optimizer step; where an epoch ends within them, the next one goes on with them."""
+    """Batches per optimizer step; an accumulation window may continue in the next epoch."""
     gradient_clip_val: NonNegativeFloat | None = None
     """Largest gradient norm (or value); none means no clipping."""
     gradient_clip_algorithm: Literal["norm", "value"] | None = None
@@ -87,17 +87,17 @@ class TrainerSettings(Checked):
     enable_progress_bar: bool = True
     """Show progress in the terminal."""
     profiler: str | None = None
-    """Measure where time goes: simple, advanced or pytorch."""
+    """Profiler: simple, advanced or pytorch."""
     detect_anomaly: bool = False
     """Find the operation whose backward gave NaN; slow."""
     deterministic: bool | Literal["warn"] = False
-    """Use only deterministic kernels; warn tells of others instead of refusing them."""
+    """Use only deterministic kernels; warn reports others instead of refusing them."""
     benchmark: bool | None = None
     """Let cuDNN time its kernels for each shape."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode rather than no_grad."""
     sync_batchnorm: bool = False
-    """Batch statistics over all processes."""
+    """Synchronise batch norms over all ranks."""
     barebones: bool = False
     """Turn off everything that costs time beside the loop itself."""
 
@@ -107,9 +107,9 @@ class Checkpointing(Checked):
     """Which checkpoints are kept, and where."""
 
     folder: str | None = None
-    """Where they go: a folder, or an address such as s3://bucket/name; none: `checkpoints` in the run folder."""
+    """Folder, or address such as s3://bucket/name; none: `checkpoints` in the run folder."""
     monitor: str | None = None
-    """Logged value that says which checkpoints are best; none keeps the newest."""
+    """Logged value by which checkpoints are ranked; none keeps the newest."""
     mode: Literal["min", "max"] = "min"
     """Whether lower or higher is better."""
     save_top_k: NonNegativeInt | Literal[-1] = 1
@@ -121,7 +121,7 @@ class Checkpointing(Checked):
     every_n_epochs: NonNegativeInt = 1
     """Save after every n-th epoch."""
     asynchronous: bool | None = None
-    """Write in the background, from a copy in host memory; none: where several processes each write their share of the model."""
+    """Write in the background, from a copy in host memory; none: only if several ranks each write their shard."""
 
     def build(self) -> ModelCheckpoint:
         """Make the callback that saves after validation, or at the end of epochs."""
@@ -161,7 +161,7 @@ class Stopping(Checked):
     """Stop when a value no longer improves."""
 
     monitor: str = "val/loss"
-    """Logged value that is watched."""
+    """Logged value to monitor."""
     mode: Literal["min", "max"] = "min"
     """Whether lower or higher is better."""
     patience: NonNegativeInt = 10
@@ -180,7 +180,7 @@ class EMA(Checked):
     """Keep an exponential moving average of the weights and evaluate with it."""
 
     decay: ProperFraction = 0.999
-    """Share of the average kept at each step, in [0, 1)."""
+    """Decay of the average at each step, in [0, 1)."""
     ramp_steps: NonNegativeInt = 200
     """The decay grows as decay * (1 - exp(-step / ramp_steps)), so that early averages follow quickly; 0 turns the ramp off."""
 
@@ -192,16 +192,16 @@ class EMA(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Guard(Checked):
-    """Leave out updates whose loss or gradients are no finite numbers, or whose loss is a spike."""
+    """Skip updates whose loss or gradients are NaN or infinite, or whose loss is a spike."""
 
     policy: Literal["skip", "rollback", "stop"] = "skip"
-    """What else happens: nothing, back to the newest checkpoint before, or the end of the run."""
+    """Action beside skipping: none, roll back to the newest earlier checkpoint, or stop the run."""
     sigma: PositiveFloat | None = 6.0
-    """A loss this many standard deviations above the mean of the newest ones is a spike; none asks for finite numbers only."""
+    """A loss this many standard deviations above the mean of the recent ones is a spike; none checks for NaN and infinity only."""
     window: Annotated[int, Interval(ge=2)] = 100
-    """Good updates that mean and deviation are taken of."""
+    """Number of recent good updates for mean and deviation."""
     patience: PositiveInt = 10
-    """Bad updates in a row (or times gone back) after which the run ends."""
+    """Bad updates in a row (or rollbacks) after which the run ends."""
 
     def build(self) -> LossGuard:
         from arclight.trainer.callbacks import LossGuard
@@ -213,14 +213,14 @@ class Guard(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Checked):
-    """Show one training step of a pipeline: which process computes what when, and why it waits (plots/pipeline.html)."""
+    """Draw one training step of a pipeline, with the actions of each rank and its idle time by cause (plots/pipeline.html)."""
 
     after: NonNegativeInt = 3
-    """Steps that are not looked at, which allocate and compile."""
+    """Steps to skip first, which allocate and compile."""
     steps: PositiveInt = 5
-    """Steps of which the one of median length is shown."""
+    """Steps to record; the one of median length is drawn."""
     activations: bool = False
-    """Whether memory on a CPU is that of all tensors saved for backward, which slows these steps."""
+    """Count all tensors saved for backward as memory on a CPU, which slows these steps."""
 
     def build(self) -> PipelineTimeline:
         from arclight.trainer.callbacks import PipelineTimeline
@@ -230,7 +230,7 @@ class Timeline(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class Diloco(Checked):
-    """Let replicas train alone and exchange what has become of them now and then (Douillard et al. 2023).
+    """Train replicas independently and exchange pseudo-gradients every sync_every steps (Douillard et al. 2023).
 
     They are the processes of strategy = "replicas", or the dp_replicate groups of a plan.
     """
@@ -238,11 +238,11 @@ class Diloco(Checked):
     sync_every: PositiveInt = 100
     """Steps between two exchanges."""
     outer_lr: PositiveFloat = 0.7
-    """Learning rate of the step from the old common weights along the mean change."""
+    """Learning rate of the outer optimizer."""
     outer_momentum: ProperFraction = 0.9
-    """Nesterov momentum of that step, in [0, 1)."""
+    """Nesterov momentum of the outer optimizer, in [0, 1)."""
     fragments: PositiveInt = 1
-    """Parts of the model that take turns in being exchanged."""
+    """Fragments of the model, exchanged in turn."""
 
     def build(self) -> DiLoCo:
         from arclight.trainer.callbacks import DiLoCo

@@ -33,7 +33,7 @@ class DetectionProcessing:
     conf_threshold: float = 0.25
     """Smallest confidence kept, in [0, 1]."""
     iou_threshold: float = 0.45
-    """Two boxes of a class that overlap more than this are one, in [0, 1]."""
+    """IoU threshold of non-maximum suppression, in [0, 1]."""
     max_det: int = 300
     """Most boxes per photo."""
 

@@ -54,7 +54,7 @@ class Augment(Checked):
     flipud: Fraction = 0.0
     """Probability of mirroring top-bottom, in [0, 1]; leave at 0 for codes and text."""
     close_mosaic: Fraction = 0.1
-    """Last share of training that sees whole images instead of mosaics."""
+    """Final fraction of training without mosaics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Detection(Checked):
     data: Path
     """The data set: a data.yaml with train, val and names."""
     share: Share | None = None
-    """One site's part of the images, as arclight federate divides them; none for all."""
+    """One site's share of the images, as arclight federate partitions them; none for all."""
     model: str = "yolov5n"
     """Architecture: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x."""
     anchors: Literal["coco", "fitted"] = "coco"
@@ -72,15 +72,15 @@ class Detection(Checked):
     image_size: Annotated[int, Interval(ge=32)] = 640
     """Side of the square input, pixels; a multiple of 32."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """Layout of images and weights in memory; auto measures which one this machine trains faster in."""
+    """Memory layout of images and weights; auto measures which is faster on this machine."""
     batch_size: PositiveInt = 16
     """Images per step on each device."""
     workers: NonNegativeInt = 2
-    """Processes that load images; 0 loads in the training process."""
+    """Worker processes that load images; 0 loads in the training process."""
     cache: bool = False
     """Keep decoded training images in memory."""
     cache_labels: bool = True
-    """Keep checked labels in the data set's folder, for a quicker start; false writes nothing there."""
+    """Cache verified labels in the data set's folder, for a quicker start; false writes nothing there."""
     weights: Path | None = None
     """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
     freeze: NonNegativeInt = 0
@@ -88,9 +88,9 @@ class Detection(Checked):
     augment: Augment = field(default_factory=Augment)
     """Random changes to training images."""
     optimizer: SGD | AdamW = field(default_factory=AdamW)
-    """How weights move."""
+    """Optimizer."""
     schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
-    """How the learning rate changes over the run."""
+    """Learning-rate schedule."""
     box_gain: NonNegativeFloat = 0.05
     """Weight of the box loss."""
     obj_gain: NonNegativeFloat = 1.0
@@ -98,9 +98,9 @@ class Detection(Checked):
     cls_gain: NonNegativeFloat = 0.5
     """Weight of the class loss."""
     conf_threshold: Fraction = 0.25
-    """Smallest confidence shown in predictions, in [0, 1]."""
+    """Confidence threshold of predictions, in [0, 1]."""
     iou_threshold: Fraction = 0.45
-    """Two boxes of a class that overlap more than this are one, in [0, 1]."""
+    """IoU threshold of non-maximum suppression, in [0, 1]."""
 
     def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Detection:
         """The same task on one site's images; its weights come from elsewhere. Raises ValueError for a partition that divides no images."""

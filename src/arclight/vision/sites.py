@@ -23,19 +23,18 @@ By = Literal["list", "folder", "prefix"]
 
 @dataclass(frozen=True, kw_only=True)
 class Merchant:
-    """All photos of a merchant go to one site, so that every site has places and habits of its own."""
+    """Assign all photos of a merchant to one site, so that sites differ in places and habits."""
 
     by: By = "list"
-    """Where it is said whose an image is: in merchants.json beside data.yaml; in the name of its folder; or in the name of the
-    image, up to the first - or _."""
+    """Source of an image's merchant: merchants.json beside data.yaml (list), the name of its folder, or the prefix of its name up to the first - or _."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Numbered):
-    """One site's part of the images, of those to train with and of those to validate with."""
+    """One site's share of the training and validation images."""
 
     partition: Merchant | IID | Dirichlet = dataclasses.field(default_factory=IID)
-    """How images are divided."""
+    """Partition of the images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

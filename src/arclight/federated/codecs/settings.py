@@ -14,7 +14,7 @@ _Block = Annotated[int, Interval(ge=2, le=1 << 20)]
 
 @dataclass(frozen=True, kw_only=True)
 class Raw:
-    """Values as they are."""
+    """Uncompressed values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Int8(Lossy):
     """A quarter of float32: symmetric integers with a float32 scale for each block."""
 
     block: _Block = 256
-    """Values that share a scale, even."""
+    """Values per scale, an even number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,7 @@ class Int4(Lossy):
     """An eighth of float32: NormalFloat levels, 16 quantiles of the normal distribution (Dettmers et al. 2023, arXiv 2305.14314)."""
 
     block: _Block = 128
-    """Values that share a scale, even."""
+    """Values per scale, an even number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,7 +39,7 @@ class Sampling(Checked):
     """Which clients take part in a round; drawn from the run's seed and the round's number, so a resumed run draws the same."""
 
     per_round: PositiveInt | None = None
-    """Clients of each round; none: all."""
+    """Clients per round; none for all."""
     over_provision: NonNegativeFloat = 0.0
     """Further clients that are asked, as a share of those wanted: the round takes the first that answer."""
     dropout: ProperFraction = 0.0
@@ -63,7 +63,7 @@ class Waiting(Checked):
     """How long to wait for nodes before the first round, after all have gone, and for one that has gone and without whose clients
     there is no quorum."""
     nodes: PositiveInt = 1
-    """Nodes to wait for before the first round."""
+    """Nodes required before the first round."""
     beat_every: PositiveSeconds = 0.5
     """Nodes say that they are alive this often; one that is silent three times as long is lost."""
     lease: Seconds = 300.0
@@ -100,7 +100,7 @@ class Buffered(Checked):
     """Asynchronous rounds (FedBuff, Nguyen et al. 2022): step whenever ``size`` updates have come; stale ones move the weights less."""
 
     size: PositiveInt = 10
-    """Updates per server step."""
+    """Buffered updates per server step."""
     most_stale: NonNegativeInt = 10
     """Older updates, in server steps, are refused."""
 
@@ -114,12 +114,12 @@ class Streaming(Checked):
     """
 
     fragments: PositiveInt = 4
-    """Parts that a model is exchanged in."""
+    """Fragments of the model."""
     overlap: NonNegativeInt = 1
     """Rounds during which an exchange may be under way while clients train on; round r begins from the weights of round
     ``r - 1 - overlap``."""
     mix: Fraction = 0.5
-    """What a client keeps of its own fragment when the server's arrives, in [0, 1]."""
+    """Share of its own fragment that a client keeps when the server's arrives, in [0, 1]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,18 +39,18 @@ class Masks(Checked):
     """
 
     send: tuple[str, ...] = ("*",)
-    """What clients send back; the rest stays as the server has it."""
+    """Tensors that clients send; the others keep the server's values."""
     leave_out: tuple[str, ...] = ()
     """Exceptions from ``send``."""
     frozen: tuple[str, ...] = ()
-    """Taken from the server, neither trained nor sent."""
+    """The server's values, neither trained nor sent."""
     personal: tuple[str, ...] = ()
     """A client's own: the server's are its first values, afterwards they stay with the client, in its checkpoints, and never
     travel (FedPer, Arivazhagan et al. 2019)."""
     randomised: tuple[str, ...] = ()
     """Drawn anew by each client every ``randomise_every`` rounds and never sent (DEPT, Iacob et al. 2025)."""
     randomise_every: PositiveInt = 1
-    """Rounds from one drawing to the next."""
+    """Rounds between two draws."""
     periods: dict[str, PositiveInt] = field(default_factory=dict)
     """Pattern to the rounds from one exchange to the next: in rounds between, a client goes on with its own values. A pattern
     is a whole key (``exp_avg/blocks.*``), a local state (``exp_avg``) or a name; where several match, they count in this order,
@@ -58,7 +58,7 @@ class Masks(Checked):
     every 3, exp_avg_sq every 6; see `half_life`. All states go in the first round too, so that none
     that is averaged is divided by the root of one that is still zero."""
     experts: Experts | None = None
-    """Which experts a client trains and sends; none: all of them."""
+    """Experts that a client trains and sends; none for all."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

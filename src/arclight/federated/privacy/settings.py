@@ -77,14 +77,13 @@ class SecureSum(Checked):
     threshold: Annotated[float, Interval(gt=0.5, le=1)] = 0.67
     """Share of a client's partners that must stay to the end of a round, in (0.5, 1]: with fewer there is no sum."""
     partners: Annotated[int, Interval(ge=2)] | None = None
-    """Clients that each client shares masks with; none: all of the round. An even number of about 2 log2 of the clients is
-    enough for thousands."""
+    """Number of clients with which each client shares masks; none: all of the round. An even number of about 2 log2 of the clients is enough for thousands."""
     largest: PositiveFloat = 8.0
-    """Size that values of a change may have; larger ones are cut off and counted."""
+    """Maximum magnitude of an update's values; larger ones are clipped and counted."""
     patience: PositiveFloat = 120.0
-    """Seconds for which the others of a round are waited for at each step, once the first has come to it."""
+    """Seconds to wait for the other clients at each step of the protocol, once the first has reached it."""
     most_weight: PositiveInt = 1 << 20
-    """Largest weight of a client (samples, tokens); a client that has more fails. Each doubling costs a bit of precision."""
+    """Maximum weight of a client (samples, tokens); a client with more fails. Each doubling costs a bit of precision."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

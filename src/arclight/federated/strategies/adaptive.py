@@ -26,7 +26,7 @@ class _Adaptive(Strategy):
     state_keys: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     lr: PositiveFloat = 0.1
-    """Server rate: about the size of a weight's step."""
+    """Server learning rate, about the size of a weight's step."""
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.999)
     """Decays b1 and b2 of the mean change and of its square, each in [0, 1)."""
     tau: PositiveFloat = 1e-9

@@ -21,7 +21,7 @@ class FedAvg(Strategy):
     """Go to the mean of the clients' weights (McMahan et al. 2017, arXiv 1602.05629), or ``lr`` of the way."""
 
     lr: PositiveFloat = 1.0
-    """Server rate; 1 goes to the mean."""
+    """Server learning rate; 1 takes the mean."""
 
     @property
     def goes_to_mean(self) -> bool:
@@ -52,7 +52,7 @@ class FedNesterov(Strategy):
     state_keys: ClassVar[tuple[str, ...]] = ("velocity",)
 
     lr: PositiveFloat = 1.0
-    """Server rate."""
+    """Server learning rate."""
     momentum: ProperFraction = 0.9
     """Decay mu of the velocity, in [0, 1)."""
 
@@ -71,7 +71,7 @@ class DiLoCo(FedNesterov):
     """The outer optimizer of DiLoCo (Douillard et al. 2023, arXiv 2311.08105): Nesterov's momentum with its paper's values."""
 
     lr: PositiveFloat = 0.7
-    """Server rate."""
+    """Server learning rate."""
     momentum: ProperFraction = 0.9
     """Decay of the velocity, in [0, 1); short runs do better with 0.6."""
 
@@ -83,7 +83,7 @@ class FedMomentum(Strategy):
     state_keys: ClassVar[tuple[str, ...]] = ("stepped",)
 
     lr: PositiveFloat = 1.0
-    """Server rate."""
+    """Server learning rate."""
     momentum: ProperFraction = 0.9
     """How far to go on beyond a step, in [0, 1)."""
 
