@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arclight.trainer.run import cpu_name
+from arclight.trainer.run.folder import cpu_name
 
 ENOUGH = 6
 """Samples below which no interval of a median is one of 95 %: all of them lie on one side of it with probability 2 ** (1 - n)."""

@@ -20,8 +20,8 @@ import arclight as al
 from arclight import checkpoint
 from arclight.checkpoint import AsyncSaver, CheckpointError, shares
 from arclight.fabric.strategies import FSDPStrategy
-from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.callbacks import ModelCheckpoint
+from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
 
 torch.set_num_threads(1)
 

@@ -34,7 +34,7 @@ from arclight.federated.protocol import Beat, Doing
 from arclight.federated.rounds.history_file import read_history
 from arclight.recipe import RecipeError, explain, read
 from arclight.trainer.loggers.csv_logger import read_metrics
-from arclight.trainer.run import RunFolder
+from arclight.trainer.run.folder import RunFolder
 
 Typed = Callable[[str], tuple[int, str, str]]
 DEADLINE = 300.0

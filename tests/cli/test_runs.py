@@ -21,7 +21,7 @@ from arclight.checkpoint import load as load_checkpoint
 from arclight.cli.arguments import UsageError
 from arclight.cli.interruption import Interruption
 from arclight.cli.runs import best_checkpoint, described, newest_checkpoint
-from arclight.trainer.run import RunFolder
+from arclight.trainer.run.folder import RunFolder
 
 Typed = Callable[[str], tuple[int, str, str]]
 RANKED = "train tiny.toml --checkpoint.monitor val/loss --checkpoint.mode max --checkpoint.save_top_k"

@@ -23,8 +23,8 @@ from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
-from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.callbacks import ModelCheckpoint
+from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
 
 STEPS, GLOBAL_BATCH = 20, 12
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight.checkpoint.remote import place
 from arclight.fabric.strategies import FSDPStrategy
-from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.callbacks import ModelCheckpoint
+from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
 
 
 class Model(al.Module):

@@ -16,9 +16,8 @@ import arclight as al
 from arclight import checkpoint
 from arclight.checkpoint import saver as saver_module
 from arclight.compat.lightning import Trainer
-from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.callbacks import ModelCheckpoint
-from arclight.trainer.checkpoint_io import FolderCheckpointIO, TorchCheckpointIO
+from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO, FolderCheckpointIO, TorchCheckpointIO
 
 
 def names(folder: str | Path | None) -> set[str]:

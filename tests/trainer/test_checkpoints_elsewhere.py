@@ -25,7 +25,7 @@ from arclight.checkpoint.remote import RemotePath, place
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from arclight.trainer.checkpoint_io import TorchCheckpointIO
+from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO
 from arclight.trainer.settings import Checkpointing
 
 SCORES = (5.0, 3.0, 4.0, 1.0, 2.0, 0.5)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import arclight as al
-from arclight.trainer.compiling import from_compiled, to_uncompiled
+from arclight.trainer.loop.verification import from_compiled, to_uncompiled
 
 
 class Small(al.Module):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer import limits
-from arclight.trainer.durations import Duration, Unit
-from arclight.trainer.progress import Progress
+from arclight.trainer.data import limits
+from arclight.trainer.loop.progress import Progress
+from arclight.trainer.run.durations import Duration, Unit
 
 
 @pytest.mark.parametrize(

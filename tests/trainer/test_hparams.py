@@ -18,6 +18,7 @@ from torch import nn
 import arclight as al
 from arclight.checkpoint import CheckpointError
 from arclight.trainer.hparams import (
+    TAG,
     Hyperparameters,
     arguments_for,
     checkpoint_entries,
@@ -25,7 +26,6 @@ from arclight.trainer.hparams import (
     hyperparameters_to_log,
     rebuild,
 )
-from arclight.trainer.plain import TAG
 
 
 class Base(al.Module):

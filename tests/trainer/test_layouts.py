@@ -23,7 +23,7 @@ import arclight as al
 from arclight.checkpoint import CheckpointError
 from arclight.trainer.callback import Checkpoint
 from arclight.trainer.callbacks import LossGuard
-from arclight.trainer.state import LAYOUT
+from arclight.trainer.checkpoint.state import LAYOUT
 
 LAYOUTS = Path(__file__).parent / "layouts"
 BATCH = 13

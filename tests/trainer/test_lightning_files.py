@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from arclight.trainer.lightning_files import is_lightnings, progress_of
-from arclight.trainer.progress import Progress
+from arclight.trainer.checkpoint.state import lightning_progress, written_by_lightning
+from arclight.trainer.loop.progress import Progress
 
 
 def counters(ready: int, started: int, processed: int, completed: int) -> dict[str, int]:
@@ -61,22 +61,22 @@ IN_LAST_VALIDATION = checkpoint(
     ids=["epoch end", "batch end", "validation end", "last validation end", "1.x"],
 )
 def test_the_position_is_read_from_the_counters(saved: dict[str, Any], position: Progress) -> None:
-    assert is_lightnings(saved)
-    assert progress_of(saved) == position
+    assert written_by_lightning(saved)
+    assert lightning_progress(saved) == position
 
 
 def test_an_epoch_saved_at_its_end_is_not_begun_again() -> None:
     progress = Progress()
-    progress.load_state_dict(progress_of(AT_EPOCH_END).state_dict())
+    progress.load_state_dict(lightning_progress(AT_EPOCH_END).state_dict())
     assert (progress.epoch, progress.batch, progress.ended) == (2, 0, False)
 
 
 def test_steps_of_several_optimizers_count_once_where_batches_are_counted() -> None:
     saved = AT_EPOCH_END | {"optimizer_states": [{}, {}]}
-    assert progress_of(saved).global_step == 8
-    assert progress_of(saved, count_optimizer_steps=False).global_step == 4
+    assert lightning_progress(saved).global_step == 8
+    assert lightning_progress(saved, count_optimizer_steps=False).global_step == 4
 
 
 def test_our_own_files_are_told_apart() -> None:
-    assert not is_lightnings({"pytorch-lightning_version": "2.6.6", "loops": {"progress": {}}})
-    assert not is_lightnings({"state_dict": {}})
+    assert not written_by_lightning({"pytorch-lightning_version": "2.6.6", "loops": {"progress": {}}})
+    assert not written_by_lightning({"state_dict": {}})

@@ -19,7 +19,7 @@ from arclight.optim import AdamW
 from arclight.trainer.callbacks import LossGuard
 from arclight.trainer.loggers import CSVLogger
 from arclight.trainer.loggers.csv_logger import read_rows
-from arclight.trainer.reporting import NonFiniteLossError
+from arclight.trainer.logging.reporting import NonFiniteLossError
 from arclight.trainer.spike import TrainingSpikeException
 
 

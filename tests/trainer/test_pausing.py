@@ -14,10 +14,16 @@ from torch import nn
 from arclight import Callback, Trainer, seed_everything
 from arclight.checkpoint import CheckpointError
 from arclight.optim.schedules import cosine, lambda_schedule
-from arclight.trainer.clock import Clock
-from arclight.trainer.loading import WeightsMisfitError
-from arclight.trainer.named import bind_moments, bind_weights, optimizer_state_names, whole_moments, whole_weights
-from arclight.trainer.pausing import Pause
+from arclight.trainer.callbacks.pause import Pause
+from arclight.trainer.checkpoint.loading import WeightsMisfitError
+from arclight.trainer.checkpoint.named_state import (
+    gather_optimizer_state,
+    gather_parameters,
+    load_optimizer_state,
+    load_parameters,
+    optimizer_state_names,
+)
+from arclight.trainer.loop.schedulers import StepSync
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
@@ -96,7 +102,7 @@ class SetClock(Callback):
         self.step = step
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.clock = Clock(trainer)
+        self.clock = StepSync(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.clock.set(self.step)
@@ -165,14 +171,14 @@ def test_an_equal_clock_changes_nothing(tmp_path: Path) -> None:
 def test_weights_by_name() -> None:
     module = Classifier()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    bind_weights(module, {"net.0.weight": torch.ones(16, 8), "net.1.running_mean": torch.full((16,), 2.0)})
+    load_parameters(module, {"net.0.weight": torch.ones(16, 8), "net.1.running_mean": torch.full((16,), 2.0)})
     assert module.net[0].weight.unique().tolist() == [1.0]
     assert module.net[1].running_mean.unique().tolist() == [2.0]
     assert torch.equal(module.net[4].weight, before["net.4.weight"])
     with pytest.raises(WeightsMisfitError, match=r"no weight net\.0\.wight"):
-        bind_weights(module, {"net.4.weight": torch.ones(2, 16), "net.0.wight": torch.ones(16, 8)})
+        load_parameters(module, {"net.4.weight": torch.ones(2, 16), "net.0.wight": torch.ones(16, 8)})
     with pytest.raises(WeightsMisfitError, match=r"has shape \(16, 8\), given was \(8, 16\)"):
-        bind_weights(module, {"net.4.weight": torch.ones(2, 16), "net.0.weight": torch.ones(8, 16)})
+        load_parameters(module, {"net.4.weight": torch.ones(2, 16), "net.0.weight": torch.ones(8, 16)})
     assert torch.equal(module.net[4].weight, before["net.4.weight"]), "a refused set of weights leaves all as it was"
 
 
@@ -183,9 +189,9 @@ class Moments(Callback):
         self.before = {name: value.clone() for name, value in pl_module.state_dict().items()}
         for state, value in (("exp_avg", 0.25), ("exp_avg_sq", 4.0)):
             names = {name: torch.full_like(p, value) for name, p in pl_module.named_parameters()}
-            bind_moments(trainer, state, names, steps=1000)
+            load_optimizer_state(trainer, state, names, steps=1000)
         with pytest.raises(WeightsMisfitError, match="no optimizer keeps momentum_buffer"):
-            bind_moments(trainer, "momentum_buffer", {"net.0.weight": torch.ones(16, 8)}, steps=1)
+            load_optimizer_state(trainer, "momentum_buffer", {"net.0.weight": torch.ones(16, 8)}, steps=1)
         self.after = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
 
@@ -198,12 +204,12 @@ def test_moments_by_name(tmp_path: Path) -> None:
     names = [name for name, _ in module.named_parameters()]
     assert optimizer_state_names(trainer, "exp_avg") == names
     assert optimizer_state_names(trainer, "momentum") == []
-    averages = dict(whole_moments(trainer, "exp_avg", names))
+    averages = dict(gather_optimizer_state(trainer, "exp_avg", names))
     for name, parameter in module.named_parameters():
         own = trainer.optimizers[0].state[parameter]
         assert own["step"].item() == 1001
         assert torch.equal(averages[name], own["exp_avg"])
         assert averages[name] is not own["exp_avg"]
-    weights = dict(whole_weights(trainer, ["net.0.weight"]))
+    weights = dict(gather_parameters(trainer, ["net.0.weight"]))
     module.net[0].weight.data.zero_()
     assert weights["net.0.weight"].any(), "what is taken is a copy"

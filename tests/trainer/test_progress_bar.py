@@ -19,9 +19,9 @@ from arclight.trainer.callbacks import ProgressBar, RichProgressBar, RichProgres
 from arclight.trainer.callbacks.progress_bar import get_standard_metrics
 from arclight.trainer.callbacks.progress_clock import ProgressClock, clock_text, rate_text
 from arclight.trainer.callbacks.progress_columns import count_text, value_text
-from arclight.trainer.conventions import LIGHTNING
-from arclight.trainer.hooks import callback_hooks
 from arclight.trainer.loggers.logger import DummyLogger
+from arclight.trainer.loop.hooks import callback_hooks
+from arclight.trainer.settings import LIGHTNING
 
 
 def shown(terminal: bool, **arguments: Any) -> tuple[RichProgressBar, io.StringIO]:
@@ -55,7 +55,7 @@ def test_it_hooks_into_no_batch(fit: Any) -> None:
 
 
 def test_a_terminal_sees_epoch_batches_speed_and_metrics(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arclight.trainer.loop.PROGRESS_INTERVAL", 0.0)
+    monkeypatch.setattr("arclight.trainer.loop.fit.PROGRESS_INTERVAL", 0.0)
     bar, out = shown(True, refresh_rate=math.inf)
     fit({"val/score": [1.0, 2.0]}, bar, batches=30)
     text = plain(out)

@@ -22,10 +22,10 @@ import torch
 from arclight import checkpoint
 from arclight.trainer import RunFolder
 from arclight.trainer.callbacks import ModelCheckpoint, RunReport
-from arclight.trainer.curves import best_point, grouped, number_text, smoothed, thinned
 from arclight.trainer.loggers import CSVLogger
-from arclight.trainer.report import Section, table, write_report
-from arclight.trainer.svg import Series, line_chart, nice_ticks, sparkline, tick_texts
+from arclight.trainer.run.curves import best_point, grouped, number_text, smoothed, thinned
+from arclight.trainer.run.report import Section, table, write_report
+from arclight.trainer.run.svg import Series, line_chart, nice_ticks, sparkline, tick_texts
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 import arclight as al
 from arclight import checkpoint
 from arclight.fabric.errors import SIGTERMException
-from arclight.trainer import signals
-from arclight.trainer.run import RunFolder
+from arclight.trainer.loop import signals
+from arclight.trainer.run.folder import RunFolder
 
 SCRIPT = """
 import os, signal, sys, torch

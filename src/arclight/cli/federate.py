@@ -238,7 +238,7 @@ def finish(
 
 def kept_by(node: Path) -> str:
     """What a node's folder is for once the run is over. A file with several names counts once."""
-    from arclight.trainer.report import size_text
+    from arclight.trainer.run.report import size_text
 
     found = (path.stat() for path in node.rglob("*") if path.is_file())
     size = sum({facts.st_ino: facts.st_size for facts in found}.values())
@@ -338,7 +338,7 @@ def as_tables(recipe: FederatedRecipe) -> dict[str, Any]:
 def recorded(recipe: FederatedRecipe, folder: RunFolder) -> Iterator[None]:
     """Keep recipe, environment and log in the run's folder."""
     from arclight.recipe import write
-    from arclight.trainer.run import write_atomically
+    from arclight.trainer.run.folder import write_atomically
 
     log = logging.getLogger("arclight")
     text = write(recipe)

@@ -23,7 +23,7 @@ from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.errors import FederatedError, LinkError
 from arclight.federated.protocol import Evaluate, Fit, Leave, Message, Receipt, Update, Wait, Welcome
 from arclight.federated.transports.trust import explained
-from arclight.trainer.report import size_text
+from arclight.trainer.run.report import size_text
 
 if TYPE_CHECKING:
     from arclight.federated.blobs import BlobStore

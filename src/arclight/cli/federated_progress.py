@@ -14,8 +14,8 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.protocol import Beat
 from arclight.trainer.callbacks.progress_clock import clock_text
-from arclight.trainer.curves import number_text
-from arclight.trainer.report import size_text
+from arclight.trainer.run.curves import number_text
+from arclight.trainer.run.report import size_text
 
 if TYPE_CHECKING:
     from arclight.federated.coordination.state import Open

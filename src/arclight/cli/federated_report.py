@@ -14,10 +14,10 @@ from arclight.cli.federate import with_curves
 from arclight.cli.federated_charts import Stack, stacked_bars
 from arclight.federated.rounds.history_file import has_history, read_history
 from arclight.federated.rounds.store import Rounds
-from arclight.trainer.curves import Chart, last_finite, number_text
 from arclight.trainer.loggers.csv_logger import read_metrics
-from arclight.trainer.report import Section, chart_figure, size_text, table, write_report
-from arclight.trainer.svg import Point, Series
+from arclight.trainer.run.curves import Chart, last_finite, number_text
+from arclight.trainer.run.report import Section, chart_figure, size_text, table, write_report
+from arclight.trainer.run.svg import Point, Series
 
 Round = Mapping[str, Any]
 """A round as history.jsonl tells it."""

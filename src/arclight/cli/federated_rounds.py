@@ -79,8 +79,8 @@ def rounds(options: Namespace) -> int:
     import rich
     from rich.table import Table
 
-    from arclight.trainer.curves import number_text
-    from arclight.trainer.report import size_text
+    from arclight.trainer.run.curves import number_text
+    from arclight.trainer.run.report import size_text
 
     table = Table(title=options.path, title_justify="left")
     for name in ("round", "step", "clients", "loss", "size", "written (UTC)"):

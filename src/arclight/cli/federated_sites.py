@@ -208,10 +208,10 @@ class Measuring:
 
     def keep(self, weights: Mapping[str, torch.Tensor], steps: int) -> Path:
         """Write ``weights`` into the run's checkpoints, from where every other verb goes on."""
-        from arclight.trainer.named import bind_weights
+        from arclight.trainer.checkpoint.named_state import load_parameters
 
         trainer = self._fit_nothing()
-        bind_weights(self.module, weights)
+        load_parameters(self.module, weights)
         trainer.progress.global_step = steps
         path = self._folder / "checkpoints" / "last.ckpt"
         trainer.save_checkpoint(path, weights_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from arclight.recipe import write
 from arclight.trainer import Callback
-from arclight.trainer.run import write_atomically
+from arclight.trainer.run.folder import write_atomically
 
 if TYPE_CHECKING:
     from arclight.cli.schema import Recipe

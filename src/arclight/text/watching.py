@@ -12,8 +12,7 @@ import torch
 
 from arclight.text.settings import Sampling
 from arclight.trainer import Callback
-from arclight.trainer.device_peaks import get_available_flops
-from arclight.trainer.throughput import compute_dtype
+from arclight.trainer.throughput import compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
     from arclight.text.language_model import LanguageModel

@@ -9,9 +9,9 @@ from arclight._lazy import lazy
 if TYPE_CHECKING:
     from arclight.trainer.callback import Callback as Callback
     from arclight.trainer.datamodule import DataModule as DataModule
+    from arclight.trainer.logging.reporting import NonFiniteLossError as NonFiniteLossError
     from arclight.trainer.module import Module as Module
-    from arclight.trainer.reporting import NonFiniteLossError as NonFiniteLossError
-    from arclight.trainer.run import RunFolder as RunFolder
+    from arclight.trainer.run.folder import RunFolder as RunFolder
     from arclight.trainer.settings import EMA as EMA
     from arclight.trainer.settings import Checkpointing as Checkpointing
     from arclight.trainer.settings import Stopping as Stopping
@@ -24,8 +24,8 @@ __getattr__, __dir__, __all__ = lazy(
         "Callback": "arclight.trainer.callback",
         "DataModule": "arclight.trainer.datamodule",
         "Module": "arclight.trainer.module",
-        "NonFiniteLossError": "arclight.trainer.reporting",
-        "RunFolder": "arclight.trainer.run",
+        "NonFiniteLossError": "arclight.trainer.logging.reporting",
+        "RunFolder": "arclight.trainer.run.folder",
         "Trainer": "arclight.trainer.trainer",
     }
     | dict.fromkeys(("EMA", "Checkpointing", "Stopping", "TrainerSettings"), "arclight.trainer.settings"),

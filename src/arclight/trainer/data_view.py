@@ -8,13 +8,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
 from arclight.data.combined import Count
-from arclight.trainer import dataloading, limits
-from arclight.trainer.batch_iterator import BatchIterator
-from arclight.trainer.data_checks import nothing_to_train
-from arclight.trainer.dataloading import StageData
-from arclight.trainer.prediction import Predictions
+from arclight.trainer.data import limits, stage_data
+from arclight.trainer.data.batches import BatchIterator
+from arclight.trainer.data.checks import nothing_to_train
+from arclight.trainer.data.stage_data import StageData
+from arclight.trainer.loop.evaluation import Predictions
+from arclight.trainer.loop.hooks import takes_iterator
 from arclight.trainer.profilers.watching import watch_items
-from arclight.trainer.signatures import takes_iterator
 
 if TYPE_CHECKING:
     from arclight.data import ResumableCombination, ResumableLoader
@@ -91,7 +91,7 @@ class DataView:
     @property
     def enable_validation(self) -> bool:
         """Whether a fit validates: there are data and a step for it, and no limit forbids it."""
-        return dataloading.validates(cast("Trainer", self))
+        return stage_data.validates(cast("Trainer", self))
 
     @property
     def val_check_batch(self) -> Count:
@@ -103,7 +103,7 @@ class DataView:
         """Optimizer steps of the whole fit, for schedules; infinity where it is not known."""
         trainer = cast("Trainer", self)
         if "train" in self.data:
-            dataloading.load(trainer, "train")
+            stage_data.load(trainer, "train")
         return limits.estimated_steps(trainer)
 
     @property

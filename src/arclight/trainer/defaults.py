@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.registry import load_external_callbacks
 from arclight.trainer.callback import Callback, Checkpoint
-from arclight.trainer.hooks import overridden
-from arclight.trainer.pausing import Pause
+from arclight.trainer.callbacks.pause import Pause
+from arclight.trainer.loop.hooks import overridden
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer

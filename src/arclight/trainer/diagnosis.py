@@ -14,12 +14,13 @@ from torch import nn
 from arclight.checkpoint.remote import place
 from arclight.data import ResumableLoader
 from arclight.fabric.batches import map_tensors
-from arclight.trainer import dataloading, state
-from arclight.trainer.gradients import loss_of
-from arclight.trainer.loading import load_weights
+from arclight.trainer.checkpoint import state
+from arclight.trainer.checkpoint.loading import load_weights
+from arclight.trainer.data import stage_data
+from arclight.trainer.data.batches import batch_transfer
+from arclight.trainer.loop.gradients import loss_of
+from arclight.trainer.loop.step import build_forward, build_step
 from arclight.trainer.module import Module
-from arclight.trainer.optimization import build_forward, build_step
-from arclight.trainer.transfer import batch_transfer
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -47,8 +48,8 @@ def diagnose(trainer: Trainer) -> str:
     try:
         with _without_callbacks(trainer):
             load_weights(module, saved["state_dict"])
-            state.restore(trainer, saved)
-            dataloading.restore_position(trainer)
+            state.restore_training_state(trainer, saved)
+            stage_data.restore_position(trainer)
             found = _replay(trainer, module, last)
     except Exception as error:  # whatever it is, the user is to hear of the loss first
         return f"running on from {checkpoint} to find where it began ended with {type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from arclight.trainer.log_rules import refuse_value
+from arclight.trainer.logging.rules import refuse_value
 
 
 class FabricLink:

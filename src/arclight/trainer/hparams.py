@@ -3,25 +3,235 @@
 from __future__ import annotations
 
 import copy
+import csv
 import dataclasses
 import importlib
 import inspect
+import json
 import pickle
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
-from types import FrameType, MethodType
+from enum import Enum
+from pathlib import Path, PurePath
+from types import FrameType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from arclight.checkpoint import CheckpointError
+from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.warning_kinds import WarningCache
-from arclight.trainer.plain import NotPlainError, as_omegaconf, decode, encode, is_omegaconf
+from arclight.trainer.loggers.params import yaml_text
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+
+
+TAG = "__arclight__"
+"""The one key that marks a dict as an encoded object; its value says of which kind. A user's dict with this key is escaped."""
+
+_LEAVES = (bool, int, float, str, bytes, type(None), torch.Tensor, torch.device, torch.dtype, torch.Size)
+
+
+class UnserializableError(TypeError):
+    """A value that is no plain data and cannot be made into such."""
+
+
+def is_omegaconf(value: object) -> bool:
+    return type(value).__module__.startswith("omegaconf.")
+
+
+def encode(value: Any) -> Any:
+    """Encode a tree of plain values, dataclasses, enumerations, paths and OmegaConf containers as plain data.
+
+    A path is a text (so other projects' readers understand it), a path in a field of a dataclass comes back as a path.
+    Raises UnserializableError naming the class of anything else.
+    """
+    if isinstance(value, Enum):
+        return {TAG: "enum", "class": _place(type(value)), "name": value.name}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        fields = {n: {TAG: "path", "path": str(v)} if isinstance(v, PurePath) else encode(v) for n, v in given.items()}
+        return {TAG: "dataclass", "class": _place(type(value)), "fields": fields}
+    if is_omegaconf(value):
+        from omegaconf import OmegaConf
+
+        return {TAG: "omegaconf", "content": encode(OmegaConf.to_container(value))}
+    if isinstance(value, dict):
+        items = {key: encode(item) for key, item in value.items()}
+        return {TAG: "dict", "items": items} if TAG in value or _old_kind(value) else items
+    if type(value) is torch.Size or isinstance(value, _LEAVES):
+        return value
+    if isinstance(value, (list, tuple)):
+        parts = [encode(item) for item in value]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if isinstance(value, Namespace):
+        return encode(vars(value))
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise UnserializableError(f"it is a {type(value).__module__}.{type(value).__qualname__}, not plain data")
+
+
+def decode(value: Any, owner: type) -> Any:
+    """Decode what :func:`encode` gave, for the arguments of ``owner``.
+
+    A file does not choose what runs: a class is looked up in modules that are imported already or belong to the room of ``owner``,
+    and a dataclass is built only if it is of ``owner``'s packages or visible where ``owner`` is defined.
+    Raises CheckpointError for any other class.
+    """
+    if type(value) in (list, tuple):
+        return type(value)(decode(item, owner) for item in value)
+    if not isinstance(value, dict):
+        return value
+    match value.get(TAG):
+        case None:
+            kind = _old_kind(value)
+            return {k: decode(v, owner) for k, v in value.items()} if kind is None else _decode_old(kind, value, owner)
+        case "dict":
+            return {key: decode(item, owner) for key, item in value["items"].items()}
+        case "path":
+            return Path(value["path"])
+        case "enum":
+            return _find(value["class"], owner, _is_enum)[value["name"]]
+        case "dataclass":
+            return _build(value["class"], {n: decode(field, owner) for n, field in value["fields"].items()}, owner)
+        case "omegaconf":
+            return as_omegaconf(decode(value["content"], owner))
+        case other:
+            raise CheckpointError(
+                f"the checkpoint has a hyper-parameter of kind {other!r}, which this version cannot read"
+            )
+
+
+def _old_kind(value: dict[Any, Any]) -> str | None:
+    """The kind of object that a dict stood for before there was :data:`TAG`; None for a dict that is one."""
+    if value.keys() == {"dataclass", "fields"} and _is_place(value["dataclass"]) and isinstance(value["fields"], dict):
+        return "dataclass"
+    if value.keys() == {"enum", "name"} and _is_place(value["enum"]) and isinstance(value["name"], str):
+        return "enum"
+    return "omegaconf" if value.keys() == {"omegaconf"} else None
+
+
+def _decode_old(kind: str, value: dict[Any, Any], owner: type) -> Any:
+    if kind == "enum":
+        return _find(value["enum"], owner, _is_enum)[value["name"]]
+    if kind == "omegaconf":
+        return as_omegaconf(decode(value["omegaconf"], owner))
+    fields = {
+        name: Path(field["path"])
+        if isinstance(field, dict) and field.keys() == {"path"} and isinstance(field["path"], str)
+        else decode(field, owner)
+        for name, field in value["fields"].items()
+    }
+    return _build(value["dataclass"], fields, owner)
+
+
+def as_omegaconf(content: Any) -> Any:
+    """Make an OmegaConf container of plain data."""
+    from arclight.fabric.extras import require
+
+    return require("omegaconf", extra="cli").OmegaConf.create(content)
+
+
+def _build(place: str, values: dict[str, Any], owner: type) -> Any:
+    """Build the dataclass at ``place``; fields that it no longer has are left out, new ones take their defaults."""
+    cls = _find(place, owner, dataclasses.is_dataclass)
+    if not _is_visible(cls, owner):
+        raise CheckpointError(
+            f"the checkpoint names the dataclass {place}, which {owner.__module__} neither defines nor imports: it is not built for a "
+            f"file's sake; import it there, or give that argument of {owner.__name__} yourself"
+        )
+    known = {field.name: field.init for field in dataclasses.fields(cls)}
+    built = cls(**{name: value for name, value in values.items() if known.get(name)})
+    for name, value in values.items():
+        if known.get(name) is False:
+            object.__setattr__(built, name, value)  # a frozen one too
+    return built
+
+
+def known_fields(cls: Any, saved: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return the items of ``saved`` that are fields of the dataclass ``cls``; a warning names the rest, which a later version wrote.
+
+    Raises CheckpointError, naming it, where a field without a default is missing.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if unknown := [name for name in saved if name not in fields]:
+        rank_zero_warn(
+            f"the checkpoint's {what} has fields that this version does not know: {', '.join(unknown)}; they are left out"
+        )
+    needed = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in needed if name not in saved]:
+        raise CheckpointError(
+            f"the checkpoint's {what} lacks {', '.join(missing)}: it is damaged, resume from another one"
+        )
+    return {name: value for name, value in saved.items() if name in fields}
+
+
+def _place(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, str) and all(value.partition(":"))
+
+
+def _is_enum(cls: type) -> bool:
+    return issubclass(cls, Enum)
+
+
+def _find(place: str, owner: type, fits: Callable[[type], bool]) -> Any:
+    name, _, qualified = place.partition(":")
+    if name not in sys.modules:
+        if not any(name.startswith(f"{room}.") for room in _rooms(owner)) or name.endswith("__main__"):
+            raise CheckpointError(f"the checkpoint was made with {place}; import {name} before loading it")
+        importlib.import_module(name)
+    cls: Any = sys.modules[name]
+    for part in qualified.split("."):
+        cls = getattr(cls, part, None)
+    if not (isinstance(cls, type) and fits(cls)):
+        raise CheckpointError(f"the checkpoint was made with {place}, which is no longer what it was there")
+    return cls
+
+
+def _rooms(owner: type) -> Iterator[str]:
+    """Sub-packages of this package that ``owner`` and its bases are defined in."""
+    for base in owner.__mro__:
+        package, _, rest = base.__module__.partition(".")
+        if package == __name__.partition(".")[0] and rest:
+            yield f"{package}.{rest.partition('.')[0]}"
+
+
+def _is_visible(cls: type, owner: type) -> bool:
+    """Return True for a class of the packages of ``owner`` and its bases, or that one of their modules or the program names.
+
+    What the module of such a dataclass names is visible too: the types of its fields may be dataclasses themselves.
+    """
+    bases = {base.__module__ for base in owner.__mro__}
+    packages = {module.partition(".")[0] for module in bases} - sys.stdlib_module_names - {"torch"}
+    if cls.__module__.partition(".")[0] in packages:
+        return True
+    waiting = [*({*bases, "__main__"} & sys.modules.keys())]
+    known = {*waiting}
+    while waiting:
+        for value in list(vars(sys.modules[waiting.pop()]).values()):
+            if value is cls or (
+                isinstance(value, ModuleType) and f"{cls.__module__}.".startswith(f"{value.__name__}.")
+            ):
+                return True
+            module = value.__module__ if isinstance(value, type) and dataclasses.is_dataclass(value) else None
+            if module in sys.modules and module not in known:
+                known.add(module)
+                waiting.append(module)
+    return False
+
 
 INSTANTIATORS = {
     f"{package}.cli.instantiate_module"
@@ -178,7 +388,7 @@ class HyperparametersMixin:
         Raises CheckpointError for a file that cannot be read so or whose weights do not fit, ValueError for a
         ``strict`` that contradicts the module's.
         """
-        from arclight.trainer.loading import build
+        from arclight.trainer.checkpoint.loading import build
 
         return build(cls, checkpoint_path, map_location, hparams_file, strict, kwargs)
 
@@ -302,7 +512,7 @@ def checkpoint_entries(owner: HyperparametersMixin) -> dict[str, Any]:
     for name, value in owner.hparams.items():
         try:
             values[name] = encode(value)
-        except NotPlainError as error:
+        except UnserializableError as error:
             _TOLD.warn(
                 f"Attribute '{name}' removed from hparams because it cannot be pickled safely: {error}. You can suppress "
                 f"this warning by setting `self.save_hyperparameters(ignore=['{name}'])`, and must give {name!r} to "
@@ -348,3 +558,149 @@ def rebuild(cls: type, checkpoint: dict[str, Any], overrides: dict[str, Any]) ->
     given = _decoded(cls, {name: value for name, value in kept.items() if name != "_instantiator"}, overrides)
     arguments = given if "_class_path" in given else arguments_for(cls, checkpoint, overrides)
     return importlib.import_module("arclight.compat.lightning.cli").instantiate_module(cls, arguments)
+
+
+def find_attribute_owners(module: Module, name: str) -> list[Any]:
+    """Every place that has ``name``: the module, its ``hparams``, the data module, its ``hparams``; the last one counts."""
+    trainer = getattr(module, "_trainer", None)
+    data = trainer.datamodule if trainer is not None else None
+    found: list[Any] = []
+    for owner in (module, data):
+        if owner is None:
+            continue
+        if hasattr(owner, name):
+            found.append(owner)
+        if name in (getattr(owner, "hparams", None) or ()):
+            found.append(owner.hparams)
+    return found
+
+
+def has_setting(module: Module, name: str) -> bool:
+    return bool(find_attribute_owners(module, name))
+
+
+def get_setting(module: Module, name: str) -> Any:
+    """The value in the last place that has it. Raises AttributeError where none has."""
+    holder = _require_attribute_owners(module, name)[-1]
+    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+
+
+def set_setting(module: Module, name: str, value: Any) -> None:
+    """Change it in every place that has it. Raises AttributeError where none has."""
+    for holder in _require_attribute_owners(module, name):
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)
+
+
+def _require_attribute_owners(module: Module, name: str) -> list[Any]:
+    found = find_attribute_owners(module, name)
+    if not found:
+        raise AttributeError(
+            f"{name} is neither stored in the model namespace nor the `hparams` namespace/dict, nor the datamodule."
+        )
+    return found
+
+
+_PLAIN = (str, bool, int, float, type(None), Enum)
+
+
+def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
+    """Write a mapping or Namespace as YAML; what is no plain value is left out with a warning.
+
+    An OmegaConf container is written with its references resolved. Raises RuntimeError where the folder is missing.
+    """
+    _need_folder(config_yaml)
+    values = _plain_containers(vars(hparams) if isinstance(hparams, Namespace) else hparams)
+    if not isinstance(values, Mapping):
+        raise TypeError(f"hparams must be dictionary, got {type(hparams).__name__}")
+    kept = {}
+    for name, value in values.items():
+        if _is_plain(value):
+            kept[name] = value
+        else:
+            rank_zero_warn(f"Skipping '{name}' parameter because it is not possible to safely dump to YAML.")
+    Path(config_yaml).write_text(yaml_text(kept), encoding="utf-8")
+
+
+def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
+    """What such a file holds; nothing but plain values is made from it. An empty dict, with a warning, where it is missing.
+
+    ``use_omegaconf`` gives an OmegaConf container where that package is installed.
+    """
+    if not _found(config_yaml):
+        return {}
+    values = require("yaml", extra="cli").safe_load(Path(config_yaml).read_text(encoding="utf-8"))
+    if use_omegaconf:
+        try:
+            from omegaconf import OmegaConf
+        except ModuleNotFoundError:
+            return values
+        return OmegaConf.create(values)
+    return values
+
+
+def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Any) -> None:
+    """Write a line ``key,value`` for each. Raises RuntimeError where the folder is missing."""
+    _need_folder(tags_csv)
+    with Path(tags_csv).open("w", newline="", encoding="utf-8") as file:
+        rows = (vars(hparams) if isinstance(hparams, Namespace) else hparams).items()
+        csv.writer(file).writerows([("key", "value"), *((key, str(value)) for key, value in rows)])
+
+
+def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
+    """What such a file holds, numbers and truth values as such. An empty dict, with a warning, where it is missing."""
+    if not _found(tags_csv):
+        return {}
+    with Path(tags_csv).open(newline="", encoding="utf-8") as file:
+        return {key: convert(value) for key, value in list(csv.reader(file))[1:]}
+
+
+def convert(val: str) -> Any:
+    """The number, truth value, None or list that ``val`` spells; else the text itself."""
+    spelled = {"True": "true", "False": "false", "None": "null"}.get(val, val)
+    try:
+        return json.loads(spelled)
+    except ValueError:
+        return val
+
+
+def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
+    """Put ``updates`` into ``hparams``; dicts are merged, all else is replaced."""
+    for key, value in updates.items():
+        if isinstance(value, Mapping) and isinstance(hparams.get(key), dict):
+            update_hparams(hparams[key], value)
+        else:
+            hparams[key] = value
+
+
+def _need_folder(path: str | Path) -> None:
+    if not Path(path).parent.is_dir():
+        raise RuntimeError(f"Missing folder: {Path(path).parent}.")
+
+
+def _found(path: str | Path) -> bool:
+    if not Path(path).exists():
+        rank_zero_warn(f"Missing Tags: {path}.", category=RuntimeWarning)
+        return False
+    return True
+
+
+def _plain_containers(value: Any) -> Any:
+    """Mappings and sequences of other packages as dicts and lists."""
+    if type(value).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {key: _plain_containers(item) for key, item in value.items()}
+    return [_plain_containers(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(item) for item in (*value, *value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from arclight.trainer.callback import Callback
-    from arclight.trainer.logged import Entry
+    from arclight.trainer.logging.results import ResultMetric
     from arclight.trainer.trainer import Trainer
 
 
@@ -34,9 +34,9 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
     automatic_optimization: bool = True
     """Whether the trainer runs backward and the optimizer; False hands both to ``training_step``."""
     example_input_array: Any = None
-    _compiler_ctx: dict[str, Any] | None = None  # what compiled its steps, see arclight.trainer.compiling
+    _compiler_ctx: dict[str, Any] | None = None  # what compiled its steps, see arclight.trainer.loop.verification
     _trainer: Trainer | None
-    _entries: dict[str, Entry] | None
+    _entries: dict[str, ResultMetric] | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
         add_dataloader_idx: bool = True, batch_size: int | None = None, rank_zero_only: bool = False,
     ) -> None:  # fmt: skip
         """:meth:`log` for each item of a mapping, or for each metric of a collection of torchmetrics."""
-        from arclight.trainer.log_rules import metric_items
+        from arclight.trainer.logging.rules import metric_items
 
         if self._fabric is not None:
             self._log_through_fabric(dictionary, logger)

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from arclight.trainer.managed_optimizer import ManagedOptimizer
+    from arclight.trainer.loop.optimizers import ManagedOptimizer
     from arclight.trainer.module import Module
 
 
@@ -30,7 +30,7 @@ class Optimizing:
 
         Raises MisconfigurationError in automatic optimization.
         """
-        from arclight.trainer.gradients import manual_backward
+        from arclight.trainer.loop.gradients import manual_backward
 
         manual_backward(self.trainer, cast("Module", self), loss, *args, **kwargs)
 
@@ -65,7 +65,7 @@ class Optimizing:
         In manual optimization call it between backward and step. Raises MisconfigurationError where the trainer was told to
         clip in another way.
         """
-        from arclight.trainer.gradients import clip_as_asked
+        from arclight.trainer.loop.gradients import clip_as_asked
 
         if self._fabric is not None:
             by_value = (gradient_clip_algorithm or "norm") == "value"

@@ -16,30 +16,30 @@ from torch.optim import Optimizer
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.precision import resolve_precision
-from arclight.trainer import arguments, defaults, session, state
-from arclight.trainer.batch_iterator import BatchIterator
+from arclight.trainer import defaults
+from arclight.trainer import settings as arguments
 from arclight.trainer.callback import Callback
-from arclight.trainer.checkpoint_io import CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
-from arclight.trainer.conventions import OURS, Conventions
+from arclight.trainer.checkpoint import state
+from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO, FolderCheckpointIO, TorchCheckpointIO
+from arclight.trainer.data.batches import BatchIterator
+from arclight.trainer.data.stage_data import StageData
 from arclight.trainer.data_view import DataView
-from arclight.trainer.dataloading import StageData
-from arclight.trainer.hooks import Hook, callback_hooks, logging_as, module_hooks, resolve
-from arclight.trainer.logged import LoggedValues
-from arclight.trainer.managed_optimizer import ManagedOptimizer
-from arclight.trainer.metrics import Metrics
+from arclight.trainer.logging.metrics import Metrics
+from arclight.trainer.logging.reporting import LoggedMetrics
+from arclight.trainer.logging.results import ResultCollection
+from arclight.trainer.loop import session
+from arclight.trainer.loop.accumulation import AccumulationState
+from arclight.trainer.loop.evaluation import Predictions
+from arclight.trainer.loop.hooks import Hook, callback_hooks, logging_as, module_hooks, resolve
+from arclight.trainer.loop.optimizers import LRSchedulerConfig, ManagedOptimizer
+from arclight.trainer.loop.progress import Progress, TrainerState
 from arclight.trainer.module import Module
-from arclight.trainer.optimizer_config import LRSchedulerConfig
-from arclight.trainer.places import RunPlaces, local_root
-from arclight.trainer.prediction import Predictions
 from arclight.trainer.profilers.profiler import resolve_profiler
-from arclight.trainer.progress import Progress
-from arclight.trainer.reporting import LoggedMetrics
-from arclight.trainer.run import RunFolder
-from arclight.trainer.settings import TrainerSettings
-from arclight.trainer.states import TrainerState
+from arclight.trainer.run.folder import RunFolder
+from arclight.trainer.run.paths import RunPlaces, local_root
+from arclight.trainer.settings import NATIVE, TrainerBehavior, TrainerSettings
 from arclight.trainer.strategies import select
 from arclight.trainer.view import TrainerView
-from arclight.trainer.window import Window
 
 if TYPE_CHECKING:
     from arclight.fabric.accelerators import Accelerator
@@ -68,7 +68,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
     Nothing is written before there is something to write. Raises MisconfigurationError for arguments that do not go together.
     """
 
-    conventions: Conventions = OURS
+    conventions: TrainerBehavior = NATIVE
 
     def __init__(
         self, *, accelerator: str | Accelerator = "auto", strategy: str | Strategy = "auto", devices: list[int] | str | int = "auto",
@@ -90,7 +90,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         given = {
             name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")
         } | unknown
-        self.settings = arguments.check(given, self.conventions)
+        self.settings = arguments.check_arguments(given, self.conventions)
         for name in arguments.ATTRIBUTES:
             setattr(self, name, getattr(self.settings, name))
         self.given = given
@@ -133,14 +133,14 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
 
     def _reset(self) -> None:
         """The state before any run."""
-        self.progress, self.window, self.state = Progress(), Window(), TrainerState()
+        self.progress, self.window, self.state = Progress(), AccumulationState(), TrainerState()
         self.should_stop = self.is_last_batch = self.received_sigterm = self.requeue = self.told_of_minimum = (
             self.told_of_no_loss
         ) = False
         self.left_within_epoch = False
         self.optimizers = []
         self.lr_scheduler_configs: list[LRSchedulerConfig] = []
-        self.logged = self.training_values = LoggedValues("train")
+        self.logged = self.training_values = ResultCollection("train")
         self.metrics = Metrics()
         self.last_loss: torch.Tensor | None = None
         self.validated_time: float | None = None
@@ -252,7 +252,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
                 "Saving a checkpoint is only possible if a model is attached to the Trainer. Did you call "
                 "`Trainer.save_checkpoint()` before calling `Trainer.{fit,validate,test,predict}`?"
             )
-        state.save(self, filepath, bool(weights_only), storage_options)
+        state.save_checkpoint(self, filepath, bool(weights_only), storage_options)
 
     def capture(self) -> dict[str, Any]:
         """The whole state in memory, for ``ckpt_path`` of a later fit in this process; every rank must call this, and keeps its own.
@@ -260,7 +260,7 @@ class Trainer(DataView, LoggedMetrics, RunPlaces, TrainerView):
         Weights, moments and gradients are those of the module and its optimizers, not copies: the next fit takes them up where
         they lie, and whoever changes them in between changes what it takes up.
         """
-        return state.dump(self)
+        return state.dump_checkpoint(self)
 
     def adopt_precision(self, name: str | None) -> None:
         """Go on in a checkpoint's precision where this run's was left to be measured: a second measurement may differ."""

@@ -7,7 +7,7 @@ import math
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
-from arclight.trainer.states import RunningStage, TrainerState, TrainerStatus
+from arclight.trainer.loop.progress import RunningStage, TrainerState, TrainerStatus
 
 if TYPE_CHECKING:
     import torch
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from arclight.fabric.precision import Precision
     from arclight.fabric.strategies import Strategy
     from arclight.trainer.callback import Callback
+    from arclight.trainer.loop.progress import Progress
     from arclight.trainer.module import Module
-    from arclight.trainer.progress import Progress
 
 _LOG = logging.getLogger("arclight")
 

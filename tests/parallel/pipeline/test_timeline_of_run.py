@@ -19,7 +19,7 @@ from arclight.parallel import Pipeline, Plan
 from arclight.parallel.pipeline import record
 from arclight.parallel.running import batch_loss
 from arclight.trainer.callbacks import PipelineTimeline
-from arclight.trainer.report import write_report
+from arclight.trainer.run.report import write_report
 
 SECONDS = 0.004
 

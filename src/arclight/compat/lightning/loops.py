@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from arclight.trainer import dataloading
-from arclight.trainer.limits import batch_under_way
-from arclight.trainer.loop import finished
+from arclight.trainer.data import stage_data
+from arclight.trainer.data.limits import batch_under_way
+from arclight.trainer.loop.fit import finished
 
 if TYPE_CHECKING:
     from arclight.trainer import Trainer
-    from arclight.trainer.prediction import Predictions
+    from arclight.trainer.loop.evaluation import Predictions
 
 
 @dataclass
@@ -44,7 +44,7 @@ class StageLoop:
 
     def setup_data(self) -> None:
         """Ask for the stage's loaders, if that has not been done."""
-        dataloading.load(self.trainer, self.stage)
+        stage_data.load(self.trainer, self.stage)
 
     @property
     def batch_progress(self) -> CountView:
@@ -128,7 +128,7 @@ class FitLoop:
 
     def setup_data(self) -> None:
         """Ask for the training loaders, if that has not been done."""
-        dataloading.load(self.trainer, "train")
+        stage_data.load(self.trainer, "train")
 
     @property
     def max_batches(self) -> int | float:

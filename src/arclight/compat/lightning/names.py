@@ -48,7 +48,7 @@ _TRAINER: _Rows = (
         "arclight.trainer.throughput",
         "Throughput ThroughputMonitor measure_flops",
     ),
-    ("fabric.utilities.throughput", "arclight.trainer.device_peaks", "get_available_flops"),
+    ("fabric.utilities.throughput", "arclight.trainer.throughput", "get_available_flops"),
     ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", f"{_LOGGERS}.logger", "Logger"),
     ("pytorch.loggers.logger", f"{_LOGGERS}.logger", "DummyExperiment DummyLogger"),
     ("fabric.loggers.logger", f"{_LOGGERS}.logger", "_DummyExperiment=DummyExperiment"),
@@ -93,17 +93,17 @@ _TRAINER: _Rows = (
     ("pytorch.profilers.pytorch", f"{_PROFILERS}.stage_schedule", "ScheduleWrapper=StageSchedule"),
     (
         "fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io",
-        "arclight.trainer.checkpoint_io",
+        "arclight.trainer.checkpoint.checkpoint_io",
         "CheckpointIO TorchCheckpointIO",
     ),
-    ("fabric.plugins.io.checkpoint_io", "arclight.trainer.checkpoint_io", "CheckpointIO"),
+    ("fabric.plugins.io.checkpoint_io", "arclight.trainer.checkpoint.checkpoint_io", "CheckpointIO"),
     (
         "pytorch.plugins pytorch.plugins.io pytorch.plugins.io.async_plugin",
-        "arclight.trainer.async_checkpoint_io",
+        "arclight.trainer.checkpoint.checkpoint_io",
         "AsyncCheckpointIO",
     ),
-    ("fabric.plugins.io.torch_io", "arclight.trainer.checkpoint_io", "TorchCheckpointIO"),
-    ("pytorch.utilities.compile", "arclight.trainer.compiling", "from_compiled to_uncompiled"),
+    ("fabric.plugins.io.torch_io", "arclight.trainer.checkpoint.checkpoint_io", "TorchCheckpointIO"),
+    ("pytorch.utilities.compile", "arclight.trainer.loop.verification", "from_compiled to_uncompiled"),
     ("pytorch.serve pytorch.serve.servable_module", "arclight.serve.servable", "ServableModule"),
     ("pytorch.serve pytorch.serve.servable_module_validator", "arclight.serve.servable", "ServableModuleValidator"),
     (
@@ -121,11 +121,11 @@ _TRAINER: _Rows = (
     ("pytorch.tuner pytorch.tuner.tuning", "arclight.trainer.tuner.tuning", "Tuner"),
     ("pytorch.tuner.lr_finder", "arclight.trainer.tuner.lr_finder", "_LRFinder=LRFinder"),
     ("pytorch.tuner.batch_size_scaling", "arclight.fabric.memory", "is_oom_error=is_out_of_memory"),
-    ("pytorch.utilities.exceptions", "arclight.trainer.states", "_TunerExitException=RunEnded"),
+    ("pytorch.utilities.exceptions", "arclight.trainer.loop.progress", "_TunerExitException=StopRun"),
     ("pytorch.core.hooks", "arclight.trainer.data_hooks", "DataHooks"),
-    ("pytorch.core.optimizer", "arclight.trainer.managed_optimizer", "LightningOptimizer=ManagedOptimizer"),
-    ("pytorch.trainer.states", "arclight.trainer.states", "RunningStage TrainerFn TrainerState TrainerStatus"),
-    ("pytorch.utilities.types", "arclight.trainer.optimizer_config", "LRSchedulerConfig"),
+    ("pytorch.core.optimizer", "arclight.trainer.loop.optimizers", "LightningOptimizer=ManagedOptimizer"),
+    ("pytorch.trainer.states", "arclight.trainer.loop.progress", "RunningStage TrainerFn TrainerState TrainerStatus"),
+    ("pytorch.utilities.types", "arclight.trainer.loop.optimizers", "LRSchedulerConfig"),
 )
 
 _UTILITIES: _Rows = (
@@ -198,12 +198,12 @@ _UTILITIES: _Rows = (
     ("pytorch.utilities.parsing", f"{_OWN}.utilities", "collect_init_args get_init_args parse_class_init_keys"),
     (
         "pytorch.utilities.parsing",
-        "arclight.trainer.attributes",
+        "arclight.trainer.hparams",
         "lightning_getattr=get_setting lightning_hasattr=has_setting lightning_setattr=set_setting",
     ),
     (
         "pytorch.core.saving",
-        "arclight.trainer.hparams_files",
+        "arclight.trainer.hparams",
         "convert load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_tags_csv save_hparams_to_yaml update_hparams",
     ),
     ("pytorch.utilities.memory", f"{_OWN}.utilities", "recursive_detach"),

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.compat.lightning.loops import FitLoop, PredictLoop, StageLoop
 from arclight.trainer import Trainer as _Trainer
-from arclight.trainer.conventions import LIGHTNING
-from arclight.trainer.prediction import Predictions
-from arclight.trainer.states import TrainerFn
+from arclight.trainer.loop.evaluation import Predictions
+from arclight.trainer.loop.progress import TrainerFn
+from arclight.trainer.settings import LIGHTNING
 
 
 class Trainer(_Trainer):
-    """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.conventions.Conventions`."""
+    """Our Trainer for code that was written for Lightning's: see :class:`arclight.trainer.settings.Conventions`."""
 
     conventions = LIGHTNING
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from arclight.trainer.optimizer_config import LRSchedulerConfig
+from arclight.trainer.loop.optimizers import LRSchedulerConfig
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 TRAIN_DATALOADERS = Any

@@ -17,7 +17,7 @@ from arclight.federated.masks.experts import to_local
 from arclight.federated.masks.matching import matches
 from arclight.federated.masks.settings import Masks
 from arclight.federated.masks.travel import MODEL, Travel
-from arclight.trainer.named import bind_weights, named_weights
+from arclight.trainer.checkpoint.named_state import load_parameters, named_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +71,7 @@ def for_module(
     module: nn.Module, weights: Mapping[str, torch.Tensor], keys: Iterable[str], travel: Travel
 ) -> dict[str, torch.Tensor]:
     """Those of ``weights``, and local moments; of stacks of experts what a module with the client's own ones only has."""
-    own, found = named_weights(module), {}
+    own, found = named_tensors(module), {}
     for key in keys:
         here, value = own.get(key.partition("/")[2]), weights[key]
         if travel.experts is not None and travel.is_stack(key) and here is not None and here.dim():
@@ -89,11 +89,11 @@ def bind(
 
     A module that has a client's own experts only gets these out of the stacks of all.
     """
-    own = named_weights(module)
+    own = named_tensors(module)
     given = {key.removeprefix(MODEL): value for key, value in for_module(module, weights, keys, travel).items()}
     mixed = [name for name in given if mix and name in own and own[name].is_floating_point()]
     before = {name: own_part(own[name]).detach().clone() for name in mixed}
-    bind_weights(module, given)
+    load_parameters(module, given)
     for name in mixed:
         here = own_part(own[name])
         here.copy_(mix * before.pop(name).to(torch.float32) + (1 - mix) * here.to(torch.float32))
@@ -112,7 +112,7 @@ def moments_in(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch
 def trained(module: nn.Module) -> list[str]:
     """Names of what training changes and can be averaged: trained parameters, and saved buffers of numbers."""
     still = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    return [name for name, value in named_weights(module).items() if name not in still and value.dtype != torch.bool]
+    return [name for name, value in named_tensors(module).items() if name not in still and value.dtype != torch.bool]
 
 
 def drawn_anew(module: nn.Module, keep: Keep, seed: int) -> dict[str, torch.Tensor]:

@@ -26,17 +26,17 @@ from arclight.federated.masks.experts import Parts
 from arclight.federated.masks.matching import matches
 from arclight.federated.masks.travel import MODEL
 from arclight.trainer.callback import Callback
-from arclight.trainer.clock import Clock
-from arclight.trainer.named import (
-    bind_moments,
-    bind_weights,
-    named_weights,
+from arclight.trainer.callbacks.pause import Pause
+from arclight.trainer.checkpoint.named_state import (
+    gather_optimizer_state,
+    gather_parameters,
+    load_optimizer_state,
+    load_parameters,
+    named_tensors,
     optimizer_state_names,
-    whole_moments,
-    whole_weights,
 )
-from arclight.trainer.pausing import Pause
-from arclight.trainer.states import RunEnded
+from arclight.trainer.loop.progress import StopRun
+from arclight.trainer.loop.schedulers import StepSync
 
 if TYPE_CHECKING:
     from arclight.federated.clients.learner import Progress, Tensors
@@ -112,7 +112,7 @@ class Turn(Pause):
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
-        self._clock = Clock(trainer)
+        self._clock = StepSync(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
         order = self._order
@@ -123,7 +123,7 @@ class Turn(Pause):
         self._freeze(pl_module)
         if self._done >= order.steps:
             self.state = None  # random states are not taken up yet: the file has what this would be
-            raise RunEnded
+            raise StopRun
         self._loss_at, self._seen = 0.0, trainer.global_step
         self._start = trainer.global_step - self._done
         super().on_train_start(trainer, pl_module)
@@ -139,14 +139,14 @@ class Turn(Pause):
         mix = travel.streaming.mix if travel.streaming is not None and before is not None else 0.0
         bind(module, self._weights, [key for key in taken if key.startswith(MODEL)], travel, mix)
         if travel.masks.randomised and order.round % travel.masks.randomise_every == 0:
-            bind_weights(module, drawn_anew(module, self._keep, order.seed))
+            load_parameters(module, drawn_anew(module, self._keep, order.seed))
         if self._keep.reset_optimizer:
             for optimizer in trainer.optimizers:
                 optimizer.state.clear()
         moment_keys = [key for key in taken if not key.startswith(MODEL)]
         came = moments_in(for_module(module, self._weights, moment_keys, travel))
         for state, moments in came.items():
-            bind_moments(trainer, state, moments, order.clock)
+            load_optimizer_state(trainer, state, moments, order.clock)
         if came:
             reconcile(trainer.optimizers)
         self._clock.set(order.clock)
@@ -235,12 +235,14 @@ class _Whole(Mapping[str, torch.Tensor]):
     """All weights and moments of a trainer, by key; of tensors that several processes share, only rank 0 gets the values."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._weights = trainer, named_weights(trainer.lightning_module)
+        self._trainer, self._weights = trainer, named_tensors(trainer.lightning_module)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         state, _, name = key.partition("/")
         found = (
-            whole_weights(self._trainer, [name]) if state == "model" else whole_moments(self._trainer, state, [name])
+            gather_parameters(self._trainer, [name])
+            if state == "model"
+            else gather_optimizer_state(self._trainer, state, [name])
         )
         value, shape = next(found)[1], self._weights[name].shape
         return value if value.shape == shape else value.new_zeros(()).expand(shape)
@@ -264,9 +266,9 @@ class Measuring(Callback):
         self.samples = 0
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
-        own = dict(pl_module.named_parameters(remove_duplicate=False)) | named_weights(pl_module)
+        own = dict(pl_module.named_parameters(remove_duplicate=False)) | named_tensors(pl_module)
         self._own = {name: own_part(own[name]).detach().clone() for name in self._weights if name in own}
-        bind_weights(pl_module, self._weights)
+        load_parameters(pl_module, self._weights)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -275,7 +277,7 @@ class Measuring(Callback):
 
     @torch.no_grad()
     def put_back(self, module: Module) -> None:
-        own = dict(module.named_parameters(remove_duplicate=False)) | named_weights(module)
+        own = dict(module.named_parameters(remove_duplicate=False)) | named_tensors(module)
         for name, value in self._own.items():
             own_part(own[name]).copy_(value)
         self._own = {}

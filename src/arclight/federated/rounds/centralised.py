@@ -15,8 +15,8 @@ from arclight.checkpoint import tree
 from arclight.checkpoint.remote import place
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds.writing import CARRIED_ENTRIES
+from arclight.trainer.checkpoint.named_state import named_tensors
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
-from arclight.trainer.named import named_weights
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _STATISTICS = ("running_mean", "running_var")
 def entries_of(module: nn.Module) -> dict[str, Any]:
     """What rounds say of a module; see `writing.MODULE_ENTRIES`."""
     parameters = dict(module.named_parameters())
-    found: dict[str, Any] = {"buffers": sorted(name for name in named_weights(module) if name not in parameters)}
+    found: dict[str, Any] = {"buffers": sorted(name for name in named_tensors(module) if name not in parameters)}
     if not isinstance(module, HyperparametersMixin):
         return found
     about = checkpoint_entries(module)

@@ -22,7 +22,7 @@ from arclight.federated.server.history import History, Round
 from arclight.federated.server.running import Measurement, Run, Start
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
-from arclight.trainer.named import named_weights
+from arclight.trainer.checkpoint.named_state import named_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -160,7 +160,7 @@ class Server:
         if given is None:
             return Start()
         if isinstance(given, torch.nn.Module):
-            found: Weights = {name: tensor.detach() for name, tensor in named_weights(given).items()}
+            found: Weights = {name: tensor.detach() for name, tensor in named_tensors(given).items()}
             module = entries_of(given)
         elif isinstance(given, str | Path):
             found, clock, module = checkpoint.load_weights(given), steps_of(given), entries_in(given)

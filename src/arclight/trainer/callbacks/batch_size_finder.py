@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from arclight._intervals import PositiveInt, check
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.attributes import has_setting, holders
 from arclight.trainer.callback import Callback
-from arclight.trainer.states import RunEnded, TrainerFn
+from arclight.trainer.hparams import find_attribute_owners, has_setting
+from arclight.trainer.loop.progress import StopRun, TrainerFn
 from arclight.trainer.tuner.batch_size_scaling import Search, scale_batch_size
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class BatchSizeFinder(Callback):
         self._check(trainer, pl_module)
         self.optimal_batch_size = scale_batch_size(trainer, pl_module, self._search)
         if self._early_exit:
-            raise RunEnded
+            raise StopRun
 
     def _check(self, trainer: Trainer, module: Module) -> None:
         name, data = self._search.batch_arg_name, trainer.data[trainer.stage]
@@ -90,7 +90,7 @@ class BatchSizeFinder(Callback):
             raise MisconfigurationError(
                 f"Field {name} not found in `model`, `datamodule`, nor their `hparams` attributes."
             )
-        if {id(module), id(module.hparams)} <= {id(holder) for holder in holders(module, name)}:
+        if {id(module), id(module.hparams)} <= {id(holder) for holder in find_attribute_owners(module, name)}:
             trainer.warn(
                 f"Field `model.{name}` and `model.hparams.{name}` are mutually exclusive! Loaders may go by either, and both are "
                 "set; please remove one of them."

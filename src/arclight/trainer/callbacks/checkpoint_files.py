@@ -18,7 +18,7 @@ from arclight.checkpoint.retention import copy
 from arclight.checkpoint.shares import attempt
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.trainer.checkpoint_io import TorchCheckpointIO
+from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.durations import Duration, Unit
+from arclight.trainer.run.durations import Duration, Unit
 from arclight.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:

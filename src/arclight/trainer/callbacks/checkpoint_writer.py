@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from arclight.checkpoint import CheckpointError
 from arclight.checkpoint.remote import place
 from arclight.fabric.strategies.sharded import ShardedStrategy
-from arclight.trainer.async_checkpoint_io import AsyncCheckpointIO
 from arclight.trainer.callbacks.checkpoint_files import copy_checkpoint, is_within, link_checkpoint, remove_checkpoint
 from arclight.trainer.callbacks.checkpoint_record import Plan
+from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from arclight.trainer.checkpoint_io import CheckpointIO
+    from arclight.trainer.checkpoint.checkpoint_io import CheckpointIO
     from arclight.trainer.trainer import Trainer
 
 

@@ -12,7 +12,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import MissingExtraError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
-from arclight.trainer.reporting import row_of_step
+from arclight.trainer.logging.reporting import row_of_step
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
-from arclight.trainer.hooks import overridden
+from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from arclight._intervals import PositiveFloat, check
 from arclight.checkpoint.remote import place
 from arclight.fabric.errors import MisconfigurationError
 from arclight.optim import MixedOptimizer
-from arclight.trainer import state
 from arclight.trainer.callback import Callback
-from arclight.trainer.gradients import parameters_of
-from arclight.trainer.loading import load_weights
-from arclight.trainer.plain import known_fields
-from arclight.trainer.reporting import NonFiniteLossError
+from arclight.trainer.checkpoint import state
+from arclight.trainer.checkpoint.loading import load_weights
+from arclight.trainer.hparams import known_fields
+from arclight.trainer.logging.reporting import NonFiniteLossError
+from arclight.trainer.loop.gradients import parameters_of
 from arclight.trainer.spike import TrainingSpikeException
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class LossGuard(Callback):
         path = self._checkpoint_before(trainer, event.step - self.margin)
         if path is None:
             self._end(event, f"; there is no checkpoint from {self.margin} steps before it to go back to")
-        checkpoint = state.load(trainer, str(path))
+        checkpoint = state.load_checkpoint(trainer, str(path))
         weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
         load_weights(module, weights, strict=module.strict_loading)
         state.restore_optimization(trainer, checkpoint)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from arclight._intervals import NonNegativeFloat, PositiveFloat, PositiveInt, check
 from arclight.trainer.callback import Callback
-from arclight.trainer.states import RunEnded
+from arclight.trainer.loop.progress import StopRun
 from arclight.trainer.tuner.lr_finder import LRFinder, lr_find
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class LearningRateFinder(Callback):
             trainer, pl_module, finder, self._early_stop_threshold, self._update_attr, self._attr_name
         )
         if self._early_exit:
-            raise RunEnded
+            raise StopRun
 
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         self.lr_find(trainer, pl_module)

@@ -13,10 +13,10 @@ from arclight.fabric.batches import batch_size_of, part_of_batch
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import free_memory, is_out_of_memory
 from arclight.trainer.callback import Callback
-from arclight.trainer.gradients import loss_of
-from arclight.trainer.hooks import overridden
+from arclight.trainer.loop.gradients import loss_of
+from arclight.trainer.loop.hooks import overridden
+from arclight.trainer.loop.step import Step, StepParts, needs_closure, step_parts
 from arclight.trainer.module import Module
-from arclight.trainer.optimization import Step, StepParts, needs_closure, step_parts
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer

@@ -26,8 +26,8 @@ from arclight.trainer.callbacks.monitored import (
     validates_once_per_epoch,
     warn_of_no_validation,
 )
-from arclight.trainer.durations import Duration
 from arclight.trainer.loggers.params import yaml_text
+from arclight.trainer.run.durations import Duration
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module

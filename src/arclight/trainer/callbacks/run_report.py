@@ -48,7 +48,7 @@ class RunReport(Callback):
             log.warning("the report could not be written: %s", error)
 
     def _write(self, trainer: Trainer, failure: str | None) -> None:
-        from arclight.trainer.report import write_report
+        from arclight.trainer.run.report import write_report
 
         if trainer.is_global_zero:
             for logger in trainer.loggers:

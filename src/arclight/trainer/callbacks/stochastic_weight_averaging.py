@@ -13,9 +13,9 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_info, rank_zero_warn
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.trainer.callbacks.weight_averaging import AverageFunction, WeightAveraging, tensor_owners
-from arclight.trainer.logged import LoggedValues
-from arclight.trainer.optimizer_config import LRSchedulerConfig
-from arclight.trainer.transfer import batch_transfer
+from arclight.trainer.data.batches import batch_transfer
+from arclight.trainer.logging.results import ResultCollection
+from arclight.trainer.loop.optimizers import LRSchedulerConfig
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -183,7 +183,7 @@ class StochasticWeightAveraging(WeightAveraging):
         for norm in norms.values():
             norm.reset_running_stats()
             norm.momentum = None  # the mean of all batches
-        logged, trainer.logged = trainer.logged, LoggedValues("train")
+        logged, trainer.logged = trainer.logged, ResultCollection("train")
         try:
             _pass_over(trainer, module)
         finally:

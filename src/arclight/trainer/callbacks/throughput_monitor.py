@@ -12,9 +12,8 @@ import torch
 
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
-from arclight.trainer.device_peaks import get_available_flops
-from arclight.trainer.reporting import row_of_step
-from arclight.trainer.throughput import Throughput, compute_dtype
+from arclight.trainer.logging.reporting import row_of_step
+from arclight.trainer.throughput import Throughput, compute_dtype, get_available_flops
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module

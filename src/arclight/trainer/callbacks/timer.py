@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callback import Callback
-from arclight.trainer.durations import FORMS, Duration, Unit
+from arclight.trainer.run.durations import FORMS, Duration, Unit
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module

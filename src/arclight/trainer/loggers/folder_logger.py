@@ -9,7 +9,7 @@ import fsspec
 
 from arclight.fabric.rank_zero import rank_zero_only
 from arclight.trainer.loggers.logger import Logger
-from arclight.trainer.run import RunFolder
+from arclight.trainer.run.folder import RunFolder
 
 
 class FolderLogger(Logger):

@@ -197,8 +197,8 @@ def _traceable(model: nn.Module) -> Iterator[None]:
 def _on_device(model: nn.Module, example: Any) -> Any:
     """``example`` as a step would get it: through the module's transfer hooks where a trainer runs it."""
     from arclight.fabric.batches import move_batch
+    from arclight.trainer.data.batches import batch_transfer
     from arclight.trainer.module import Module
-    from arclight.trainer.transfer import batch_transfer
 
     trainer = model.__dict__.get("_trainer") if isinstance(model, Module) else None
     if trainer is not None:

@@ -10,8 +10,8 @@ from torch.utils.data import IterableDataset
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import free_memory, is_out_of_memory
-from arclight.trainer import dataloading, limits
-from arclight.trainer.attributes import get_setting, set_setting
+from arclight.trainer.data import limits, stage_data
+from arclight.trainer.hparams import get_setting, set_setting
 from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import Run, trials
 
@@ -166,4 +166,4 @@ def _reload(trainer: Trainer, stages: list[str]) -> None:
     for stage in stages:
         trainer.data[stage].loaded = False
         if trainer.data[stage].defined:
-            dataloading.load(trainer, stage)
+            stage_data.load(trainer, stage)

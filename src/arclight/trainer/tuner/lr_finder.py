@@ -11,8 +11,8 @@ import torch
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.extras import require
-from arclight.trainer.attributes import has_setting, set_setting
-from arclight.trainer.gradients import loss_of
+from arclight.trainer.hparams import has_setting, set_setting
+from arclight.trainer.loop.gradients import loss_of
 from arclight.trainer.module import Module
 from arclight.trainer.tuner.trial import TrialCallback, trials
 

@@ -16,16 +16,16 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
 from arclight.fabric.spread import is_spread, own_part
 from arclight.optim import restore_optimizer
-from arclight.trainer import dataloading
 from arclight.trainer.callback import Callback
-from arclight.trainer.evaluation import predictions, run_evaluation
-from arclight.trainer.logged import LoggedValues
+from arclight.trainer.data import stage_data
 from arclight.trainer.loggers import DummyLogger
-from arclight.trainer.loop import run_fit
-from arclight.trainer.metrics import Metrics
+from arclight.trainer.logging.metrics import Metrics
+from arclight.trainer.logging.results import ResultCollection
+from arclight.trainer.loop.accumulation import AccumulationState
+from arclight.trainer.loop.evaluation import predictions, run_evaluation
+from arclight.trainer.loop.fit import run_fit
+from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.module import Module
-from arclight.trainer.states import TrainerFn
-from arclight.trainer.window import Window
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -88,7 +88,7 @@ def _begin(trainer: Trainer, module: Module, callback: Callback, settings: dict[
 
 
 def _run(trainer: Trainer, module: Module) -> None:
-    data = dataloading.load(trainer, trainer.stage)
+    data = stage_data.load(trainer, trainer.stage)
     if trainer.stage == "train":
         if not trainer.num_training_batches:
             raise MisconfigurationError("there are no training batches to try anything with")
@@ -104,9 +104,9 @@ def _run(trainer: Trainer, module: Module) -> None:
 def _aside(trainer: Trainer, module: Module) -> Iterator[None]:
     """Give the trainer other objects for all that a run changes, and then its own again."""
     before, entries = dict(vars(trainer)), module.__dict__["_entries"]
-    trainer.progress, trainer.window = dataclasses.replace(trainer.progress), Window()
+    trainer.progress, trainer.window = dataclasses.replace(trainer.progress), AccumulationState()
     trainer.state, trainer.evaluated = dataclasses.replace(trainer.state), trainer.evaluated.copy()
-    trainer.metrics, trainer.logged = Metrics(), LoggedValues(trainer.logged.stage)
+    trainer.metrics, trainer.logged = Metrics(), ResultCollection(trainer.logged.stage)
     trainer.training_values = trainer.logged
     trainer.optimizers = trainer.optimizers  # wrapped anew: a fit under way has hooks in the present wrappers
     trainer.should_stop, trainer.pending_rng, trainer.loader_state = False, None, {}

@@ -1,7 +1,7 @@
 # Written by tests/compat/write_stubs.py from the table of names.
 from arclight.fabric.errors import MisconfigurationError as MisconfigurationException
 from arclight.fabric.errors import SIGTERMException as SIGTERMException
-from arclight.trainer.states import RunEnded as __TunerExitException
+from arclight.trainer.loop.progress import StopRun as __TunerExitException
 
 __all__ = [
     "MisconfigurationException",

@@ -1,7 +1,7 @@
 # Written by tests/compat/write_stubs.py from the table of names.
 from arclight.compat.lightning.types import DistributedDataParallel as DistributedDataParallel
 from arclight.compat.lightning.types import EVAL_DATALOADERS as EVAL_DATALOADERS
-from arclight.trainer.optimizer_config import LRSchedulerConfig as LRSchedulerConfig
+from arclight.trainer.loop.optimizers import LRSchedulerConfig as LRSchedulerConfig
 from arclight.compat.lightning.types import LRSchedulerConfigType as LRSchedulerConfigType
 from arclight.compat.lightning.types import LRSchedulerPLType as LRSchedulerPLType
 from arclight.compat.lightning.types import LRSchedulerType as LRSchedulerType

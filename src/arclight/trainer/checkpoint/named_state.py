@@ -1,0 +1,144 @@
+"""Whole tensors by name, into a fit and out of it, whatever share of them each process holds.
+
+For those who exchange weights or moments with the world outside: tensors have the names of ``module.named_parameters`` and of
+saved buffers, and are whole and plain on both ways, one at a time. Every rank makes the same calls, with the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.fabric.naming import names_of
+from arclight.fabric.spread import is_spread, own_part
+from arclight.trainer.checkpoint.loading import WeightsMisfitError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from arclight.trainer.trainer import Trainer
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What can be bound and taken: parameters, and buffers that are saved. One name for each, shared ones under their first."""
+    saved = module.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    return dict(module.named_parameters()) | buffers
+
+
+@torch.no_grad()
+def load_parameters(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``weights`` into ``module``, each process its share. No communication.
+
+    Raises WeightsMisfitError for a name that the module has not, and for another shape; the module is as before then.
+    """
+    own = named_tensors(module) | dict(module.named_parameters(remove_duplicate=False))
+    for name, value in weights.items():
+        if name not in own:
+            has = ", ".join(list(own)[:8])
+            raise WeightsMisfitError(f"{type(module).__name__} has no weight {name}; it has {has}, ...")
+        if own[name].shape != value.shape:
+            raise WeightsMisfitError(
+                f"{name} of {type(module).__name__} has shape {tuple(own[name].shape)}, given was {tuple(value.shape)}"
+            )
+    for name, value in weights.items():
+        _copy(own[name], value)
+
+
+def gather_parameters(trainer: Trainer, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of the named weights on the CPU, one after another: whole on rank 0, empty on other ranks of a spread one."""
+    own = named_tensors(trainer.lightning_module)
+    for name in names:
+        yield name, _whole(trainer, own[name].detach())
+
+
+def optimizer_state_names(trainer: Trainer, state: str) -> list[str]:
+    """The parameters that an optimizer keeps a ``state`` tensor (``exp_avg``) of its shape for, in the module's order."""
+    found = {name for name, _, entries in _entries(trainer) if _is_moment(entries.get(state))}
+    return [name for name, _ in trainer.lightning_module.named_parameters() if name in found]
+
+
+def gather_optimizer_state(trainer: Trainer, state: str, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of a state tensor of the named parameters, as `gather_parameters`."""
+    own = {name: entries[state] for name, _, entries in _entries(trainer) if _is_moment(entries.get(state))}
+    for name in names:
+        yield name, _whole(trainer, own[name])
+
+
+@torch.no_grad()
+def load_optimizer_state(trainer: Trainer, state: str, moments: Mapping[str, torch.Tensor], steps: int) -> None:
+    """Copy ``moments`` into the optimizers' ``state`` tensors.
+
+    Parameters that have no state yet get one first, which counts ``steps`` steps. Raises WeightsMisfitError where an optimizer
+    keeps no such state.
+    """
+    for optimizer in trainer.optimizers:
+        _begin(optimizer, steps)
+    own = {name: entries.get(state) for name, _, entries in _entries(trainer)}
+    for name, value in moments.items():
+        kept = own.get(name)
+        if not isinstance(kept, torch.Tensor) or kept.shape != value.shape:
+            raise WeightsMisfitError(
+                f"no optimizer keeps {state} of shape {tuple(value.shape)} for {name}: average only states that every client's "
+                "optimizer has"
+            )
+        _copy(kept, value)
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
+    if is_spread(target):
+        from arclight.fabric.sharding import share_of
+
+        value = own_part(share_of(value, target))
+    own_part(target).copy_(value)
+
+
+def _whole(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
+    if not is_spread(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    whole: torch.Tensor = trainer.strategy.portable([tensor])[0]
+    return whole
+
+
+def _entries(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    names = names_of([trainer.lightning_module])
+    for optimizer in trainer.optimizers:
+        for parameter, entries in optimizer.state.items():
+            if parameter in names:
+                yield names[parameter], parameter, entries
+
+
+def _is_moment(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _begin(optimizer: Optimizer, steps: int) -> None:
+    """The state of an optimizer that has not stepped yet: a step of rate 0 with gradients of 0 makes it, which moves nothing."""
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    held = [(p, p.grad) for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    before = [own_part(p).clone() for p in parameters]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient in held:
+            parameter.grad = gradient
+        for parameter, value in zip(parameters, before, strict=True):
+            own_part(parameter).copy_(value)
+    for entries in optimizer.state.values():
+        for name, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.ndim > 0:
+                value.zero_()
+            elif name == "step":
+                entries[name] = torch.full_like(value, steps) if isinstance(value, torch.Tensor) else steps

@@ -1,0 +1,156 @@
+"""Validate the loaders of a stage: raise on mistakes, warn of what costs time or surprises."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from arclight.data.combined import Count, length_of
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.fabric.warning_kinds import PossibleUserWarning
+
+if TYPE_CHECKING:
+    from arclight.trainer.data.stage_data import StageData
+    from arclight.trainer.trainer import Trainer
+
+
+class _Share(NamedTuple):
+    """How many batches the loaders of one process have."""
+
+    lengths: list[Count]
+    """Of each of the user's loaders, before they are shared out."""
+    counts: list[Count]
+    """Of each of them, within the limits and of this process's share."""
+    total: Count
+
+
+def check_stage(trainer: Trainer, data: StageData) -> None:
+    """Look at each loader, and at what all processes have of them. A collective; what it refuses it refuses on every process."""
+    name = {"validate": "val"}.get(data.stage, data.stage) + "_dataloader"
+    for loader in data.user_loaders:
+        if data.stage != "train" and shuffles(loader):
+            rank_zero_warn(
+                f"Your `{name}`'s sampler has shuffling enabled, it is strongly recommended that you turn shuffling off for "
+                "val/test dataloaders: the order has no meaning there, and a limit then chooses other samples",
+                category=PossibleUserWarning,
+            )
+        _check_workers(trainer, loader, name)
+    own = _Share([length_of(loader) for loader in data.user_loaders], data.counts, data.total)
+    shares = [_Share(*share) for share in trainer.strategy.all_gather_object(tuple(own))]
+    data.runs = any(share.total for share in shares)
+    if data.stage == "train" and data.runs and (without := [r for r, share in enumerate(shares) if share.total == 0]):
+        raise nothing_to_train(without)
+    if len({len(share.lengths) for share in shares}) > 1:
+        raise MisconfigurationError(
+            f"processes have different numbers of loaders from `{name}()`: {[len(share.lengths) for share in shares]} by rank; give "
+            "all of them the same number (a loader may be empty in an evaluation)"
+        )
+    for number, loader in enumerate(data.user_loaders):
+        _check_length(trainer, loader, [share.lengths[number] for share in shares])
+    if trainer.strategy.evaluates_together:
+        _check_even(trainer, data, shares)
+    if data.stage == "train":
+        _check_training(trainer, data)
+
+
+def shuffles(loader: Any) -> bool:
+    """Whether a DataLoader was made with ``shuffle=True``."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return isinstance(getattr(loader.batch_sampler, "sampler", loader.sampler), RandomSampler)
+
+
+def usable_workers(processes: int) -> int:
+    """Worker processes that each of several training processes can use on this machine, beside itself."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // max(1, processes)) - 1
+
+
+def _check_workers(trainer: Trainer, loader: Any, name: str) -> None:
+    if not isinstance(loader, DataLoader):
+        return
+    usable = usable_workers(trainer.num_devices)
+    context = loader.multiprocessing_context
+    method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
+    if loader.num_workers > 0 and method == "spawn" and not loader.persistent_workers:
+        rank_zero_warn(
+            f"Consider setting `persistent_workers=True` in '{name}' to speed up the dataloader worker initialization."
+        )
+    elif loader.num_workers < 2 and usable > 1:
+        rank_zero_warn(
+            f"The '{name}' does not have many workers which may be a bottleneck. Consider increasing the value of the "
+            f"`num_workers` argument` to `num_workers={usable}` in the `DataLoader`.",
+            category=PossibleUserWarning,
+        )
+
+
+def _check_length(trainer: Trainer, loader: Any, lengths: list[Count]) -> None:
+    """Look at a loader's lengths on all ranks, infinity for one that has none."""
+    length, kind = lengths[trainer.global_rank], type(loader).__name__
+    if sum(lengths) == 0:
+        rank_zero_warn(f"Total length of `{kind}` across ranks is zero. Please make sure this was your intention.")
+    elif 0 in lengths:
+        without = [rank for rank, length in enumerate(lengths) if length == 0]
+        allowed = any(
+            getattr(owner, "allow_zero_length_dataloader_with_multiple_devices", False)
+            for owner in (trainer.lightning_module, trainer.datamodule)
+        )
+        if not allowed:
+            raise MisconfigurationError(
+                f"`{kind}` within local rank has zero length on rank {_listed(without)}, and batches on others. Please make sure that "
+                "it returns at least 1 batch, or set `allow_zero_length_dataloader_with_multiple_devices` on the module or data module"
+            )
+        rank_zero_warn(
+            f"`{kind}` has zero length on rank {_listed(without)} while others have batches: batches are uneven"
+        )
+    if length == math.inf:
+        return
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        rank_zero_warn(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when num_workers "
+            "> 1), `__len__` could be inaccurate if each worker is not configured independently to avoid having duplicate data."
+        )
+
+
+def _check_even(trainer: Trainer, data: StageData, shares: list[_Share]) -> None:
+    """Raise where one process would run more batches than others, which would have left by then."""
+    for counts in zip(*(share.counts for share in shares), strict=True):
+        fewest, most = min(counts), max(counts)
+        if fewest != most:
+            raise MisconfigurationError(
+                f"`{data.stage}` would run {most} batches on rank {counts.index(most)} and {fewest} on rank {counts.index(fewest)}, but "
+                f"with strategy={trainer.strategy.name!r} all processes take part in each: use a number of samples that as many "
+                "processes as read data divide, batches of more than one sample (whose rest is shared out), or a limit on batches"
+            )
+
+
+def _check_training(trainer: Trainer, data: StageData) -> None:
+    total = data.total
+    if total == 0 and len(data.user_loaders) != 1:
+        rank_zero_warn(
+            "Total length of `CombinedLoader` across ranks is zero. Please make sure this was your intention."
+        )
+    if 0 < total < trainer.log_every_n_steps < math.inf and trainer.loggers and not trainer.fast_dev_run:
+        rank_zero_warn(
+            f"The number of training batches ({total}) is smaller than the logging interval "
+            f"Trainer(log_every_n_steps={trainer.log_every_n_steps}). Set a lower value for log_every_n_steps if you want to see "
+            "logs for the training epoch.",
+            category=PossibleUserWarning,
+        )
+
+
+def nothing_to_train(ranks: list[int]) -> MisconfigurationError:
+    """Say that some processes have no training batch, for which the others would wait for ever."""
+    return MisconfigurationError(
+        f"rank {_listed(ranks)} has no training batch while others have some, and would be waited for in every step: give every "
+        "process as many batches (a map-style data set in a plain DataLoader is shared out evenly by itself)"
+    )
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,117 @@
+"""The newest value of everything logged, as callbacks, loggers and displays see it; put together when somebody looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from arclight.trainer.logging.results import ResultCollection, ResultMetric
+
+
+class Metrics:
+    """What ``trainer.callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` show.
+
+    Values stay tensors on their device; only a progress bar's are read back, in one transfer.
+    """
+
+    def __init__(self, rows: dict[tuple[str, int], int] | None = None) -> None:
+        self.callback: dict[str, torch.Tensor] = {}
+        self.logged: dict[str, torch.Tensor] = {}
+        self.bar: dict[str, torch.Tensor | float] = {}
+        self.rows: dict[tuple[str, int], int] = {} if rows is None else rows
+        """Evaluation batches seen so far by kind of evaluation and loader: the x-axis of their step values."""
+
+    def copy(self) -> Metrics:
+        """The values of now, which later ones leave alone."""
+        other = Metrics(self.rows)
+        other.callback, other.logged, other.bar = dict(self.callback), dict(self.logged), dict(self.bar)
+        return other
+
+    def look(self, values: ResultCollection) -> Metrics:
+        """Take in what was logged since somebody last looked."""
+        if values.in_batches:
+            self.take_steps(values)
+        else:
+            for entry in values.entries():
+                if entry.settings.on_epoch and entry.count and entry.reduced != entry.count:
+                    # logged in a hook of the epoch that is still running: this process's part of it
+                    if entry.metric is not None:
+                        entry.result, entry.reduced = entry.compute_metric(), entry.count
+                    else:
+                        entry.finish(*entry.summary())
+                    self.take_epoch([entry])
+                    entry.reduced = -1  # to be reduced over all processes when the hook is over
+        return self
+
+    def take_steps(self, values: ResultCollection) -> None:
+        """The newest step values. Those of an evaluation are not for callbacks to go by."""
+        for entry in values.entries():
+            value = entry.last
+            if value is None or value is entry.shown:
+                continue
+            entry.check_unchanged([value])
+            entry.shown = value
+            value = to_float32(value)
+            if values.stage == "train":
+                self.callback[entry.shown_name] = self.callback[entry.step_name] = value
+            self._show(entry, entry.step_name, value)
+
+    def take_epoch(self, entries: list[ResultMetric]) -> None:
+        """The epoch's value of each entry that has one."""
+        for entry in entries:
+            if entry.result is not None:
+                self.callback[entry.shown_name] = self.callback[entry.epoch_name] = entry.result
+                self._show(entry, entry.epoch_name, entry.result)
+
+    def _show(self, entry: ResultMetric, name: str, value: torch.Tensor) -> None:
+        if entry.settings.logger:
+            self.logged[name] = value
+        if entry.settings.prog_bar:
+            self.bar[name] = value
+
+    def bar_values(self) -> dict[str, float]:
+        """The progress bar's values as numbers."""
+        tensors = {name: value for name, value in self.bar.items() if isinstance(value, torch.Tensor)}
+        self.bar.update(read_scalars(tensors))
+        return self.bar  # type: ignore[return-value]
+
+    def to_host(self) -> None:
+        """Let go of device memory."""
+        for values in (self.callback, self.logged):
+            values.update({name: value.cpu() for name, value in values.items()})
+        self.bar_values()
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Plain numbers, to be sent to another process."""
+        return {
+            "callback": {name: value.tolist() for name, value in self.callback.items()},
+            "logged": {name: value.tolist() for name, value in self.logged.items()},
+            "bar": dict(self.bar_values()),
+        }
+
+    def load_state(self, state: dict[str, dict[str, Any]]) -> None:
+        self.callback = {name: torch.tensor(value) for name, value in state["callback"].items()}
+        self.logged = {name: torch.tensor(value) for name, value in state["logged"].items()}
+        self.bar = dict(state["bar"])
+
+
+def to_float32(value: torch.Tensor) -> torch.Tensor:
+    """A type that shows a value as it is: float32, or float64 where it came in that."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def read_scalars(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Each value as a float, in one transfer from each device. Raises ValueError for a value of several numbers."""
+    by_device: dict[tuple[torch.device, torch.dtype], list[str]] = {}
+    for name, value in values.items():
+        if value.numel() != 1:
+            raise ValueError(
+                f"The metric `{name}` does not contain a single element but has shape {tuple(value.shape)}, thus it cannot be "
+                "shown as a number; log it with logger=False, prog_bar=False"
+            )
+        by_device.setdefault((value.device, value.dtype), []).append(name)
+    read: dict[str, float] = {}
+    for names in by_device.values():
+        read |= zip(names, torch.stack([values[name].detach().reshape(()) for name in names]).tolist(), strict=True)
+    return {name: read[name] for name in values}

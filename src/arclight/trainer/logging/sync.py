@@ -1,0 +1,176 @@
+"""An epoch's values over all processes: one packed exchange, whatever the number of names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.trainer.logging.metrics import read_scalars
+from arclight.trainer.logging.results import ResultCollection, ResultMetric
+
+if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
+    from arclight.trainer.module import Module
+
+Key = tuple[str, str, int]
+"""Hook, name and loader (-1 where there is only one)."""
+
+
+class LoggedNamesDifferError(RuntimeError):
+    """Processes logged one name in ways that cannot be put together."""
+
+
+def reduce_epoch(values: ResultCollection, strategy: Strategy, module: Module) -> list[ResultMetric]:
+    """The ``on_epoch`` entries with new values; the ``result`` of each is set to that over all processes.
+
+    A process that did not log a name adds nothing to it, cannot block the others, and knows the result as they do. A metric
+    computes over processes by itself: a process that did not log it takes part with its own. A collective. Raises
+    LoggedNamesDifferError, on every process, naming the key.
+    """
+    every = list(values.entries())
+    entries = [e for e in every if e.count and e.reduced != e.count]
+    epoch = [e for e in entries if e.settings.on_epoch and e.metric is None]
+    summaries = {_key(entry): entry.summary() for entry in epoch}
+    if strategy.world_size > 1:
+        synced = [e for e in every if _synced_step(e)]
+        metrics = [e for e in entries if e.settings.on_epoch and e.metric is not None and not e.settings.rank_zero_only]
+        everyone = strategy.all_gather_object(
+            {
+                "what": "epoch",
+                "values": _parts(epoch, summaries) if strategy.counts else {},
+                "names": [_key(e) for e in epoch if _is_everyones(e)],
+                "metrics": [_key(entry) for entry in metrics],
+                "steps": _step_values(synced) if strategy.counts else {},
+            }
+        )
+        _check(everyone, "epoch")
+        missing = _missing_entries(values, everyone, strategy, [*epoch, *metrics], module)
+        entries += missing
+        epoch += [entry for entry in missing if entry.metric is None]
+        for entry in epoch:
+            summaries[_key(entry)] = _over_ranks(entry, [ranks["values"] for ranks in everyone])
+        _take_step_values(synced, everyone)
+    for entry in epoch:
+        entry.finish(*summaries[_key(entry)])
+    for entry in sorted(
+        entries, key=_key
+    ):  # metrics talk to their like in other processes: in the same order everywhere
+        if entry.metric is not None and entry.settings.on_epoch:
+            entry.result, entry.reduced = entry.compute_metric(), entry.count
+    return [entry for entry in entries if entry.settings.on_epoch]
+
+
+def _parts(
+    epoch: list[ResultMetric], summaries: dict[Key, tuple[torch.Tensor, float]]
+) -> dict[Key, tuple[str, float, float]]:
+    """Reduction, total and weight of each entry on this process, read in one transfer."""
+    totals = read_scalars({str(number): total for number, (total, _) in enumerate(summaries.values())})
+    return {
+        _key(entry): (entry.settings.reduce, total, summaries[_key(entry)][1])
+        for entry, total in zip(epoch, totals.values(), strict=True)
+    }
+
+
+def _is_everyones(entry: ResultMetric) -> bool:
+    """Whether the value of an entry is that of all processes."""
+    return not entry.settings.rank_zero_only and entry.settings.sync_group is None
+
+
+def _missing_entries(
+    values: ResultCollection,
+    everyone: list[dict[str, Any]],
+    strategy: Strategy,
+    own: list[ResultMetric],
+    module: Module,
+) -> list[ResultMetric]:
+    """Entries for what other processes have logged and this one has not: it may have had no batch.
+
+    A second exchange, of how they are kept and shown, where a process lacks any.
+    """
+    known: list[set[Key]] = [{*rank["names"], *rank["metrics"]} for rank in everyone]
+    wanted = {key for names in known for key in names if not all(key in others for others in known)}
+    if not wanted:
+        return []
+    given = {_key(entry): entry.description() for entry in own if _key(entry) in wanted}
+    described: dict[Key, dict[str, Any]] = {}
+    for descriptions in strategy.all_gather_object(given):
+        described = descriptions | described
+    have = known[strategy.global_rank]
+    return [values.adopt(*key, described[key], module) for key in sorted(wanted) if key not in have]
+
+
+def reduce_steps(entries: Iterable[ResultMetric], strategy: Strategy) -> None:
+    """Put together the newest values that were logged with ``sync_dist`` to be shown at each step; nothing if there are none."""
+    synced = [entry for entry in entries if _synced_step(entry)]
+    if strategy.world_size > 1 and synced:
+        everyone = strategy.all_gather_object(
+            {"what": "steps", "steps": _step_values(synced) if strategy.counts else {}}
+        )
+        _check(everyone, "steps")
+        _take_step_values(synced, everyone)
+
+
+def _key(entry: ResultMetric) -> Key:
+    return entry.hook, entry.name, -1 if entry.loader is None else entry.loader
+
+
+def _synced_step(entry: ResultMetric) -> bool:
+    settings = entry.settings
+    return settings.on_step and settings.sync_dist and not settings.rank_zero_only and entry.metric is None
+
+
+def _step_values(entries: Sequence[ResultMetric]) -> dict[Key, tuple[str, float, float]]:
+    """The values that have not been put together yet."""
+    fresh = [(e, e.last.double()) for e in entries if e.last is not None and e.last is not e.synced]
+    values = read_scalars({str(number): value for number, (_, value) in enumerate(fresh)})
+    return {_key(e): (e.settings.reduce, value, 1.0) for (e, _), value in zip(fresh, values.values(), strict=True)}
+
+
+def _take_step_values(entries: Sequence[ResultMetric], everyone: list[dict[str, Any]]) -> None:
+    for entry in entries:
+        total, weight = _over_ranks(entry, [ranks["steps"] for ranks in everyone])
+        if weight > 0:
+            value = total / weight if entry.settings.reduce == "mean" else total
+            entry.last = entry.synced = value.to(entry.dtype)
+
+
+def _over_ranks(entry: ResultMetric, ranks: list[dict[Key, tuple[str, float, float]]]) -> tuple[torch.Tensor, float]:
+    """The entry's total and weight, put together from the ranks that it is shared with."""
+    if entry.settings.rank_zero_only:
+        own = entry.summary()
+        return own[0].cpu(), own[1]
+    if entry.settings.sync_group is not None:
+        members = torch.distributed.get_process_group_ranks(entry.settings.sync_group)
+        ranks = [ranks[member] for member in members]
+    parts = [part for rank in ranks if (part := rank.get(_key(entry))) is not None and part[2] > 0]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64), 0.0
+    combined = {"max": max, "min": min}.get(entry.settings.reduce, sum)(total for _, total, _ in parts)
+    return torch.tensor(combined, dtype=torch.float64), sum(weight for _, _, weight in parts)
+
+
+def _check(everyone: list[dict[str, Any]], what: str) -> None:
+    """Every process sees the same lists, so all of them raise, or none."""
+    for number, rank in enumerate(everyone):
+        if rank["what"] != what:
+            raise LoggedNamesDifferError(
+                f"process {number} exchanges {rank['what']} values while others exchange {what} values: values logged with "
+                f"sync_dist=True, on_step=True must be logged on every process ({_names(everyone)})"
+            )
+    for part in ("values", "steps"):
+        seen: dict[Key, tuple[int, str]] = {}
+        for number, rank in enumerate(everyone):
+            for key, (reduce, _, _) in rank.get(part, {}).items():
+                first, other = seen.setdefault(key, (number, reduce))
+                if other != reduce:
+                    raise LoggedNamesDifferError(
+                        f"{key[1]!r} is logged in {key[0]} with reduce_fx={other!r} on process {first} and with {reduce!r} on "
+                        f"process {number}; use one of them on all"
+                    )
+
+
+def _names(everyone: list[dict[str, Any]]) -> str:
+    names = {key[1] for rank in everyone for key in rank["steps"]}
+    return ", ".join(sorted(names)) or "none"

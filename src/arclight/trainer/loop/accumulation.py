@@ -1,0 +1,149 @@
+"""The accumulation window under way: what a checkpoint between its batches must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from arclight.fabric.spread import is_spread, own_part, own_parts
+from arclight.trainer.loop.gradients import parameters_of
+from arclight.trainer.loop.hooks import overridden
+from arclight.trainer.module import Module
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+
+@dataclass
+class AccumulationState:
+    """Batches whose gradients wait for an optimizer step."""
+
+    count: int = 0
+    """Batches so far; 0 between two windows."""
+    length: int = 1
+    """Batches that the window was begun for."""
+    first_size: Any = 0
+    """Samples of the window's first batch, the unit that the losses are scaled in."""
+    total: Any = 0
+    """Samples (or what the module counts) so far on this rank, without those of skipped batches."""
+
+    def begin(self, length: int, size: Any) -> None:
+        """Start a window of ``length`` batches, whose losses are scaled in units of ``size`` samples."""
+        self.length, self.first_size, self.total = length, size, 0
+
+    def state_dict(self, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """The part of this rank, with its gradients; empty between two windows."""
+        if self.count == 0:
+            return {}
+        gradients = [None if p.grad is None else own_part(p.grad) for p in _parameters(optimizers)]
+        return {
+            "count": self.count,
+            "length": self.length,
+            "first_size": self.first_size,
+            "total": float(self.total),
+            "gradients": gradients,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], optimizers: Sequence[Optimizer]) -> None:
+        """Take up a window where it was left."""
+        if not state:
+            return
+        self.count, self.length = state["count"], state["length"]
+        self.first_size, self.total = state["first_size"], state["total"]
+        for parameter, gradient in zip(_parameters(optimizers), state["gradients"], strict=True):
+            parameter.grad = None if gradient is None else _beside(parameter, gradient)
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _beside(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """``gradient`` spread as its parameter is, in the parameter's own memory layout, which fused optimizers rely on."""
+    if not is_spread(parameter):
+        return torch.empty_like(parameter).copy_(gradient)
+    from arclight.fabric.sharding import from_own_part
+
+    return from_own_part(gradient, parameter)
+
+
+EPS = 1e-20
+"""In the place of a total of 0, whose gradients are 0."""
+
+
+class GradientAccumulator:
+    """When accumulation windows begin and end, and how their batches count.
+
+    Ours: the gradient is the mean over the window's samples (or over what the module counts, `Module.batch_weight`), not a mean
+    of means: each loss counts with its batch's weight, so a smaller last batch and a shorter last window come out right; batches
+    of other ranks may differ in weight too, so several processes agree on a window's total, once for each.
+    """
+
+    def __init__(self, trainer: Trainer, module: Module, optimizer: Optimizer) -> None:
+        self.trainer, self.optimizer, self.window = trainer, optimizer, trainer.window
+        several_batches = trainer.accumulate_grad_batches > 1 or trainer.window.count > 0
+        self.several = trainer.strategy.world_size > 1
+        self.counts = module.batch_weight if overridden(module, "batch_weight", Module) else None
+        self.weigh = (trainer.conventions.weigh_windows and several_batches) or self.counts is not None
+        self.exchanged = self.several or self.counts is not None
+        """Whether a window's total is only known at its end; losses then carry their weight as it is."""
+
+    def take(self, index: int, batch: Any) -> tuple[Any, bool, bool]:
+        """For batch ``index``: the factor for its loss, whether it is the window's first, whether its last."""
+        trainer, window = self.trainer, self.window
+        if self.counts is not None:
+            size = self.counts(batch)
+        else:
+            size = trainer.logged.batch.size() if self.weigh else 1
+        first = window.count == 0
+        if first:
+            window.begin(trainer.accumulate_grad_batches, 1 if self.exchanged or not self.weigh else max(1, size))
+        window.count += 1
+        last = window.count >= window.length or (index + 1 == trainer.num_training_batches and self._closes())
+        self.size = size
+        return size / window.first_size / window.length, first, last
+
+    def _closes(self) -> bool:
+        """Whether the end of this epoch ends the window too."""
+        trainer = self.trainer
+        return not trainer.conventions.windows_span_epochs or trainer.progress.epoch + 1 == trainer.max_epochs
+
+    def end(self) -> bool:
+        """Close the window and make its gradients a mean; False where every batch of it was skipped."""
+        window, samples = self.window, self.window.total
+        window.count = 0
+        gradients = [p.grad for p in parameters_of(self.optimizer) if p.grad is not None]
+        if not gradients:
+            return False
+        if not self.weigh:
+            return True
+        if self.exchanged:  # on the device: nothing here waits for it
+            total = torch.as_tensor(samples, dtype=torch.float32, device=gradients[0].device)
+            strategy = self.trainer.strategy
+            total = strategy.all_reduce(total, strategy.step_group) if self.several else total
+            torch._foreach_mul_(own_parts(gradients), window.length / total.clamp(min=EPS))
+        elif samples != window.first_size * window.length:  # shorter, or uneven batches
+            torch._foreach_mul_(gradients, window.first_size * window.length / samples)
+        return True
+
+
+def weigh_across_ranks(
+    trainer: Trainer, module: Module, forward: Callable[[Any, int], Any], backward: Callable[[torch.Tensor], Any]
+) -> tuple[Callable[[Any, int], Any], Callable[[torch.Tensor], Any]]:
+    """Forward and backward for a run of several processes and one batch per update, where the module counts its batches.
+
+    The mean over the processes of an update of the gradients is that of the mean over all that their batches count.
+    """
+    strategy, share = trainer.strategy, torch.tensor(1.0)
+
+    def step(batch: Any, index: int) -> Any:
+        nonlocal share
+        weight = torch.as_tensor(module.batch_weight(batch), dtype=torch.float32, device=strategy.root_device)
+        share = weight / strategy.all_reduce(weight, strategy.step_group).clamp(min=EPS)
+        return forward(batch, index)
+
+    return step, lambda loss: backward(loss * share)

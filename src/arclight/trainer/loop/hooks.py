@@ -1,0 +1,122 @@
+"""Which functions run at which moment: resolved once, so that a moment nobody cares about is an empty tuple."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer.callback import Callback
+from arclight.trainer.module import Module
+from arclight.trainer.profilers.watching import watch_callback, watch_module
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+
+Hook = Callable[..., Any]
+
+_WITHIN_A_STEP = frozenset(
+    ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+)
+
+
+def overridden(owner: object, name: str, base: type) -> bool:
+    """Whether ``owner`` has its own ``name``: defined by its class or set on the instance. None takes one away.
+
+    What only behaves like a ``base`` (a mock with its specification, say) has all that it answers to.
+    """
+    if name in vars(owner):
+        return vars(owner)[name] is not None
+    if base not in type(owner).__mro__:
+        return callable(getattr(owner, name, None))
+    own = getattr(type(owner), name, None)
+    return own is not None and own is not getattr(base, name, None)
+
+
+def logging_as(module: Module, name: str, hook: Hook) -> Hook:
+    """``hook`` with what it logs belonging to it, and what comes afterwards to whoever called it.
+
+    For hooks that run inside a step: loops say by themselves in which of theirs they are.
+    """
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        trainer = module.trainer
+        values, before, entries = trainer.logged, trainer.logged.hook, module.__dict__["_entries"]
+        trainer.enter(name)
+        try:
+            return hook(*arguments, **options)
+        finally:
+            values.hook, module.__dict__["_entries"] = before, entries
+
+    return run
+
+
+def unused_hooks(callback: Callback) -> frozenset[str]:
+    found = callback.unused_hooks
+    return found if isinstance(found, frozenset) else frozenset()
+
+
+def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callback], name: str) -> tuple[Hook, ...]:
+    """The callbacks' own versions of hook ``name``, with trainer and module bound."""
+    return tuple(
+        watch_callback(trainer, callback, name, partial(getattr(callback, name), trainer, module))
+        for callback in callbacks
+        if overridden(callback, name, Callback) and name not in unused_hooks(callback)
+    )
+
+
+def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
+    """The module's own version of hook ``name``, if it has one."""
+    if not overridden(module, name, Module):
+        return ()
+    return (watch_module(module._trainer, module, name, getattr(module, name)),)
+
+
+def resolve(trainer: Trainer, module: Module, name: str) -> tuple[Hook, ...]:
+    """Everything that runs at hook ``name``: callbacks in order, then the module."""
+    hooks = callback_hooks(trainer, module, trainer.callbacks, name) + module_hooks(module, name)
+    return tuple(logging_as(module, name, hook) for hook in hooks) if name in _WITHIN_A_STEP else hooks
+
+
+ITERATOR = "dataloader_iter"
+
+
+def takes(function: Callable[..., Any], name: str, least: int | None = None) -> bool:
+    """Whether `function` has a parameter `name`, or collects positional ones, or has at least `least` of them."""
+    parameters = inspect.signature(function).parameters
+    positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    collects = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    return name in parameters or collects or (least is not None and len(positional) >= least)
+
+
+def takes_iterator(step: Callable[..., Any]) -> bool:
+    """Whether a step asks for the iterator over batches (a parameter ``dataloader_iter``) in place of a batch."""
+    return ITERATOR in inspect.signature(step).parameters
+
+
+def note_iterator(name: str) -> None:
+    """Say once what taking the iterator means."""
+    rank_zero_warn(
+        f"Found `{ITERATOR}` argument in the `{name}`. Note that the support for this signature is experimental: batches are not "
+        "moved to the device, and a step may take several of them"
+    )
+
+
+def check_loader_index(owner: object, name: str, least: int, several: bool, prefix: str) -> None:
+    """Raises RuntimeError where ``dataloader_idx`` is missing with several loaders, or must be given with one."""
+    function = getattr(owner, name)
+    where = f"`{type(owner).__name__}.{name}()`"
+    if several and not takes(function, "dataloader_idx", least):
+        raise RuntimeError(
+            f"You provided multiple `{prefix}_dataloader`, but no `dataloader_idx` argument in {where}. Try adding "
+            "`dataloader_idx=0` to its signature."
+        )
+    parameter = inspect.signature(function).parameters.get("dataloader_idx")
+    if not several and parameter is not None and parameter.default is inspect.Parameter.empty:
+        raise RuntimeError(
+            f"You provided only a single `{prefix}_dataloader`, but have included `dataloader_idx` in {where}. Either remove "
+            "the argument or give it a default value i.e. `dataloader_idx=0`."
+        )

@@ -1,0 +1,277 @@
+"""From what ``configure_optimizers`` returned to a list of optimizers and a list of schedulers."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.loop.hooks import overridden
+
+if TYPE_CHECKING:
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+
+@dataclass
+class LRSchedulerConfig:
+    """A learning-rate scheduler and when to step it."""
+
+    scheduler: Any
+    name: str | None = None
+    interval: str = "epoch"
+    frequency: int = 1
+    reduce_on_plateau: bool = False
+    monitor: str | None = None
+    strict: bool = True
+
+
+_FIELDS = tuple(LRSchedulerConfig.__dataclass_fields__)
+_ONLY_AUTOMATIC = ("reduce_on_plateau", "monitor", "strict")
+
+
+def configured(module: Module, given: Any) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Optimizers and schedulers of ``module``, checked against each other and against its way of optimizing.
+
+    Warns for None and for unknown keys. Raises MisconfigurationError for what cannot be used.
+    """
+    if given is None:
+        warnings.warn(
+            "`configure_optimizers` returned `None`: this fit will run with no optimizer, only forward", stacklevel=2
+        )
+    if "optimizer_idx" in inspect.signature(module.training_step).parameters:
+        raise MultipleOptimizersError(
+            "Training with multiple optimizers is only supported with manual optimization. Remove the `optimizer_idx` argument from `training_step`, "
+            "set self.automatic_optimization = False and take them from self.optimizers()"
+        )
+    optimizers, schedulers = parse_optimizers(given, manual=not module.automatic_optimization)
+    if module.automatic_optimization and len(optimizers) > 1:
+        raise MultipleOptimizersError(
+            f"configure_optimizers returned {len(optimizers)} optimizers. Training with multiple optimizers is only supported with "
+            "manual optimization: set self.automatic_optimization = False and run them in training_step, "
+            "`opt1, opt2 = self.optimizers()`"
+        )
+    for config in schedulers:
+        _check_scheduler(module, config, optimizers)
+    return optimizers, schedulers
+
+
+class MultipleOptimizersError(MisconfigurationError, RuntimeError):
+    """Several optimizers where only one can be run for the module."""
+
+
+def parse_optimizers(given: Any, manual: bool = False) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """Optimizers and schedulers from anything ``configure_optimizers`` may return.
+
+    That is: an optimizer, a list of them, ``(optimizers, schedulers)``, a dict or dicts with ``optimizer``
+    and ``lr_scheduler`` (a scheduler, or a dict of :class:`LRSchedulerConfig`'s fields) and
+    ``monitor`` for a scheduler that watches a value, or None.
+    """
+    if given is None:
+        return [], []
+    if isinstance(given, Mapping):
+        given = [given]
+    pair = isinstance(given, (list, tuple)) and len(given) == 2 and isinstance(given[0], (list, tuple))
+    if pair and all(isinstance(part, Optimizer) for part in given[0]):
+        schedulers = given[1] if isinstance(given[1], (list, tuple)) else [given[1]]
+        return list(given[0]), [_scheduler(s, None, manual) for s in schedulers]
+    if isinstance(given, (list, tuple)) and given and all(isinstance(part, Mapping) for part in given):
+        for part in given:
+            _warn_of_unknown(part, ("optimizer", "lr_scheduler", "monitor"), "the optimizer configuration")
+        with_schedule = [part for part in given if part.get("lr_scheduler") is not None]
+        return (
+            [_optimizer(part.get("optimizer")) for part in given],
+            [_scheduler(part["lr_scheduler"], part.get("monitor"), manual) for part in with_schedule],
+        )
+    return [_optimizer(o) for o in (given if isinstance(given, (list, tuple)) else [given])], []
+
+
+def _optimizer(value: Any) -> Optimizer:
+    if not isinstance(value, Optimizer):
+        raise MisconfigurationError(
+            f"Unknown configuration for model optimizers: expected a torch Optimizer, got {type(value).__name__}. "
+            "configure_optimizers may return an optimizer, a list of them, ([optimizers], [schedulers]), or "
+            '{"optimizer": ..., "lr_scheduler": ...}'
+        )
+    return value
+
+
+def _scheduler(value: Any, monitor: str | None, manual: bool) -> LRSchedulerConfig:
+    if not isinstance(value, Mapping):
+        value = {"scheduler": value, "monitor": monitor}
+    elif manual and (ignored := [key for key in value if key in _ONLY_AUTOMATIC]):
+        warnings.warn(
+            f"The lr scheduler dict contains the key(s) {ignored}, but the keys will be ignored: in manual optimization "
+            "training_step calls `lr_scheduler.step()` itself",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        value = {key: item for key, item in value.items() if key not in _ONLY_AUTOMATIC}
+    _warn_of_unknown(value, _FIELDS, "the lr scheduler dict")
+    if "scheduler" not in value:
+        raise MisconfigurationError(
+            'The lr scheduler dict must have the key "scheduler" with its item being an lr scheduler; '
+            f"it has {', '.join(map(repr, value)) or 'no keys'}"
+        )
+    config = LRSchedulerConfig(**{"monitor": monitor} | {key: value[key] for key in value if key in _FIELDS})
+    if config.interval not in ("step", "epoch"):
+        raise MisconfigurationError(
+            f'The "interval" key in lr scheduler dict must be "step" or "epoch" but is "{config.interval}"'
+        )
+    if "reduce_on_plateau" not in value:
+        config.reduce_on_plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+    if config.reduce_on_plateau and config.monitor is None and not manual:
+        raise MisconfigurationError(
+            "The lr scheduler dict must include a monitor when a `ReduceLROnPlateau` scheduler is used: `configure_optimizers` "
+            'must include a monitor when a `ReduceLROnPlateau` scheduler is used, {"optimizer": ..., "lr_scheduler": '
+            '{"scheduler": ..., "monitor": "a logged name"}}'
+        )
+    if isinstance(config.scheduler, OneCycleLR) and config.interval == "epoch" and not manual:
+        warnings.warn(
+            "A `OneCycleLR` scheduler is using 'interval': 'epoch'. Are you sure you didn't mean 'interval': 'step'?",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return config
+
+
+def _warn_of_unknown(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    if unknown := {key for key in given if key not in known}:
+        warnings.warn(
+            f"Found unsupported keys in {where}: {unknown}; known are {', '.join(known)}", RuntimeWarning, stacklevel=2
+        )
+
+
+def _check_scheduler(module: Module, config: LRSchedulerConfig, optimizers: list[Optimizer]) -> None:
+    scheduler, name = config.scheduler, type(config.scheduler).__name__
+    owner = getattr(scheduler, "optimizer", None)
+    if owner is not None and not any(owner is optimizer for optimizer in optimizers):
+        raise MisconfigurationError(
+            "Some schedulers are attached with an optimizer that wasn't returned from `configure_optimizers`: "
+            f"{name} steps another one"
+        )
+    if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+        raise MisconfigurationError(
+            f"The provided lr scheduler `{name}` is invalid. It should have `state_dict` and `load_state_dict` methods "
+            "defined, or a checkpoint could not hold it"
+        )
+    follows = isinstance(scheduler, (LRScheduler, ReduceLROnPlateau))
+    if not follows and module.automatic_optimization and not _steps_it(module):
+        raise MisconfigurationError(
+            f"The provided lr scheduler `{name}` doesn't follow PyTorch's LRScheduler API. You should override the "
+            "`lr_scheduler_step(scheduler, metric)` hook of the module to step it"
+        )
+
+
+def _steps_it(module: Module) -> bool:
+    from arclight.trainer.module import Module as Base
+
+    return overridden(module, "lr_scheduler_step", Base)
+
+
+class ManagedOptimizer:
+    """Stands for ``optimizer``; everything but :meth:`step` is the optimizer's own, and ``isinstance`` says so."""
+
+    def __init__(self, optimizer: Optimizer, trainer: Trainer | None = None) -> None:
+        self._optimizer, self._trainer = optimizer, trainer
+        self.actions: tuple[Callable[[], Any], ...] = ()
+        self.count: Callable[[], Any] = _nothing
+        self._unscaled = False
+        # A class of its own below both, for code that asks what kind of optimizer it has.
+        self.__class__ = type("Lightning" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters once. ``closure``, where given, runs forward and backward first and its result is returned.
+
+        Between backward and update run ``on_before_optimizer_step`` and, in automatic optimization, clipping.
+        """
+        if closure is not None and not callable(closure):
+            raise MisconfigurationError(
+                f"When `optimizer.step(closure)` is called, the closure should be a function, got {type(closure).__name__}"
+            )
+        precision = self._trainer.precision_plugin if self._trainer is not None else None
+        scaled = precision is not None and precision.scaler is not None
+        result = self._scaled(precision, closure, kwargs) if scaled else self._plain(closure, kwargs)
+        self.count()
+        return result
+
+    def _plain(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        def run() -> Any:
+            result = closure() if closure is not None else None
+            for action in self.actions:
+                action()
+            return result
+
+        return self._optimizer.step(closure=run, **kwargs)
+
+    def _scaled(self, precision: Any, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        result = closure() if closure is not None else None
+        if result is None and self._trainer is not None and self._trainer.lightning_module.automatic_optimization:
+            return None  # nothing was scaled: the batch was skipped
+        self.unscale()
+        for action in self.actions:
+            action()
+        self._unscaled = False
+        precision.optimizer_step(self._optimizer, **kwargs)
+        return result
+
+    # Found on the optimizer's class otherwise, whose versions read attributes that only the real one has.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._optimizer.add_param_group(param_group)
+
+    def unscale(self) -> None:
+        """Take the scale out of 16-bit gradients, once between two steps."""
+        precision = self._trainer.precision_plugin if self._trainer is not None else None
+        if precision is not None and precision.scaler is not None and not self._unscaled:
+            self._unscaled = True
+            precision.unscale_gradients(self._optimizer)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Only this optimizer's parameters require gradients; without ``sync_grad`` ranks do not exchange them."""
+        if self._trainer is None:
+            raise RuntimeError("this optimizer is not in use by a Trainer")
+        module = self._trainer.lightning_module
+        synced = self._trainer.strategy.no_backward_sync(self._trainer.step_module or module, not sync_grad)
+        with synced if not sync_grad else nullcontext():
+            module.toggle_optimizer(self)
+            try:
+                yield
+            finally:
+                module.untoggle_optimizer(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ManagedOptimizer, (self._optimizer,)  # copies and pickles are no longer a Trainer's
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_optimizer", "_trainer"):
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"Lightning{self._optimizer!r}"
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,160 @@
+"""Stepping learning-rate schedulers: after optimizer steps, or when an epoch ends."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.loop.hooks import logging_as, overridden
+from arclight.trainer.module import Module
+from arclight.trainer.profilers.watching import watch_module
+
+if TYPE_CHECKING:
+    from arclight.trainer.loop.optimizers import LRSchedulerConfig
+    from arclight.trainer.trainer import Trainer
+
+
+def scheduler_steps(trainer: Trainer, module: Module, interval: str, plateau: bool) -> list[Callable[[], Any]]:
+    """Return one function per scheduler of this interval: of those that watch a value, or of the others.
+
+    ``plateau`` chooses; no function in manual optimization, where ``training_step`` steps them.
+    """
+    if not module.automatic_optimization:
+        return []
+    return [
+        watch_module(trainer, module, "lr_scheduler_step", _stepper(trainer, module, config))
+        for config in trainer.lr_scheduler_configs
+        if config.interval == interval and plateau == config.reduce_on_plateau
+    ]
+
+
+def plateau_stepper(trainer: Trainer, module: Module) -> Callable[[], None] | None:
+    """Return a function that steps what watches a value at every update, once for each; None if nothing does.
+
+    It runs behind the batch's validation and saves, as a value may come from there. ``progress.plateau_step`` tells a
+    resume whether the update that it starts after is still to be followed.
+    """
+    steps, progress = scheduler_steps(trainer, module, "step", plateau=True), trainer.progress
+    if not steps:
+        return None
+    if progress.plateau_step < 0:
+        progress.plateau_step = progress.global_step
+
+    def run() -> None:
+        if progress.global_step != progress.plateau_step:
+            for step in steps:
+                step()
+            progress.plateau_step = progress.global_step
+
+    return run
+
+
+def _stepper(trainer: Trainer, module: Module, config: LRSchedulerConfig) -> Callable[[], Any]:
+    own = overridden(module, "lr_scheduler_step", Module)
+    if not own and not config.reduce_on_plateau and config.frequency == 1:
+        return config.scheduler.step  # type: ignore[no-any-return]
+
+    run = logging_as(module, "lr_scheduler_step", module.lr_scheduler_step) if own else module.lr_scheduler_step
+
+    def step() -> None:
+        if config.interval == "epoch":
+            count = trainer.progress.epoch + 1
+        elif trainer.conventions.frequency_counts_batches:
+            count = trainer.training_values.batch.index + 1
+        else:  # the update is counted when those that watch a value are stepped, and not yet for the others
+            count = trainer.progress.global_step + (not config.reduce_on_plateau)
+        if count % config.frequency == 0 and (metric := _monitored(trainer, config)) is not _MISSING:
+            run(config.scheduler, metric)
+
+    return step
+
+
+_MISSING = object()
+
+
+def _monitored(trainer: Trainer, config: LRSchedulerConfig) -> Any:
+    """The value that a plateau scheduler watches; None for schedulers that watch nothing."""
+    if not config.reduce_on_plateau:
+        return None
+    metrics = trainer.callback_metrics
+    if config.monitor in metrics:
+        return metrics[config.monitor]
+    if config.strict:
+        raise MisconfigurationError(
+            f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available. Available metrics are: "
+            f"{sorted(metrics)}. Name one of them as `monitor` in the lr scheduler dict, or log that one"
+        )
+    warnings.warn(
+        f"ReduceLROnPlateau conditioned on metric {config.monitor} which is not available but strict is False: "
+        "skipping this update",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return _MISSING
+
+
+class StepSync:
+    """Moves the step count of a fit that joins others, which went on without it or were set back.
+
+    Make it where optimizers and schedules are new (``on_fit_start``), call :meth:`set` when training begins (``on_train_start``).
+    What is counted in samples, batches or epochs stays: those are this fit's own.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._fresh = [_state(config) for config in _by_step(trainer)]
+
+    def set(self, step: int) -> None:
+        """From here on ``step`` optimizer steps are done. Nothing happens where they are.
+
+        A schedule by steps gets the rates that it would have after ``step`` steps without any in between being left out.
+        Schedules that watch a value stay as they are.
+        """
+        before = self._trainer.global_step
+        if step == before:
+            return
+        self._trainer.progress.global_step = step
+        for config, fresh in zip(_by_step(self._trainer), self._fresh, strict=True):
+            _move(config, fresh, before, step)
+
+
+def _by_step(trainer: Trainer) -> list[LRSchedulerConfig]:
+    return [c for c in trainer.lr_scheduler_configs if c.interval == "step" and not c.reduce_on_plateau]
+
+
+def _state(config: LRSchedulerConfig) -> dict[str, Any]:
+    """A schedule's state, and what it may have set in its optimizer's groups."""
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in config.scheduler.optimizer.param_groups]
+    return copy.deepcopy({"scheduler": config.scheduler.state_dict(), "groups": groups})
+
+
+def _move(config: LRSchedulerConfig, fresh: dict[str, Any], before: int, step: int) -> None:
+    scheduler, every = config.scheduler, config.frequency
+    ticks = step // every
+    with _any_order():
+        if isinstance(scheduler, LambdaLR):  # a function of the step alone
+            scheduler.last_epoch = ticks - 1
+            scheduler.step()
+            return
+        done = before // every
+        if ticks < done:
+            scheduler.load_state_dict(copy.deepcopy(fresh["scheduler"]))
+            for group, values in zip(scheduler.optimizer.param_groups, copy.deepcopy(fresh["groups"]), strict=True):
+                group.update(values)
+            done = 0
+        for _ in range(ticks - done):
+            scheduler.step()
+
+
+@contextmanager
+def _any_order() -> Iterator[None]:
+    """Torch warns of schedules that are stepped before their optimizer."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        yield

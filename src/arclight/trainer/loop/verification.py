@@ -1,0 +1,158 @@
+"""Whether a module can do what an entry point asks of it: said before anything is set up."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from arclight.fabric.errors import MisconfigurationError
+from arclight.trainer.loop.hooks import overridden
+from arclight.trainer.module import Module
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+
+_REMOVED = {"train": ("training_epoch_end", "validation_epoch_end"), "validate": ("validation_epoch_end",)}
+
+
+def as_module(model: Any, entry_point: str) -> Module:
+    """``model`` if it is a Module, unwrapped if it was compiled. Raises TypeError for anything else."""
+    if isinstance(model, Module):
+        return model
+    if isinstance(getattr(model, "_orig_mod", None), Module):
+        return from_compiled(model)
+    raise TypeError(
+        f"`model` must be a `LightningModule` (an arclight.Module) or one that was given to torch.compile, got "
+        f"`{type(model).__qualname__}`: Trainer.{entry_point} runs its steps, so subclass Module and give it a training_step"
+    )
+
+
+def require_model(model: Any, entry_point: str, known: Any) -> None:
+    if model is None and known is None:
+        raise TypeError(
+            f"`Trainer.{entry_point}()` requires a `LightningModule` when it hasn't been passed in a previous run"
+        )
+
+
+def check_module(trainer: Trainer, module: Module, stage: str) -> None:
+    """Raise MisconfigurationError where ``module`` lacks what ``stage`` needs, NotImplementedError for hooks of Lightning 1.x."""
+    if stage == "train":
+        for name in ("training_step", "configure_optimizers"):
+            if not overridden(module, name, Module):
+                raise MisconfigurationError(
+                    f"No `{name}()` method defined: fit needs at least `training_step()`, training data and "
+                    f"`configure_optimizers()`; {type(module).__name__} lacks {name}"
+                )
+        _check_manual(trainer, module)
+    elif stage == "predict":
+        _check_predict(module)
+    elif not overridden(module, name := {"validate": "validation_step"}.get(stage, "test_step"), Module):
+        raise MisconfigurationError(f"No `{name}()` method defined to run `Trainer.{stage}`.")
+    if callable(getattr(module, "configure_sharded_model", None)):
+        raise NotImplementedError(
+            f"`{type(module).__name__}.configure_sharded_model` would not be called: rename it to `configure_model`, and make "
+            "only what is not there yet, since it is called before each run"
+        )
+    for name in _REMOVED.get(stage, (f"{stage}_epoch_end",)):
+        if callable(getattr(module, name, None)):
+            raise NotImplementedError(
+                f"Support for `{name}` has been removed in v2.0.0 of Lightning. `{type(module).__name__}` implements this method: "
+                f"use `on_{name.replace('training', 'train')}` and keep what it needs of the outputs in attributes"
+            )
+
+
+def _check_predict(module: Module) -> None:
+    if module.predict_step is None:
+        raise MisconfigurationError("`predict_step` cannot be None to run `Trainer.predict`")
+    forward = overridden(module, "forward", torch.nn.Module)
+    if not forward and not overridden(module, "predict_step", Module):
+        raise MisconfigurationError("`Trainer.predict` requires `forward` method to run.")
+
+
+def _check_manual(trainer: Trainer, module: Module) -> None:
+    if module.automatic_optimization:
+        return
+    if trainer.gradient_clip_val is not None:
+        raise MisconfigurationError(
+            "Automatic gradient clipping is not supported for manual optimization. Remove "
+            f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` and call self.clip_gradients(optimizer, ...) in training_step"
+        )
+    if trainer.accumulate_grad_batches > 1:
+        raise MisconfigurationError(
+            "Automatic gradient accumulation is not supported for manual optimization. Remove "
+            f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` and step and clear the optimizer only in every "
+            "n-th batch"
+        )
+
+
+def check_validation(trainer: Trainer, module: Module) -> None:
+    """Warn where a fit has validation data and no step for it, or a step and no data."""
+    has_data = trainer.data["validate"].defined
+    has_step = overridden(module, "validation_step", Module)
+    if has_data and not has_step:
+        trainer.warn("You passed in a `val_dataloader` but have no `validation_step`. Skipping val loop.")
+    if has_step and not has_data:
+        trainer.warn("You defined a `validation_step` but have no `val_dataloader`. Skipping val loop.")
+
+
+_COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+
+
+def _wrapped(model: object) -> nn.Module | None:
+    """What ``torch.compile`` was given, where it made ``model``."""
+    # Asked by name: the class lives in torch._dynamo, which takes seconds to import.
+    return model._orig_mod if type(model).__name__ == "OptimizedModule" else None  # type: ignore[attr-defined]
+
+
+def from_compiled(model: Any) -> Module:
+    """The Module inside what ``torch.compile`` returned, with its forward and its steps compiled in the same way.
+
+    The module itself is changed; :func:`to_uncompiled` changes it back. Raises ValueError for anything else.
+    """
+    module = _wrapped(model)
+    if module is None:
+        raise ValueError(f"`model` is required to be a `OptimizedModule`. Found a `{type(model).__name__}` instead.")
+    if not isinstance(module, Module):
+        raise ValueError(
+            f"`model` is expected to be a compiled LightningModule. Found a `{type(module).__name__}` instead"
+        )
+    if module._compiler_ctx is None:
+        written = ("forward", "predict_step", *(name for name in _COMPILED if overridden(module, name, Module)))
+        originals = {name: getattr(module, name) for name in written}
+        module._compiler_ctx = {"compiler": "dynamo", "dynamo_ctx": model.dynamo_ctx} | {
+            f"original_{name}": function for name, function in originals.items()
+        }
+        for name, function in originals.items():
+            setattr(module, name, model.dynamo_ctx(function))
+    return module
+
+
+def to_uncompiled(model: Any) -> Module:
+    """The Module as it was before it was compiled, from what ``torch.compile`` or :func:`from_compiled` returned.
+
+    Raises ValueError for a module that is not compiled, and for anything else.
+    """
+    module = _wrapped(model)
+    module = model if module is None else module
+    if not isinstance(module, Module):
+        if module is not model:
+            raise TypeError(f"the compiled object holds a {type(module).__name__}, not a LightningModule")
+        raise ValueError("`model` must either be an instance of OptimizedModule or LightningModule")
+    if module._compiler_ctx is None:
+        if module is model:
+            raise ValueError(
+                "`model` is required to be a compiled LightningModule. Found a non-compiled LightningModule instead."
+            )
+        return module
+    for name in _COMPILED:
+        original = module._compiler_ctx.get(f"original_{name}")
+        if original is None:
+            continue  # a step that the module does not have
+        module.__dict__.pop(name, None)
+        if getattr(module, name) != original:
+            setattr(module, name, original)  # one that was set on the instance, before it was compiled
+    module._compiler_ctx = None
+    return module
