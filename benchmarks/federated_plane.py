@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from arclight.federated.clients.node import Node
-from arclight.federated.rounds.history_file import read_history
+from arclight.federated.rounds.history import read_history
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.transports.detached import Detached, Orders
 from arclight.federated.transports.in_process import InProcess

@@ -29,9 +29,9 @@ from arclight.cli.federated_report import federated_report
 from arclight.cli.federated_schema import FederatedRecipe
 from arclight.federated.coordination import events, records
 from arclight.federated.coordination.journal import Journal
-from arclight.federated.coordination.state import Lasting, StateSaved
+from arclight.federated.coordination.run_state import RunState, StateSaved
 from arclight.federated.protocol import Beat, Doing
-from arclight.federated.rounds.history_file import read_history
+from arclight.federated.rounds.history import read_history
 from arclight.recipe import RecipeError, explain, read
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.folder import RunFolder
@@ -828,7 +828,7 @@ def test_a_round_is_one_line_that_says_what_it_cost(moves: bool) -> None:
     told.told(accepted("0", metrics={"train/loss": 2.5}))
     told.sent_down = {1: 4_000_000}.__getitem__
     told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0, drift={"0": 0.5, "1": 0.7}))
-    told.told(events.Lost(node="a", session="s", why="silent for 1.5 s"))
+    told.told(events.NodeLost(node="a", session="s", why="silent for 1.5 s"))
     text = re.sub(r"\x1b\[[0-9;]*[mK]", "", stream.getvalue())
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     assert lines[0] == "round 1: client 0 is refused (not_finite): w has 3 values that are none"
@@ -854,8 +854,8 @@ def test_who_was_put_out_is_not_counted() -> None:
     [
         ((), True),
         ((records.RunEnded(why="all 2 rounds are done"),), False),
-        ((StateSaved(state=Lasting(run="r", committed=2, ended="all 2 rounds are done")),), False),
-        ((StateSaved(state=Lasting(run="r", committed=1)),), True),
+        ((StateSaved(state=RunState(run="r", committed=2, ended="all 2 rounds are done")),), False),
+        ((StateSaved(state=RunState(run="r", committed=1)),), True),
         ((records.RunEnded(why="x", failed=True), records.RoundEvaluated(round=0, client=None, samples=0, metrics={})), False),
         ((records.RunEnded(why="x", failed=True), records.RunOpened(run="r", settings="s")), True),
     ],
@@ -896,7 +896,7 @@ def test_who_was_waited_for_is_forgotten_with_the_round() -> None:
     stream = Terminal(moves=True)
     told = Progress(1, stream)
     told.told(records.RoundOpened(round=1, base="b", clients=("0",), wanted=1, clock=0, steps=4))
-    told.told(events.Say(text="round 1: 0 of 1 updates; waiting for 0 (node a, step 2)"))
+    told.told(events.LogMessage(text="round 1: 0 of 1 updates; waiting for 0 (node a, step 2)"))
     told.told(accepted("0"))
     told.told(records.RoundCommitted(round=1, base="c", checkpoint="x", norm=1.0))
     told.told(records.RoundEvaluated(round=1, client=None, samples=1, metrics={"val/loss": 1.0}))

@@ -12,7 +12,7 @@ import torch
 
 from arclight.checkpoint import load_weights
 from arclight.cli.export import load_detector
-from arclight.federated.rounds.history_file import read_history
+from arclight.federated.rounds.history import read_history
 
 Typed = Callable[[str], tuple[int, str, str]]
 

@@ -22,8 +22,8 @@ from arclight.federated.errors import FederatedError
 if TYPE_CHECKING:
     from arclight.cli.federated_progress import Progress
     from arclight.cli.federated_sites import Measuring
-    from arclight.federated.server.running import Run
     from arclight.federated.server.server import Server
+    from arclight.federated.server.server_run import ServerRun
     from arclight.trainer import RunFolder
 
 VERBS = {
@@ -139,7 +139,7 @@ class Worker(threading.Thread):
 
 
 @contextmanager
-def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[Run, Progress]]:
+def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
     """A run that is served until the block ends; what it leaves behind is written afterwards, however it ended."""
     from arclight.cli.federated_progress import Progress
     from arclight.cli.federated_sites import Measuring, client_names
@@ -251,7 +251,7 @@ def kept_by(node: Path) -> str:
 def failed(folder: RunFolder, options: Namespace, why: str) -> None:
     """Let the report say how the run ended. One that cannot be written does not hide why."""
     from arclight.cli.federated_report import federated_report
-    from arclight.federated.rounds.history_file import has_history
+    from arclight.federated.rounds.history import has_history
 
     try:
         if has_history(folder.path):
@@ -303,7 +303,7 @@ def is_unfinished(folder: RunFolder) -> bool:
     """Return True if a run was begun and has not ended: it was killed or interrupted, or is under way."""
     from arclight.federated.coordination.journal import JournalError, read
     from arclight.federated.coordination.records import RunEnded, RunOpened
-    from arclight.federated.coordination.state import StateSaved
+    from arclight.federated.coordination.run_state import StateSaved
 
     ended = False
     try:

@@ -58,13 +58,13 @@ def serve(arguments: list[str]) -> None:
 
     from arclight.cli.federated_progress import Watched
     from arclight.cli.federated_sites import check_devices, check_division
-    from arclight.federated.server.memory import give_back_freed_memory
+    from arclight.federated.server.malloc import tune_malloc
     from arclight.federated.transports.http_server import HttpServer
 
     if recipe.partition is not None and recipe.federation.evaluate_on == "server":  # else the data need not be here
         check_division(recipe, "; where every site joins with --data of its own, leave [partition] out")
     check_devices(recipe)
-    give_back_freed_memory()
+    tune_malloc()
     with closing(bound(where)) as here:
         folder = folder_of(recipe, options)
         with (

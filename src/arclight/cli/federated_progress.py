@@ -18,7 +18,7 @@ from arclight.trainer.run.curves import number_text
 from arclight.trainer.run.report import size_text
 
 if TYPE_CHECKING:
-    from arclight.federated.coordination.state import Open
+    from arclight.federated.coordination.run_state import RoundState
     from arclight.federated.protocol import Message
     from arclight.federated.transports.in_process import Answers
 
@@ -78,7 +78,7 @@ class Progress:
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 
-    def take_up(self, rounds: Iterable[Open]) -> None:
+    def take_up(self, rounds: Iterable[RoundState]) -> None:
         """Rounds that were under way when the run was taken up again."""
         with self._lock:
             for one in rounds:
@@ -118,9 +118,9 @@ class Progress:
                     self._say(
                         f"round {what.round}: {bold(values)}" if values else f"round {what.round}: nothing to measure"
                     )
-                case events.Lost() | events.Moved() | events.Unmeasured():
+                case events.NodeLost() | events.ClientMoved() | events.ClientNotEvaluated():
                     self._say(str(what))
-                case events.Say():
+                case events.LogMessage():
                     self._waiting = what.text
                 case _:
                     return

@@ -12,7 +12,7 @@ from typing import Any
 from arclight.cli.arguments import Parser, UsageError
 from arclight.cli.federate import with_curves
 from arclight.cli.federated_charts import Stack, stacked_bars
-from arclight.federated.rounds.history_file import has_history, read_history
+from arclight.federated.rounds.history import has_history, read_history
 from arclight.federated.rounds.store import Rounds
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, last_finite, number_text

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.federated.aggregation import fold
+from arclight.federated.aggregation.fixed_point import Contribution, Scale, measure, plan
 from arclight.federated.aggregation.fold import Fold, mean_of, merge, partial
-from arclight.federated.aggregation.scale import Contribution, Scale, measure, plan
 from arclight.federated.errors import FederatedError, RefusedError
 
 SIZES = {"model/large": (3, 70_001), "model/vector": (257,), "model/scalar": (), "model/empty": (0, 4)}

@@ -16,8 +16,8 @@ from arclight import checkpoint
 from arclight.checkpoint.files import PlacedFile, open_hashed
 from arclight.checkpoint.stored import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import read_header
-from arclight.federated.aggregation.scale import Contribution
-from arclight.federated.aggregation.step import Step
+from arclight.federated.aggregation.fixed_point import Contribution
+from arclight.federated.aggregation.strategy_step import StrategyStep
 from arclight.federated.errors import FederatedError
 from arclight.federated.strategies import (
     DiLoCo,
@@ -57,7 +57,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 def round_of(
     strategy: Strategy, anchor: dict[str, torch.Tensor], locals_: list[dict[str, torch.Tensor]], form: Any, **more: Any
-) -> Step:
+) -> StrategyStep:
     given = [
         Contribution(
             client=f"c{k}",
@@ -66,7 +66,7 @@ def round_of(
         )
         for k, local in enumerate(locals_)
     ]
-    return Step(strategy, anchor, given, form=form, **more)
+    return StrategyStep(strategy, anchor, given, form=form, **more)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -156,7 +156,7 @@ def test_moments_are_averaged_and_not_stepped() -> None:
         )
         for k in range(2)
     ]
-    after = {one.key: one for one in Step(DiLoCo(), anchor, given)}
+    after = {one.key: one for one in StrategyStep(DiLoCo(), anchor, given)}
     assert after["exp_avg/w"].value.tolist() == [2.0] * 3, "values, whatever the form of weights"
     assert after["exp_avg_sq/w"].value.tolist() == [5.0] * 3, "the server had none: the values themselves"
     assert not after["exp_avg/w"].state
@@ -174,7 +174,7 @@ def test_tensors_in_files_give_the_same_bits_and_come_in_the_order_asked_for(tmp
         lying = stored(tmp_path / str(k) / "model.safetensors")
         given.append(Contribution(client=f"c{k}", weight=k + 1.0, tensors=lying))
     before = stored(tmp_path / "anchor" / "model.safetensors")
-    stepped = list(Step(FedNesterov(), before, given, form="weights", order=order))
+    stepped = list(StrategyStep(FedNesterov(), before, given, form="weights", order=order))
     assert [one.key for one in stepped] == order
     for one in stepped:
         assert type(one.value) is torch.Tensor
@@ -184,9 +184,9 @@ def test_tensors_in_files_give_the_same_bits_and_come_in_the_order_asked_for(tmp
 def test_what_cannot_be_stepped_is_said() -> None:
     given = [Contribution(client="a", weight=1, tensors={"model/x": torch.ones(2)})]
     with pytest.raises(FederatedError, match="model/x was sent and is no weight of the model"):
-        Step(FedAvg(), {"model/y": torch.ones(2)}, given)
+        StrategyStep(FedAvg(), {"model/y": torch.ones(2)}, given)
     with pytest.raises(FederatedError, match="model/x has no place in the order"):
-        Step(FedAvg(), {"model/x": torch.ones(2)}, given, order=[])
+        StrategyStep(FedAvg(), {"model/x": torch.ones(2)}, given, order=[])
 
     @dataclass(frozen=True, kw_only=True)
     class Forgetful(Strategy):
@@ -196,7 +196,7 @@ def test_what_cannot_be_stepped_is_said() -> None:
             return weight, {}
 
     with pytest.raises(FederatedError, match=r"Forgetful gave the state \[\], its state_keys are \['memory'\]"):
-        list(Step(Forgetful(), {"model/x": torch.ones(2)}, given))
+        list(StrategyStep(Forgetful(), {"model/x": torch.ones(2)}, given))
 
 
 MEASURE = """
@@ -207,9 +207,9 @@ torch.set_num_threads(1)
 from arclight.checkpoint.files import create
 from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated import strategies
-from arclight.federated.aggregation.scale import Contribution
-from arclight.federated.aggregation.step import Step
-from arclight.federated.server.memory import give_back_freed_memory
+from arclight.federated.aggregation.fixed_point import Contribution
+from arclight.federated.aggregation.strategy_step import Step
+from arclight.federated.server.malloc import give_back_freed_memory
 from tests.federated.aggregation.test_step import stored
 
 folder, clients, strategy = Path(sys.argv[1]), int(sys.argv[2]), getattr(strategies, sys.argv[3])()
@@ -283,7 +283,7 @@ def test_a_strategy_that_looks_at_whole_tensors_gets_them() -> None:
 def test_a_step_to_where_floats_end_is_said() -> None:
     given = [Contribution(client="a", weight=1, tensors={"model/x": torch.full((2,), 3e38)})]
     with pytest.raises(FederatedError, match="would make model/x infinite"):
-        list(Step(FedAvg(lr=10), {"model/x": torch.ones(2)}, given))
+        list(StrategyStep(FedAvg(lr=10), {"model/x": torch.ones(2)}, given))
 
 
 @pytest.mark.parametrize("form", ["delta", "weights"])

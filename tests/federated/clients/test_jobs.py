@@ -17,8 +17,8 @@ from tests.federated.coordination.worlds import World
 
 from arclight.federated.clients.jobs import Job, Jobs
 from arclight.federated.coordination import events as ev
+from arclight.federated.coordination.cluster import Assignment
 from arclight.federated.coordination.events import FitPlan
-from arclight.federated.coordination.nodes import Work
 from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Failed, Fit, Held, Receipt, Update
 from arclight.federated.settings import Federation
@@ -99,7 +99,7 @@ class Site:
         plan = self.world.said(
             ev.Joined, node=self.name, session=session, process=f"{self.name} {self.lives}", clients=self.clients, held=tuple(held)
         )  # fmt: skip
-        self.session = session if isinstance(plan, ev.Welcoming) else ""
+        self.session = session if isinstance(plan, ev.SessionGranted) else ""
 
     def to_ask(self) -> None:
         if not self.session:
@@ -130,7 +130,7 @@ class Site:
 
     def refused(self, plan: FitPlan) -> None:
         """The server does not wait in vain for what was not taken: it is here, or follows a failure that may come again."""
-        work = Work("fit", plan.round, plan.client)
+        work = Assignment("fit", plan.round, plan.client)
         node = self.world.coordinator.present.where.get(work)
         waits = node is not None and node.session == self.session and work in node.tasks
         mine = [job for job in self.all() if job.client == plan.client]
@@ -188,7 +188,7 @@ class Site:
             receipt = self.say(ev.WorkFailed, **common, error="no room", again=True)
         else:
             receipt = self.say(
-                ev.UpdateChecked, **common, digest=f"{job.client} {job.round}", samples=1, tokens=1, steps=1, seconds=1.0, bytes=1,
+                ev.UpdateValidated, **common, digest=f"{job.client} {job.round}", samples=1, tokens=1, steps=1, seconds=1.0, bytes=1,
                 norm=1.0,
             )  # fmt: skip
         if receipt is not None:

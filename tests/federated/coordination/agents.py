@@ -68,7 +68,7 @@ class Agent:
             ev.Joined, node=self.name, session=session, process=f"{self.name} {self.joined}", clients=self.clients, held=tuple(held)
         )  # fmt: skip
         self.closed = isinstance(plan, Close)
-        if isinstance(plan, ev.Welcoming):
+        if isinstance(plan, ev.SessionGranted):
             self.session = session
             self.kept = dict.fromkeys(self.kept, False)
         return bool(self.session)
@@ -114,7 +114,7 @@ class Agent:
         for (client, round), told in list(self.kept.items()):
             if self.session and not told and (client, round) in self.kept:
                 plan = self._say(
-                    ev.UpdateChecked, client=client, round=round, digest=f"{client} {round}", samples=1, tokens=1, steps=1,
+                    ev.UpdateValidated, client=client, round=round, digest=f"{client} {round}", samples=1, tokens=1, steps=1,
                     seconds=1.0, bytes=1, norm=1.0,
                 )  # fmt: skip
                 assert isinstance(plan, Receipt)

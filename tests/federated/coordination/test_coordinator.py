@@ -29,7 +29,7 @@ def test_a_run_of_four_clients_on_two_nodes() -> None:
     first, second = run.node("first"), run.node("second")
     while run.ended is None:
         assert first.run() + second.run() > 0
-    assert run.ended == ev.End(why="all 2 rounds are done", failed=False)
+    assert run.ended == ev.RunOver(why="all 2 rounds are done", failed=False)
     assert run.closed() == {1: ("a", "b", "c", "d"), 2: ("a", "b", "c", "d")}
     assert [(fold.round, fold.clock, len(fold.updates)) for fold in run.folds] == [(1, 5, 4), (2, 10, 4)]
     assert [r.round for r in run.journal if isinstance(r, RoundEvaluated)] == [0, 1, 2]
@@ -173,7 +173,7 @@ def test_failures_up_to_the_quorum_are_tolerated_in_each_round() -> None:
         for client in list(node.work):
             node.deliver(client)
         assert len(run.closed()[round]) == 2
-    assert run.ended == ev.End(why="all 3 rounds are done", failed=False)
+    assert run.ended == ev.RunOver(why="all 3 rounds are done", failed=False)
 
 
 def test_a_failed_run_is_taken_up_again() -> None:
@@ -187,7 +187,7 @@ def test_a_failed_run_is_taken_up_again() -> None:
     run.pass_(1.0)
     node = run.node("n", "ab")
     assert node.run() == 4
-    assert run.ended == ev.End(why="all 2 rounds are done", failed=False)
+    assert run.ended == ev.RunOver(why="all 2 rounds are done", failed=False)
 
 
 def test_the_same_update_may_come_twice_and_another_one_may_not() -> None:
@@ -226,7 +226,7 @@ def test_unsound_updates_put_a_client_out_and_damaged_ones_may_come_again() -> N
     node.take(), node.take()
     for reason in ("damaged", "not_finite"):
         receipt = run.said(
-            ev.UpdateUnsound, session=node.session, client="a", round=1, reason=reason, message=f"it is {reason}"
+            ev.UpdateRejected, session=node.session, client="a", round=1, reason=reason, message=f"it is {reason}"
         )
         assert isinstance(receipt, Receipt)
         assert receipt.reason == reason
@@ -245,10 +245,10 @@ def test_a_silent_node_is_noticed_within_two_seconds() -> None:
     for _ in range(10):
         run.pass_(0.5)
         node.beat({"a": 1})
-    assert not [c for c in run.commands if isinstance(c, ev.Lost)]
+    assert not [c for c in run.commands if isinstance(c, ev.NodeLost)]
     last = run.now
     run.pass_(2.0)
-    (lost,) = [c for c in run.commands if isinstance(c, ev.Lost)]
+    (lost,) = [c for c in run.commands if isinstance(c, ev.NodeLost)]
     assert lost.node == "n"
     assert last - start == pytest.approx(5.0)
     assert node.beat().reason == "session"
@@ -282,7 +282,9 @@ def test_begun_work_of_a_lost_node_moves_after_its_lease() -> None:
         other.beat({})
         if other.run():
             break
-    assert [c for c in run.commands if isinstance(c, ev.Moved)] == [ev.Moved(client=plan.client, round=1, node="n")]
+    assert [c for c in run.commands if isinstance(c, ev.ClientMoved)] == [
+        ev.ClientMoved(client=plan.client, round=1, node="n")
+    ]
     assert run.now == pytest.approx(11.5)
     assert run.closed()[1] == ("a", "b")
 
@@ -360,7 +362,7 @@ def test_a_node_that_leaves_after_it_was_silent_is_heard() -> None:
     assert run.coordinator.present.nodes["a"].lost is not None
     told = run.said(ev.Left, session=a.session, why="the data cannot be divided")
     assert told.accepted  # type: ignore[union-attr]
-    assert [one.why for one in run.commands if isinstance(one, ev.Lost)][1:] == [
+    assert [one.why for one in run.commands if isinstance(one, ev.NodeLost)][1:] == [
         "it has left: the data cannot be divided"
     ]
     assert "a" not in run.coordinator.present.nodes
@@ -391,7 +393,7 @@ def test_a_restarted_process_gets_in_when_the_dead_one_is_silent_long_enough() -
     wait = second.join()
     assert isinstance(wait, Wait)
     run.pass_(wait.seconds)
-    assert isinstance(second.join(), ev.Welcoming)
+    assert isinstance(second.join(), ev.SessionGranted)
 
 
 def test_messages_of_unknown_sessions_say_join_again() -> None:
@@ -480,7 +482,7 @@ def test_a_node_that_lives_but_does_nothing_is_lost_in_the_end() -> None:
     for _ in range(3):
         run.pass_(10.0)
         node.beat({"a": 1})
-    (lost,) = [c for c in run.commands if isinstance(c, ev.Lost)]
+    (lost,) = [c for c in run.commands if isinstance(c, ev.NodeLost)]
     assert "has done nothing for 1" in lost.why
 
 
@@ -591,7 +593,7 @@ def test_other_settings_do_not_go_on_with_a_journal() -> None:
     with pytest.raises(FederatedError, match="begun already"):
         run.begin()
     with pytest.raises(FederatedError, match="nothing to resume"):
-        Coordinator(run.settings, run.clients, 3, "run").decide(ev.Resumed(), 0.0)
+        Coordinator(run.settings, run.clients, 3, "run").decide(ev.RunResumed(), 0.0)
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
@@ -628,11 +630,11 @@ def test_a_run_that_is_taken_up_with_another_period_does_not_measure_what_is_ove
     again.beat()
     run.pass_(0.9)
     again.run()
-    assert [one.round for one in run.commands if isinstance(one, ev.Measure)] == [3]
+    assert [one.round for one in run.commands if isinstance(one, ev.EvaluateOnServer)] == [3]
 
 
 def failed_fold(run: World, *clients: str, why: str = "it cannot be") -> None:
-    run.tell(ev.FoldFailed(round=run.folds[-1].round, why=why, clients=clients))
+    run.tell(ev.AggregationFailed(round=run.folds[-1].round, why=why, clients=clients))
 
 
 def test_a_round_that_cannot_be_folded_is_asked_for_again_without_who_is_to_blame() -> None:
@@ -652,7 +654,7 @@ def test_a_round_that_cannot_be_folded_is_asked_for_again_without_who_is_to_blam
     run.eager = True
     assert node.run() == 3
     assert run.closed() == {1: ("a", "b", "d")}
-    assert run.ended == ev.End(why="all 1 rounds are done", failed=False)
+    assert run.ended == ev.RunOver(why="all 1 rounds are done", failed=False)
 
 
 def test_another_client_is_asked_in_the_place_of_who_is_to_blame() -> None:
@@ -709,7 +711,7 @@ def test_who_is_asked_instead_of_others_comes_into_another_secure_sum() -> None:
         "digest": "of the old sum",
     }
     told = run.said(
-        ev.UpdateChecked, session=node.session, client=first[2], round=1, attempt=0, **masked
+        ev.UpdateValidated, session=node.session, client=first[2], round=1, attempt=0, **masked
     )  # it was being checked
     assert (told.accepted, told.reason) == (False, "stale")  # type: ignore[union-attr]
     assert open.accepted == {}
@@ -720,7 +722,7 @@ def test_who_is_asked_instead_of_others_comes_into_another_secure_sum() -> None:
     assert found == {(client, 1) for client in open.drawn}
     for client in open.drawn:
         node.deliver(client)
-    assert run.ended == ev.End(why="all 1 rounds are done", failed=False)
+    assert run.ended == ev.RunOver(why="all 1 rounds are done", failed=False)
 
 
 @pytest.mark.parametrize("buffered", [None, Buffered(size=2)])
@@ -753,7 +755,7 @@ def test_a_round_that_can_never_be_folded_is_given_up_after_its_retries(buffered
             assert run.coordinator.state.clock == 0
         run.eager = True
         node.run()
-        assert run.ended == ev.End(why="all 2 rounds are done", failed=False)
+        assert run.ended == ev.RunOver(why="all 2 rounds are done", failed=False)
 
 
 def test_a_skipped_round_whose_weights_cannot_be_written_ends_the_run() -> None:
@@ -776,7 +778,7 @@ def test_a_round_without_a_quorum_may_be_skipped() -> None:
     node.fail("a", error="no such column: x")
     assert run.coordinator.state.committed == 1
     assert run.closed() == {}
-    (said,) = [c.text for c in run.commands if isinstance(c, ev.Say)]
+    (said,) = [c.text for c in run.commands if isinstance(c, ev.LogMessage)]
     assert said.startswith("round 1 is skipped, its weights stay those of the round before: round 1 has 0 of the 2")
     assert node.run() == 2
     assert run.closed() == {2: ("a", "b")}
@@ -859,7 +861,7 @@ def test_the_first_updates_of_a_run_cannot_outweigh_the_others(first: int) -> No
     order.insert(first, "a")
     for client in order:
         run.said(
-            ev.UpdateChecked, session=node.session, client=client, round=1, digest=client, steps=5, seconds=1.0, bytes=1,
+            ev.UpdateValidated, session=node.session, client=client, round=1, digest=client, steps=5, seconds=1.0, bytes=1,
             samples=1 << 50 if client == "a" else 40, tokens=0, norm=1.0,
         )  # fmt: skip
     assert run.closed() == {1: ("b", "c")}

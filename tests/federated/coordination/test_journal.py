@@ -21,7 +21,7 @@ from arclight.federated.coordination.records import (
     RunOpened,
     UpdateAccepted,
 )
-from arclight.federated.coordination.state import Lasting, Measuring, Open, StateSaved
+from arclight.federated.coordination.run_state import RoundEvaluation, RoundState, RunState, StateSaved
 
 RECORDS: list[Record] = [
     RunOpened(run="a", settings="0" * 64),
@@ -35,10 +35,10 @@ RECORDS: list[Record] = [
 
 
 STATE = StateSaved(
-    state=Lasting(
-        run="a", committed=3, bases={2: "x", 3: "y"}, open={4: Open(4, accepted={"x": RECORDS[2]}, closed=("x",))},  # type: ignore[dict-item]
+    state=RunState(
+        run="a", committed=3, bases={2: "x", 3: "y"}, open={4: RoundState(4, accepted={"x": RECORDS[2]}, closed=("x",))},  # type: ignore[dict-item]
         outstanding={4: {"ü": None}}, folded={"x": {3: "ab"}}, recent=[(1 / 3, 1e300, 0.0)],
-        measuring={3: Measuring("y", {"x": None}, 2, {"loss": 0.1})},
+        measuring={3: RoundEvaluation("y", {"x": None}, 2, {"loss": 0.1})},
     ),
     told=({"round": 4, "norm": None},),
 )  # fmt: skip
@@ -238,7 +238,7 @@ def test_a_process_killed_while_it_begins_anew_leaves_the_one_or_the_other(tmp_p
 import os, signal, sys
 from arclight.federated.coordination.journal import Journal
 from arclight.federated.coordination.records import RunEnded
-from arclight.federated.coordination.state import Lasting, StateSaved
+from arclight.federated.coordination.run_state import Lasting, StateSaved
 def inject(at, line):
     if at == {point!r} and line == 3:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -248,7 +248,7 @@ with Journal.open(sys.argv[1], inject=inject) as journal:
 """
     with Journal.open(killed(program, tmp_path)) as journal:
         before = [RunEnded(why=str(number)) for number in range(3)]
-        assert list(journal.records()) == ([StateSaved(state=Lasting(run="a"))] if point == "replaced" else before)
+        assert list(journal.records()) == ([StateSaved(state=RunState(run="a"))] if point == "replaced" else before)
         assert [path.name for path in tmp_path.iterdir()] == ["journal"]
         journal.append(RECORDS)
         assert list(journal.records())[-len(RECORDS) :] == RECORDS

@@ -103,7 +103,7 @@ class Anything(RuleBasedStateMachine):
             self.world.said(ev.WorkFailed, **common, error="x", again=what == "again")
         else:
             self.world.said(
-                ev.UpdateUnsound, **common, reason="damaged" if what == "damaged" else "not_finite", message="x"
+                ev.UpdateRejected, **common, reason="damaged" if what == "damaged" else "not_finite", message="x"
             )
 
     @precondition(lambda self: self.nodes)
@@ -148,7 +148,7 @@ class Anything(RuleBasedStateMachine):
         folds, state = self.world.folds, self.world.coordinator.state
         if folds and folds[-1].round == state.committed + 1 and state.open[folds[-1].round].closed is not None:
             clients = tuple(self.client(number) for number in sorted(blamed))
-            self.world.tell(ev.FoldFailed(round=folds[-1].round, why="x", clients=clients))
+            self.world.tell(ev.AggregationFailed(round=folds[-1].round, why="x", clients=clients))
 
     @rule(lost=st.sets(st.integers(0, 8), max_size=4))
     def restart(self, lost: set[int]) -> None:
@@ -172,7 +172,7 @@ class Anything(RuleBasedStateMachine):
             record = self.world.journal[self.read]
             self.shadow.replay([as_read(self.read, record)])
             self.read += 1
-        for event in (ev.Tick(), ev.Stopped(why="x")):  # deciding changes nothing
+        for event in (ev.Tick(), ev.StopRequested(why="x")):  # deciding changes nothing
             first = self.world.coordinator.decide(event, self.world.now)
             assert self.world.coordinator.decide(event, self.world.now) == first
         assert repr(self.shadow.state) == repr(
@@ -372,7 +372,7 @@ def test_closing_tells_everybody() -> None:
     assert isinstance(world.answers[held], FitPlan)
     second = world.node("m")
     waiting = second.hold()
-    world.tell(ev.Stopped(why="a person said so"))
+    world.tell(ev.StopRequested(why="a person said so"))
     plan = world.answers[waiting]
     assert isinstance(plan, Close)
     assert plan.why == "a person said so"

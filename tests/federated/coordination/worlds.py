@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from arclight.federated.coordination import events as ev
-from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.driving import drive
+from arclight.federated.coordination.coordinator import Coordinator, run_to_quiescence
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
 from arclight.federated.coordination.journal import _decode, _encode
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
 from arclight.federated.protocol import Close, Doing, Held, Receipt, Wait
 from arclight.federated.settings import Federation
 
-Plan = ev.Welcoming | FitPlan | EvaluatePlan | Wait | Close | Receipt
+Plan = ev.SessionGranted | FitPlan | EvaluatePlan | Wait | Close | Receipt
 
 
 @dataclass
@@ -36,8 +35,8 @@ class World:
     """Records that the state stands for."""
     answers: dict[str, Plan] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
-    folds: list[ev.Fold] = field(default_factory=list)
-    ended: ev.End | None = None
+    folds: list[ev.Aggregate] = field(default_factory=list)
+    ended: ev.RunOver | None = None
     eager: bool = True
     """Whether folds are done at once."""
 
@@ -47,31 +46,31 @@ class World:
         self._sessions = (f"session {n}" for n in itertools.count())
 
     def begin(self) -> World:
-        self.tell(ev.Begun(base="weights 0", checkpoint="000000"))
+        self.tell(ev.RunStarted(base="weights 0", checkpoint="000000"))
         return self
 
     def tell(self, event: Event) -> None:
         waiting = [event]
         while waiting:
-            for records, commands in drive(self.coordinator, self.journal.extend, waiting.pop(0), self.now):
+            for records, commands in run_to_quiescence(self.coordinator, self.journal.extend, waiting.pop(0), self.now):
                 assert not any(isinstance(r, RoundOpened) and not r.clients for r in records)
                 for command in commands:
                     self.commands.append(command)
                     if isinstance(command, ev.Answer):
                         assert command.to not in self.answers, f"{command.to} was answered twice"
                         self.answers[command.to] = command.plan
-                    elif isinstance(command, ev.Fold):
+                    elif isinstance(command, ev.Aggregate):
                         self.folds.append(command)
                         if self.eager:
                             waiting.append(self.committed(command))
-                    elif isinstance(command, ev.Measure):
-                        waiting.append(ev.Measured(round=command.round, samples=1, metrics={"loss": 1.0}))
-                    elif isinstance(command, ev.End):
+                    elif isinstance(command, ev.EvaluateOnServer):
+                        waiting.append(ev.ServerEvaluated(round=command.round, samples=1, metrics={"loss": 1.0}))
+                    elif isinstance(command, ev.RunOver):
                         self.ended = command
 
     @staticmethod
-    def committed(fold: ev.Fold) -> ev.Committed:
-        return ev.Committed(
+    def committed(fold: ev.Aggregate) -> ev.RoundStored:
+        return ev.RoundStored(
             round=fold.round, base=f"weights {fold.round}", checkpoint=f"{fold.round:06d}", norm=1.0
         )  # fmt: skip
 
@@ -88,7 +87,7 @@ class World:
                 self.journal.extend(lost_now)
                 self.coordinator.replay(lost_now)
         self.folds = []
-        self.tell(ev.Resumed())
+        self.tell(ev.RunResumed())
 
     def shorten(self) -> None:
         """The journal begins with the state from here on."""
@@ -145,7 +144,7 @@ class NodeHere:
         plan = self.world.said(
             ev.Joined, node=self.name, session=session, process=self.process, clients=self.clients, held=tuple(held)
         )
-        if isinstance(plan, ev.Welcoming):
+        if isinstance(plan, ev.SessionGranted):
             self.session = session
         return plan
 
@@ -190,7 +189,7 @@ class NodeHere:
         if round is None:
             round = self.work[client].round
         plan = self.world.said(
-            ev.UpdateChecked, session=self.session, client=client, round=round, digest=digest or f"{client} {round}",
+            ev.UpdateValidated, session=self.session, client=client, round=round, digest=digest or f"{client} {round}",
             samples=10, tokens=20, steps=5, seconds=1.0, bytes=100, norm=1.0, metrics={"train/loss": 2.0},
         )  # fmt: skip
         assert isinstance(plan, Receipt)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from arclight.checkpoint.files import PlacedFile
 from arclight.checkpoint.stored import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import as_bytes, memory_of
+from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.fold import Fold
-from arclight.federated.aggregation.scale import Contribution
 from arclight.federated.errors import FederatedError
 from arclight.federated.masks.experts import assigned, expert_key, expert_of, merge, split, to_global, to_local
 from arclight.federated.masks.settings import Experts, Masks

@@ -18,7 +18,7 @@ from arclight.federated.privacy.agreement import Keys
 from arclight.federated.privacy.masks import LETTER, Participant
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Message, Secure, Secured
-from arclight.federated.server.secure import Exchange, circle_of
+from arclight.federated.server.secure_sums import SecureSumRelay, circle_of
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
@@ -28,7 +28,7 @@ Said = dict[str, Any]
 
 @dataclass
 class Sum:
-    """One round of an `Exchange`, played by its clients; ``changed`` may put something else in the place of what one sends."""
+    """One round of an `SecureSumRelay`, played by its clients; ``changed`` may put something else in the place of what one sends."""
 
     path: Path
     names: list[str]
@@ -41,7 +41,7 @@ class Sum:
     def __post_init__(self) -> None:
         self.expected = self.expected or set(self.names)
         self.people = {name: Participant(name) for name in self.names}
-        self.exchange = Exchange(self.settings, "run", self.path, lambda number: self.expected)
+        self.exchange = SecureSumRelay(self.settings, "run", self.path, lambda number: self.expected)
         self.values = {name: torch.tensor([7 * k + 1, -k]) for k, name in enumerate(self.names)}
         self.over: set[str] = set()
 
@@ -223,7 +223,7 @@ def test_a_file_that_was_cut_off_gives_what_was_told(tmp_path: Path) -> None:
     assert round_.hear("c000", until="circle").circle == tuple(names(3))
     for cut in range(len(whole) - 40, len(whole)):
         path.write_bytes(whole[:cut])
-        state = Exchange(round_.settings, "run", path, lambda number: set(names(3)))
+        state = SecureSumRelay(round_.settings, "run", path, lambda number: set(names(3)))
         assert not state.hear(Secure(node="n", session="s", client="c000", round=1)).over
         assert path.read_bytes().endswith(b"\n")
         assert b"\n\n" not in path.read_bytes()

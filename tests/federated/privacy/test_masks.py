@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from arclight.federated.aggregation.fixed_point import Contribution, Scale
 from arclight.federated.aggregation.fold import mean_of, merge, partial
-from arclight.federated.aggregation.scale import Contribution, Scale
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy import shamir
 from arclight.federated.privacy.agreement import Circle, Keys

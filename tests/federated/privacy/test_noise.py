@@ -14,8 +14,8 @@ from dp_accounting import rdp
 from scipy import special, stats
 
 from arclight import recipe
+from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.fold import Fold
-from arclight.federated.aggregation.scale import Contribution
 from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy.noise import (

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight import recipe
-from arclight.federated.aggregation.scale import Contribution
-from arclight.federated.aggregation.step import Step
+from arclight.federated.aggregation.fixed_point import Contribution
+from arclight.federated.aggregation.strategy_step import StrategyStep
 from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.privacy.robust import bounded, closest, folding
 from arclight.federated.privacy.settings import Krum, Median, NormBound, Robust, Trimmed
@@ -107,13 +107,13 @@ def test_norm_bounds_shorten_and_keep_weights() -> None:
 
 def test_a_step_can_stand_on_any_of_them() -> None:
     anchor = {"model/a": torch.zeros(3, 3), "model/b": torch.zeros(70_000 - 9)}
-    after = {one.key: one.value for one in Step(FedAvg(), anchor, crowd(5, 1), folding=folding(Median()))}
+    after = {one.key: one.value for one in StrategyStep(FedAvg(), anchor, crowd(5, 1), folding=folding(Median()))}
     assert torch.equal(after["model/b"], -dict(folding(Median())(crowd(5, 1)))["model/b"])
     local = [
         Contribution(client=one.client, weight=one.weight, tensors={key: -t for key, t in one.tensors.items()})
         for one in crowd(5, 1)
     ]
-    step = Step(FedAvg(), anchor, local, form="weights", folding=folding(Median()))
+    step = StrategyStep(FedAvg(), anchor, local, form="weights", folding=folding(Median()))
     assert torch.equal({one.key: one.value for one in step}["model/b"], after["model/b"])
 
 

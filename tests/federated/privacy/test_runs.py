@@ -17,10 +17,9 @@ from arclight.federated.clients.node import Node
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.privacy.noise import BudgetError
 from arclight.federated.privacy.settings import Krum, Median, Noise, NormBound, Robust, SecureSum, Trimmed
-from arclight.federated.rounds.history_file import read_history
+from arclight.federated.rounds.history import read_history
 from arclight.federated.server.server import Server
-from arclight.federated.server.settings import Checks
-from arclight.federated.settings import Federation
+from arclight.federated.settings import Checks, Federation
 from arclight.federated.transports.in_process import InProcess
 
 START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4)}

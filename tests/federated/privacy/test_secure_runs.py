@@ -22,8 +22,8 @@ from arclight.federated.clients.securing import Identity, Securing
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RunEnded
+from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.coordination.settings import Sampling, Waiting
-from arclight.federated.coordination.state import StateSaved
 from arclight.federated.errors import ClientError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.masks.settings import Masks
 from arclight.federated.masks.travel import Travel
@@ -42,12 +42,11 @@ from arclight.federated.protocol import (
     Welcome,
     keys_text,
 )
-from arclight.federated.server.checking import Asked, Seen, check
-from arclight.federated.server.secure import Exchange, circle_of
+from arclight.federated.server.published_weights import manifest_of
+from arclight.federated.server.secure_sums import SecureSumRelay, circle_of
 from arclight.federated.server.server import Server
-from arclight.federated.server.settings import Checks
-from arclight.federated.server.shelf import manifest_of
-from arclight.federated.settings import Federation
+from arclight.federated.server.validation import Baseline, Expected, check
+from arclight.federated.settings import Checks, Federation
 from arclight.federated.transports import flower
 from arclight.federated.transports.guard import Guard
 from arclight.federated.transports.http_link import HttpLink
@@ -284,8 +283,8 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
     path = tmp_path / "secure.json"
     people = {name: Participant(name) for name in names}
 
-    def restarted() -> Exchange:
-        return Exchange(asked, "run", path, lambda number: set(names))
+    def restarted() -> SecureSumRelay:
+        return SecureSumRelay(asked, "run", path, lambda number: set(names))
 
     def hear(client: str, **said: Any) -> Secured:
         return restarted().hear(Secure(node="n", session="s", client=client, round=1, **said))
@@ -394,7 +393,7 @@ def test_a_weight_beyond_what_a_sum_takes_is_told(tmp_path: Path) -> None:
 def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None:
     with Server(settings(secure=SecureSum(most_weight=10)), START, folder=tmp_path / "run").opened() as run:
         base = run.shelf.all()[-1].manifest
-        asked = Asked(
+        asked = Expected(
             base=base, weights={}, travel=Travel(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
             most_weight=10,
         )  # fmt: skip
@@ -404,7 +403,7 @@ def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None
             secure=True,
         )  # fmt: skip
         with pytest.raises(RefusedError, match=r"samples = 11, and a secure sum weighs up to 10") as raised:
-            check(update, asked, Seen(), Checks(), run.blobs)
+            check(update, asked, Baseline(), Checks(), run.blobs)
         assert raised.value.reason == "weight"
 
 

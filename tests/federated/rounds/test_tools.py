@@ -15,7 +15,7 @@ from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RoundCommitted
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds import tools
-from arclight.federated.rounds.centralised import moments_of
+from arclight.federated.rounds.initial_weights import moments_of
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation

@@ -14,9 +14,8 @@ from arclight import checkpoint
 from arclight.checkpoint.files import HashedFile
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Manifest
-from arclight.federated.rounds.behind import Behind, Reused
 from arclight.federated.rounds.store import Rounds, layout_of
-from arclight.federated.rounds.writing import in_order, weights_manifest
+from arclight.federated.rounds.writer import BackgroundWriter, BufferPool, in_order, weights_manifest
 
 TREES = {
     "round": {"number": 3, "clock": 150},
@@ -154,7 +153,7 @@ def test_rounds_lie_at_addresses_too(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_by_the_next_tensor_and_at_the_end() -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         for calls in (1, 5):
-            behind, file = Behind(), HashedFile(full)
+            behind, file = BackgroundWriter(), HashedFile(full)
             try:
                 with pytest.raises(OSError, match="No space left"):
                     for _ in range(calls):
@@ -166,7 +165,7 @@ def test_a_full_disk_is_told_by_the_next_tensor_and_at_the_end() -> None:
 
 
 def test_memory_is_used_again_only_once_what_lay_in_it_is_written(tmp_path: Path) -> None:
-    memory, layout = Reused(), {"model": {f"w{k:02d}": (torch.float32, (300, 1 + k % 3)) for k in range(30)}}
+    memory, layout = BufferPool(), {"model": {f"w{k:02d}": (torch.float32, (300, 1 + k % 3)) for k in range(30)}}
     rounds, lent = Rounds(tmp_path), set()
     with rounds.write(1, layout) as round_:
         for k, (name, (dtype, shape)) in enumerate(layout["model"].items()):
@@ -180,7 +179,7 @@ def test_memory_is_used_again_only_once_what_lay_in_it_is_written(tmp_path: Path
 
 
 def test_tensors_of_somebody_else_are_not_lent() -> None:
-    memory, own = Reused(), torch.zeros(4)
+    memory, own = BufferPool(), torch.zeros(4)
     memory.give_back(own)
     lent = memory.empty(4, torch.float32)
     assert lent.data_ptr() != own.data_ptr()

@@ -20,7 +20,7 @@ from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
-from arclight.federated.rounds.history_file import read_history
+from arclight.federated.rounds.history import read_history
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.http_link import HttpLink

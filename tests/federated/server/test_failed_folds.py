@@ -17,14 +17,14 @@ from arclight.federated.clients.client import Client
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RoundDiscarded, RunEnded
+from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.coordination.state import StateSaved
 from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.privacy.settings import Krum, Noise, NormBound, SecureSum
 from arclight.federated.protocol import Fit
+from arclight.federated.server.published_weights import PublishedWeights, Weights, manifest_of
 from arclight.federated.server.server import Server
-from arclight.federated.server.shelf import Shelf, Weights, manifest_of
-from arclight.federated.server.stepping import Stepped, Stepper
+from arclight.federated.server.server_step import ServerStep, WrittenRound
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
 
@@ -56,15 +56,15 @@ class Failing:
     """Keeps a number of folds of round 1 from being done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int, error: Exception) -> None:
-        self.left, real = times, Stepper.step
+        self.left, real = times, ServerStep.step
 
-        def step(stepper: Stepper, number: int, *rest: Any) -> Stepped:
+        def step(stepper: ServerStep, number: int, *rest: Any) -> WrittenRound:
             if number == 1 and self.left:
                 self.left -= 1
                 raise error
             return real(stepper, number, *rest)
 
-        monkeypatch.setattr(Stepper, "step", step)
+        monkeypatch.setattr(ServerStep, "step", step)
 
 
 ERRORS = (
@@ -92,16 +92,16 @@ def test_a_round_whose_weights_cannot_be_served_at_first_counts_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: int
 ) -> None:
     """Its checkpoint is written by then; the disk is broken for a moment, or full."""
-    left, real = [1], Shelf.put
+    left, real = [1], PublishedWeights.put
 
-    def put(shelf: Shelf, number: int, *rest: Any, **more: Any) -> Weights:
+    def put(shelf: PublishedWeights, number: int, *rest: Any, **more: Any) -> Weights:
         if number == 1 and left:
             raise OSError(why, f"no place {left.pop()}")
         return real(shelf, number, *rest, **more)
 
     asked = {"send": "delta", "weigh_by": "equal", "noise": Noise(multiplier=1.0, clip=1.0)}
     expected = trained(Server(settings(**asked), START, folder=tmp_path / "undisturbed"))
-    monkeypatch.setattr(Shelf, "put", put)
+    monkeypatch.setattr(PublishedWeights, "put", put)
     server = trained(Server(settings(**asked), START, folder=tmp_path / "run"))
     assert not left
     assert len(server.history[1].discarded) == (why == errno.EIO)
@@ -153,7 +153,7 @@ def test_a_run_that_is_killed_before_a_skipped_round_is_written_goes_on(
     def carry_on(*args: Any) -> None:
         raise SystemExit
 
-    monkeypatch.setattr("arclight.federated.server.running.carry_on", carry_on)
+    monkeypatch.setattr("arclight.federated.server.server_run.carry_on", carry_on)
     with pytest.raises(SystemExit), Server(settings(waiting=waiting), START, folder=tmp_path / "run").opened() as run:
         script = Script(InProcess(run.service), learners(2))
         script.join()

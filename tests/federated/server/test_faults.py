@@ -15,8 +15,7 @@ import torch
 from tests.federated.server.quadratic import CALM, Quadratic, Script
 
 from arclight.checkpoint.files import HashedFile
-from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.driving import BrokenError
+from arclight.federated.coordination.coordinator import BrokenError, Coordinator
 from arclight.federated.coordination.events import Decision
 from arclight.federated.coordination.records import UpdateAccepted
 from arclight.federated.coordination.settings import Waiting
@@ -229,7 +228,7 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
     real, passed, answers = time.monotonic, [0.0], list[Message]()
     server = Server(settings(rounds=1), START, folder=tmp_path / "run")
     with server.opened() as run:
-        monkeypatch.setattr("arclight.federated.server.driver.time.monotonic", lambda: real() + passed[0])
+        monkeypatch.setattr("arclight.federated.server.runtime.time.monotonic", lambda: real() + passed[0])
         script = Script(InProcess(run.service), both())
         script.join()
         orders = [order for order in (script.ask(), script.ask()) if isinstance(order, Fit)]

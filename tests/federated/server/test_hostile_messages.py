@@ -36,8 +36,8 @@ from arclight.federated.protocol import (
     Welcome,
     read,
 )
-from arclight.federated.server.running import Run
 from arclight.federated.server.server import Server
+from arclight.federated.server.server_run import ServerRun
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
 
@@ -52,7 +52,7 @@ KINDS: tuple[type[Message], ...] = (Join, Ask, Beat, Update, Evaluated, Failed, 
 class Target:
     """A run, and a node of it that says what a test has changed in what an honest one says."""
 
-    run: Run
+    run: ServerRun
     script: Script = field(init=False)
     orders: list[Fit] = field(default_factory=list)
 

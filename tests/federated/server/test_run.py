@@ -14,8 +14,8 @@ from arclight.federated.codecs.settings import Int8
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Fit
 from arclight.federated.rounds.store import Rounds
+from arclight.federated.server.published_weights import manifest_of
 from arclight.federated.server.server import Server
-from arclight.federated.server.shelf import manifest_of
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
 from arclight.federated.transports.in_process import InProcess

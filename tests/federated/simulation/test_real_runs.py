@@ -19,7 +19,7 @@ from tests.federated.transports.serving import REPOSITORY, Line
 
 from arclight.federated.coordination.records import RoundCommitted
 from arclight.federated.coordination.settings import Streaming, Waiting
-from arclight.federated.server.history import Round
+from arclight.federated.rounds.history import Round
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.simulation.settings import Costs, Fleet, Links, Speeds

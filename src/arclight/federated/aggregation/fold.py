@@ -19,18 +19,17 @@ import numpy as np
 import torch
 
 from arclight.federated.aggregation.chunks import Array, Chunked, Lanes, Scratch, lanes, product, squares, total
-from arclight.federated.aggregation.scale import Contribution, Form, Scale, plan
-from arclight.federated.aggregation.statistics import Gathered, Statistics, Told
-from arclight.federated.aggregation.terms import Terms, add, sum_of
+from arclight.federated.aggregation.fixed_point import Contribution, Form, Scale, Terms, add, plan, sum_of
+from arclight.federated.aggregation.statistics import Contributor, Statistics, StatisticsBuilder
 from arclight.federated.errors import FederatedError
 
 Tensors = Mapping[str, torch.Tensor]
 
-Take = Callable[[int, int, torch.Tensor, Scratch], None]
+Sink = Callable[[int, int, torch.Tensor, Scratch], None]
 """``take(start, stop, part, scratch)``: is given each part of a mean once, at most a chunk, by any lane and in any order. The part
 is good until it returns; of the scratch it may use ``raw``."""
 
-Into = Callable[[torch.dtype, tuple[int, ...]], Take]
+SinkFactory = Callable[[torch.dtype, tuple[int, ...]], Sink]
 """Makes what takes a mean, once its type and shape are known."""
 
 _AT_ONCE = 16
@@ -43,7 +42,7 @@ _HELD = 2
 class Whole:
     """Takes a mean as one tensor."""
 
-    def __call__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Take:
+    def __call__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Sink:
         self.tensor = torch.empty(shape, dtype=dtype)
         flat = self.tensor.view(-1)
 
@@ -54,7 +53,7 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
+class _KeyStatistics:
     """What one key tells of its contributors, in order: squared norms of changes, scaled; the mean's; products with the mean."""
 
     sizes: Sequence[float]
@@ -97,7 +96,9 @@ class Fold:
         self._anchor = {} if anchor is None else anchor
         self._of_values = set(self.scales) if form == "weights" else values
         self._threads, self._cosines = threads, cosines
-        self._gathered = Gathered([Told(given.client, given.weight, given.samples) for given in self._given])
+        self._gathered = StatisticsBuilder(
+            [Contributor(given.client, given.weight, given.samples) for given in self._given]
+        )
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with lanes(self._threads) as among:
@@ -115,7 +116,7 @@ class Fold:
         self.each(key, among, mean)
         return mean.tensor
 
-    def each(self, key: str, among: Lanes, into: Into) -> None:
+    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
         """Fold one key; its mean is given away part by part as it is made."""
         scale, holders = self.scales[key], self._holders(key)
         anchor = None
@@ -123,7 +124,7 @@ class Fold:
             anchor = Chunked(self._anchor[key])
         terms = Terms(key, scale, anchor)
         if not terms.averaged:
-            hand_over(_furthest(terms, holders), among, into)
+            emit(_furthest(terms, holders), among, into)
             return
         compared = self._cosines and self._gathered.counts(key)
         tensors: list[Chunked] = []
@@ -131,13 +132,13 @@ class Fold:
         while len(tensors) < len(holders) <= most:
             tensors.append(Chunked(holders[len(tensors)].tensors[key]))
             most = _HELD if tensors[-1].held else most
-        fold = _together if len(holders) <= most else _in_turn
+        fold = _fold_at_once if len(holders) <= most else _fold_in_turn
         self._tell(terms, holders, fold(terms, holders, tensors, compared, among, into))
 
     def _holders(self, key: str) -> list[Contribution]:
         return [given for given in self._given if key in given.keys]
 
-    def _tell(self, terms: Terms, holders: Sequence[Contribution], told: _Told) -> None:
+    def _tell(self, terms: Terms, holders: Sequence[Contribution], told: _KeyStatistics) -> None:
         key, of_mean = terms.key, _root(told.mean)
         self._gathered.mean(key, of_mean / terms.divisor)
         for given, size in zip(holders, told.sizes, strict=True):
@@ -151,14 +152,14 @@ def _root(size: float) -> float:
     return float(np.sqrt(size))
 
 
-def _together(
+def _fold_at_once(
     terms: Terms,
     holders: Sequence[Contribution],
     tensors: list[Chunked],
     compared: bool,
     among: Lanes,
-    into: Into,
-) -> _Told:
+    into: SinkFactory,
+) -> _KeyStatistics:
     """Fold a key of few contributors: every chunk through all steps at once."""
     for given, tensor in zip(holders, tensors, strict=True):
         terms.admit(given, tensor)
@@ -193,17 +194,17 @@ def _together(
         return [of_mean, *sizes, *products]
 
     columns = _columns(among.over(terms.elements, work), 1 + len(holders) * (2 if compared else 1))
-    return _Told(mean=columns[0], sizes=columns[1 : 1 + len(holders)], products=columns[1 + len(holders) :])
+    return _KeyStatistics(mean=columns[0], sizes=columns[1 : 1 + len(holders)], products=columns[1 + len(holders) :])
 
 
-def _in_turn(
+def _fold_in_turn(
     terms: Terms,
     holders: Sequence[Contribution],
     tensors: list[Chunked],
     compared: bool,
     among: Lanes,
-    into: Into,
-) -> _Told:
+    into: SinkFactory,
+) -> _KeyStatistics:
     """Fold a key one contributor after the other, so that only one is held; twice, if they are compared with the mean.
 
     tensors: those of the first contributors, where they are at hand; they are taken from the list.
@@ -230,7 +231,7 @@ def _in_turn(
         _product(terms, terms.factor(given), Chunked(given.tensors[terms.key]), mean, among)
         for given in (holders if compared else ())
     ]
-    return _Told(mean=of_mean, sizes=sizes, products=products)
+    return _KeyStatistics(mean=of_mean, sizes=sizes, products=products)
 
 
 def _product(terms: Terms, factor: float, tensor: Chunked, mean: Array, among: Lanes) -> float:
@@ -295,7 +296,7 @@ def _further(scale: Scale, one: torch.Tensor, other: torch.Tensor) -> torch.Tens
     return torch.maximum(one, other) if scale.rule == "most" else torch.minimum(one, other)
 
 
-def hand_over(mean: torch.Tensor, among: Lanes, into: Into) -> None:
+def emit(mean: torch.Tensor, among: Lanes, into: SinkFactory) -> None:
     """Give away a mean that is there as a whole."""
     take, flat = into(mean.dtype, tuple(mean.shape)), mean.reshape(-1)
     among.over(flat.numel(), lambda start, stop, scratch: take(start, stop, flat[start:stop], scratch))

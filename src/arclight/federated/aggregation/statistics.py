@@ -30,7 +30,7 @@ class Statistics:
     """Simple noise scale in samples; None where it cannot be estimated. See `noise_scale`."""
 
 
-class Told(NamedTuple):
+class Contributor(NamedTuple):
     """A contributor."""
 
     client: str
@@ -39,10 +39,10 @@ class Told(NamedTuple):
 
 
 @dataclass
-class Gathered:
+class StatisticsBuilder:
     """Norms and cosines as they come, key by key."""
 
-    contributors: Sequence[Told]
+    contributors: Sequence[Contributor]
     by_key: dict[str, dict[str, float]] = field(default_factory=dict)
     mean_by_key: dict[str, float] = field(default_factory=dict)
     cosine_by_key: dict[str, dict[str, float]] = field(default_factory=dict)

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from arclight.checkpoint.tensorfile import DTYPES, NAMES
+from arclight.federated.blobs import BlobStore
+from arclight.federated.blobs.opening import open_manifest
 from arclight.federated.blobs.packing import Encoded
 from arclight.federated.codecs import blockwise, sparse
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Lossy, Raw, TopK
 from arclight.federated.codecs.target import LARGEST, Target, chunks_of
 from arclight.federated.errors import BlobError, FederatedError
+from arclight.federated.protocol import Manifest
 
 SMALL = 1024
 """Tensors of fewer elements are sent as they are."""
@@ -187,3 +190,24 @@ def _setting(encoded: Encoded, name: str, least: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise BlobError(f"{name} must be from {least} to {most}, got {value!r}")
     return value
+
+
+class LazyTensors(Mapping[str, torch.Tensor]):
+    """A manifest's tensors as values: each is read and decoded when it is asked for, and not kept.
+
+    Those that travelled as they are come as `StoredTensor`, which is read in parts.
+    """
+
+    def __init__(self, manifest: Manifest, store: BlobStore) -> None:
+        self._manifest, self._opened = manifest, open_manifest(manifest, store)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if self._manifest.tensors[key].codec == "raw":
+            return self._opened.stored(key)
+        return decode(key, self._opened.read(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.tensors)
+
+    def __len__(self) -> int:
+        return len(self._manifest.tensors)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from arclight.federated.coordination import deciding, ticking
 from arclight.federated.coordination import events as ev
-from arclight.federated.coordination.events import Answer, Command, Decision, EvaluatePlan, Event, FitPlan, Note
-from arclight.federated.coordination.lasting import Replay
-from arclight.federated.coordination.nodes import Again, Challenged, Dropped, Over, Rang, Skipped, Stranded, Work
-from arclight.federated.coordination.present import Present
+from arclight.federated.coordination import message_rules, round_rules
+from arclight.federated.coordination.cluster import (
+    Assignment,
+    ClusterState,
+    DeadlinePassed,
+    DuplicateJoin,
+    EvaluationSkipped,
+    NodeEvicted,
+    Retry,
+    TimerFired,
+    Unassigned,
+)
+from arclight.federated.coordination.events import Answer, Command, Decision, EvaluatePlan, Event, FitPlan, Note, Tick
 from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
@@ -25,9 +33,9 @@ from arclight.federated.coordination.records import (
     RunEnded,
     UpdateAccepted,
 )
+from arclight.federated.coordination.run_state import RecordApplier, RunState, StateSaved
 from arclight.federated.coordination.sampling import Roster, Sampler
-from arclight.federated.coordination.state import Lasting, StateSaved
-from arclight.federated.errors import Reason
+from arclight.federated.errors import FederatedError, Reason
 from arclight.federated.settings import Federation
 
 _FREE = {
@@ -64,20 +72,20 @@ class Coordinator:
         self.settings, self.run = settings, run
         self.roster = Roster(clients)
         self.sampler = Sampler(settings.sampling, self.roster, seed)
-        self._replay = Replay(settings, self.sampler, run, settings_digest(settings, self.roster, seed))
-        self._present = Present(settings.waiting, self._replay.state, settings.overlap)
+        self._replay = RecordApplier(settings, self.sampler, run, settings_digest(settings, self.roster, seed))
+        self._present = ClusterState(settings.waiting, self._replay.state, settings.overlap)
 
     @property
-    def state(self) -> Lasting:
+    def state(self) -> RunState:
         """What the journal says. To be read only."""
         return self._replay.state
 
     @property
-    def rules(self) -> Replay:
+    def rules(self) -> RecordApplier:
         return self._replay
 
     @property
-    def present(self) -> Present:
+    def present(self) -> ClusterState:
         """Nodes and work of this moment. To be read only."""
         return self._present
 
@@ -90,7 +98,7 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due at the latest; minus infinity: now. None only before a run has begun and after it has ended."""
-        if ticking.urgent(self):
+        if round_rules.urgent(self):
             return float("-inf")
         if self.state.ended is not None:
             return None
@@ -103,7 +111,7 @@ class Coordinator:
 
     def about(self, now: float) -> str:
         """Who and what is waited for, for logs."""
-        return ticking.about(self, now)
+        return round_rules.about(self, now)
 
     # -- what has happened -------------------------------------------------------------------------------------------------
 
@@ -120,7 +128,7 @@ class Coordinator:
         """Make a decision true, once its records are on disk."""
         present, now = self._present, decision.now
         for note in decision.notes:
-            if isinstance(note, Rang):
+            if isinstance(note, TimerFired):
                 present.ring(note.again)
         self._heed(decision.event, now)
         for record in decision.records:
@@ -139,16 +147,16 @@ class Coordinator:
         session = getattr(event, "session", None)
         node = present.sessions.get(session) if session is not None else None
         match event:
-            case ev.Begun() | ev.Resumed():
-                if isinstance(event, ev.Resumed):
+            case ev.RunStarted() | ev.RunResumed():
+                if isinstance(event, ev.RunResumed):
                     present.settled = False
                     present.started = self.state.opened > self.state.committed or self.state.committed > 0
                     present.arm(now + self.settings.waiting.silence, "settle")
                 present.alone(now)
-                present.arm(now + ticking.SAY_EVERY, "say")
-                for open in self.state.open.values() if isinstance(event, ev.Resumed) else ():
+                present.arm(now + round_rules.SAY_EVERY, "say")
+                for open in self.state.open.values() if isinstance(event, ev.RunResumed) else ():
                     self._opened(open.round, now)
-                for round in self.state.measuring if isinstance(event, ev.Resumed) else ():
+                for round in self.state.measuring if isinstance(event, ev.RunResumed) else ():
                     self._to_measure(round, now)
             case ev.Asked() if node is not None:
                 present.named(node, event.doing, now)
@@ -166,10 +174,10 @@ class Coordinator:
             case RoundOpened():
                 self._opened(record.round, now)
             case UpdateAccepted():
-                present.finish(Work("fit", record.round - record.staleness, record.client), node)
+                present.finish(Assignment("fit", record.round - record.staleness, record.client), node)
                 self._quorum(record.round, now)
             case ClientFailed():
-                present.finish(Work("fit", record.round, record.client), node)
+                present.finish(Assignment("fit", record.round, record.client), node)
                 if record.lost:
                     present.given_up(record.client)
             case RoundDiscarded():
@@ -182,7 +190,7 @@ class Coordinator:
                 present.folding = None
                 self._to_measure(record.round, now)
             case RoundEvaluated(client=str(client)):
-                present.finish(Work("evaluate", record.round, client), node)
+                present.finish(Assignment("evaluate", record.round, client), node)
             case RoundEvaluated():
                 present.prune(now)
 
@@ -195,7 +203,7 @@ class Coordinator:
             present.deadlines[round] = now + self.settings.waiting.deadline
             present.arm(present.deadlines[round], "deadline", (round, open.attempt))
         for begun, clients in state.outstanding.items():
-            present.add((Work("fit", begun, client) for client in clients), now)
+            present.add((Assignment("fit", begun, client) for client in clients), now)
         self._quorum(round, now)
 
     def _quorum(self, round: int, now: float) -> None:
@@ -211,18 +219,18 @@ class Coordinator:
     def _to_measure(self, round: int, now: float) -> None:
         if round in self.state.measuring:
             waiting = self.settings.waiting
-            self._present.add((Work("evaluate", round, x) for x in self.state.measuring[round].waiting), now)
+            self._present.add((Assignment("evaluate", round, x) for x in self.state.measuring[round].waiting), now)
             self._present.arm(now + (waiting.deadline or waiting.join), "measure", round)
 
     def _obey(self, command: Command, event: Event, now: float) -> None:
         present = self._present
         match command:
-            case Answer(plan=ev.Welcoming()) if isinstance(event, ev.Joined):
+            case Answer(plan=ev.SessionGranted()) if isinstance(event, ev.Joined):
                 present.join(event, now)
             case Answer(plan=FitPlan() as plan):
-                present.begin(command.to, Work("fit", plan.round, plan.client), now)
+                present.begin(command.to, Assignment("fit", plan.round, plan.client), now)
             case Answer(plan=EvaluatePlan() as plan):
-                present.begin(command.to, Work("evaluate", plan.round, plan.client), now)
+                present.begin(command.to, Assignment("evaluate", plan.round, plan.client), now)
             case Answer():
                 present.answered(command.to)
                 if (
@@ -231,47 +239,80 @@ class Coordinator:
                     and (node := present.that_leaves(event.session))
                 ):
                     present.drop(node, now, event.why)
-            case ev.Fold():
+            case ev.Aggregate():
                 present.folding = command.round
-            case ev.Measure():
+            case ev.EvaluateOnServer():
                 present.measured.add(command.round)
-            case ev.Lost() if command.session in present.sessions:
+            case ev.NodeLost() if command.session in present.sessions:
                 present.lose(present.sessions[command.session], now)
 
     def _note(self, note: Note, event: Event, now: float) -> None:
         present = self._present
         match note:
-            case Dropped() if note.node in present.nodes:
+            case NodeEvicted() if note.node in present.nodes:
                 present.drop(present.nodes[note.node], now)
-            case Skipped():
+            case EvaluationSkipped():
                 present.finish(note.work, present.sessions.get(getattr(event, "session", "")))
-            case Stranded():
+            case Unassigned():
                 present.strand(note.work, note.until)
-            case Again():
+            case Retry():
                 present.again(note.work, now, keep=note.keep)
-            case Challenged():
+            case DuplicateJoin():
                 present.challengers[note.node] = (note.process, now)
-            case Over(what=("settle", _, _)):
+            case DeadlinePassed(what=("settle", _, _)):
                 present.settled = True
                 present.deal(now)
-            case Over(what=("start", _, _)):
+            case DeadlinePassed(what=("start", _, _)):
                 present.started = True
-            case Over():
+            case DeadlinePassed():
                 present.over.add(note.what)
 
     # -- what follows ------------------------------------------------------------------------------------------------------
 
     def decide(self, event: Event, now: float) -> Decision:
         """What follows from an event; nothing has changed yet. Raises ProtocolError for an event that cannot be now."""
-        return deciding.decide(self, event, now)
+        return message_rules.decide(self, event, now)
 
     def lost(self, round: int, clients: Sequence[str]) -> tuple[Record, ...]:
-        """What is to be written down, before `Resumed`, where accepted updates of these clients are not here any more."""
-        return deciding.lost(self, round, clients)
+        """What is to be written down, before `RunResumed`, where accepted updates of these clients are not here any more."""
+        return message_rules.lost(self, round, clients)
 
     def refusal(self, session: str, client: str, round: int, digest: str | None = None) -> tuple[Reason, str] | None:
         """Why an update of a client for a round would not be taken; None where it would, or was already.
 
         digest: of its manifest where that is known; the same update that is sent again is no other one.
         """
-        return deciding.refusal(self, session, client, round, digest)
+        return message_rules.refusal(self, session, client, round, digest)
+
+
+_MOST = 1_000_000
+
+
+class BrokenError(FederatedError):
+    """A decision that was written down and then not carried through: this coordinator must not be asked again."""
+
+
+def run_to_quiescence(
+    coordinator: Coordinator, append: Callable[[Sequence[Record]], None], event: Event, now: float
+) -> Iterator[tuple[tuple[Record, ...], tuple[Command, ...]]]:
+    """What an event leads to, step by step: records that are on disk now, and commands to carry out, in their order.
+
+    append: the journal's. What it raises comes through, and then the step has not happened. To be run through to its end, under
+    one lock, and again with `Tick` whenever `Coordinator.next_deadline` has come. Raises BrokenError if a step is in the journal
+    and the coordinator could not follow it.
+    """
+    for number in range(_MOST):
+        decision = coordinator.decide(event if number == 0 else Tick(), now)
+        if number and not decision:
+            return
+        append(decision.records)
+        try:
+            coordinator.apply(decision)
+        except Exception as error:
+            raise BrokenError(
+                f"{type(decision.event).__name__} is in the journal and could not be applied ({type(error).__name__}: {error}): what "
+                "this process knows of the run is half true, so it does nothing more; start the server again, it goes on from the journal"
+            ) from error
+        if decision:
+            yield decision.records, decision.commands
+    raise FederatedError(f"the coordinator does not come to rest; it says: {coordinator.about(now)}")

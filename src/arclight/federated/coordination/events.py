@@ -12,7 +12,7 @@ one lock and in this order (`driving.drive` does all of it)::
 Every event of a node carries ``to``, the driver's own name for the request. Each is answered by exactly one `Answer` in the
 decision itself, except `Asked`: an ask may be held, and is answered by a later decision (at the latest when its wait is over).
 ``now`` is seconds of any clock that does not go back. A driver that was restarted calls ``replay(journal.records())`` and then
-decides `Resumed`; one that begins a run decides `Begun`.
+decides `RunResumed`; one that begins a run decides `RunStarted`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun(Event):
+class RunStarted(Event):
     """A new run has its first weights, which are round ``round`` (0, or the round that the run was forked from)."""
 
     base: str
@@ -44,7 +44,7 @@ class Begun(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed(Event):
+class RunResumed(Event):
     """The driver is back: the journal was replayed. Folds that were under way are asked for again, waits begin anew."""
 
 
@@ -99,7 +99,7 @@ class Beaten(Said):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateChecked(Said):
+class UpdateValidated(Said):
     """An update whose blobs are on disk and that is sound. Answered by a Receipt; it counts only if that says accepted.
 
     Before fetching and checking an update ask `Coordinator.refusal`, which costs nothing.
@@ -122,7 +122,7 @@ class UpdateChecked(Said):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateUnsound(Said):
+class UpdateRejected(Said):
     """An update that the driver's checks refuse. "damaged" may be sent again; any other reason puts the client out of the round."""
 
     session: str
@@ -165,7 +165,7 @@ class Left(Said):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed(Event):
+class RoundStored(Event):
     """The driver has done a Fold: the server's step lies in a whole checkpoint."""
 
     round: int
@@ -176,7 +176,7 @@ class Committed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FoldFailed(Event):
+class AggregationFailed(Event):
     """The driver could not do a Fold. Nothing of the step is left behind."""
 
     round: int
@@ -186,7 +186,7 @@ class FoldFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(Event):
+class ServerEvaluated(Event):
     """The driver has done a Measure. Without metrics: it has nothing to measure with, or could not."""
 
     round: int
@@ -195,7 +195,7 @@ class Measured(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopped(Event):
+class StopRequested(Event):
     """The driver cannot go on (a fold failed, a person stops the run): every node is told, the journal says so."""
 
     why: str
@@ -210,7 +210,7 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Welcoming:
+class SessionGranted:
     """The node is let in under the session that the driver has given it."""
 
     session: str
@@ -253,15 +253,15 @@ class Answer(Command):
     """Reply to what ``to`` names. A session that is not known gets ``Receipt(accepted=False, reason="session")``: join again."""
 
     to: str
-    plan: Welcoming | FitPlan | EvaluatePlan | Wait | Close | Receipt
+    plan: SessionGranted | FitPlan | EvaluatePlan | Wait | Close | Receipt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fold(Command):
-    """A round is closed: fold its updates, in this order (that of the clients), step, write the checkpoint, then say `Committed`.
-    Without updates the round is skipped: write the former weights as its own. What cannot be folded is a `FoldFailed`.
+class Aggregate(Command):
+    """A round is closed: fold its updates, in this order (that of the clients), step, write the checkpoint, then say `RoundStored`.
+    Without updates the round is skipped: write the former weights as its own. What cannot be folded is a `AggregationFailed`.
 
-    Given once for each round and again after `Resumed`. Rounds are folded one at a time, each from the weights before it.
+    Given once for each round and again after `RunResumed`. Rounds are folded one at a time, each from the weights before it.
     """
 
     round: int
@@ -272,15 +272,15 @@ class Fold(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure(Command):
-    """Evaluate a committed round's weights on the server's data and say `Measured`; rounds go on meanwhile."""
+class EvaluateOnServer(Command):
+    """Evaluate a committed round's weights on the server's data and say `ServerEvaluated`; rounds go on meanwhile."""
 
     round: int
     base: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost(Command):
+class NodeLost(Command):
     """A node is counted as gone: it was silent, made no progress, or says what keeps it from taking part. For logs; its clients are looked after."""
 
     node: str
@@ -292,7 +292,7 @@ class Lost(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved(Command):
+class ClientMoved(Command):
     """A client's work goes to another node, for logs."""
 
     client: str
@@ -305,7 +305,7 @@ class Moved(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmeasured(Command):
+class ClientNotEvaluated(Command):
     """A client could not measure a round, whose metrics are without it, for logs."""
 
     client: str
@@ -317,14 +317,14 @@ class Unmeasured(Command):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Say(Command):
+class LogMessage(Command):
     """A line for the log: who or what is waited for."""
 
     text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class End(Command):
+class RunOver(Command):
     """The run is over; asks that come now are answered with Close. ``failed``: why it could not go on."""
 
     why: str

@@ -22,7 +22,7 @@ from typing import Any
 from arclight.fabric.replacing import sync_folder
 from arclight.federated.coordination import records as kinds
 from arclight.federated.coordination.records import Record
-from arclight.federated.coordination.state import StateSaved
+from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.errors import FederatedError
 
 log = logging.getLogger(__name__)

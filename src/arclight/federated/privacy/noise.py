@@ -22,8 +22,8 @@ import torch
 
 from arclight.fabric.extras import require
 from arclight.federated.aggregation.chunks import Lanes
-from arclight.federated.aggregation.fold import Fold, Into, Whole, hand_over
-from arclight.federated.aggregation.scale import Contribution, Form, measure
+from arclight.federated.aggregation.fixed_point import Contribution, Form, measure
+from arclight.federated.aggregation.fold import Fold, SinkFactory, Whole, emit
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError
 from arclight.federated.privacy.robust import bounded
@@ -94,7 +94,7 @@ class NoisyFold(Fold):
             given = bounded(given, NormBound(largest=settings.clip), threads=more.get("threads"))
         super().__init__(given, form, **more)
 
-    def each(self, key: str, among: Lanes, into: Into) -> None:
+    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
         if not self._deviation and self._former is None:
             super().each(key, among, into)
             return
@@ -102,7 +102,7 @@ class NoisyFold(Fold):
         super().each(key, among, mean)
         if mean.tensor.is_floating_point() and self._deviation:
             add_noise(self._secret, key, mean.tensor, self._deviation / len(self._holders(key)))
-        hand_over(mean.tensor if self._former is None else held(key, mean.tensor, self._former), among, into)
+        emit(mean.tensor if self._former is None else held(key, mean.tensor, self._former), among, into)
 
 
 def order(federation: Federation, least: int = 0) -> dict[str, Any]:

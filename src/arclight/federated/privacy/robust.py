@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from arclight.federated.aggregation.chunks import CHUNK, Array, Chunked, Lanes, Scratch, lanes, product, squares, total
-from arclight.federated.aggregation.fold import Fold, Into
-from arclight.federated.aggregation.scale import Contribution, Form, is_mean, measure, not_finite
+from arclight.federated.aggregation.fixed_point import Contribution, Form, is_mean, measure, not_finite
+from arclight.federated.aggregation.fold import Fold, SinkFactory
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError, RefusedError
 from arclight.federated.privacy.settings import Krum, Median, NormBound, Robust, Trimmed
@@ -92,7 +92,7 @@ class OrderedFold(Fold):
         super().__init__(contributions, *rest, **more)
         self._settings = settings
 
-    def each(self, key: str, among: Lanes, into: Into) -> None:
+    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
         if self.scales[key].rule != "mean":
             super().each(key, among, into)
             return

@@ -18,15 +18,15 @@ from arclight.checkpoint.remote import place
 from arclight.checkpoint.share_loading import open_state
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Manifest
-from arclight.federated.rounds import writing
-from arclight.federated.rounds.writing import CARRIED_ENTRIES, STATE_KEYS, TENSOR_ENTRIES, TREE_ENTRIES, RoundWriter
+from arclight.federated.rounds import writer
+from arclight.federated.rounds.writer import CARRIED_ENTRIES, STATE_KEYS, TENSOR_ENTRIES, TREE_ENTRIES, RoundWriter
 
 FOLDER = "rounds"
 _NAME = re.compile(r"\d{6,}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RoundFolder:
     """One round's folder."""
 
     number: int
@@ -52,16 +52,16 @@ class Rounds:
             return []
         return sorted(int(entry.name) for entry in self.folder.iterdir() if _NAME.fullmatch(entry.name))
 
-    def look(self, number: int) -> Found:
+    def look(self, number: int) -> RoundFolder:
         """One round, from its manifest and the sizes of its files; what is in the files is `checkpoint.verify`'s to say."""
         path = self.path(number)
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            return Found(number=number, path=path, problems=(str(error),), manifest=None)
-        return Found(number=number, path=path, problems=tuple(_problems(path, manifest)), manifest=manifest)
+            return RoundFolder(number=number, path=path, problems=(str(error),), manifest=None)
+        return RoundFolder(number=number, path=path, problems=tuple(_problems(path, manifest)), manifest=manifest)
 
-    def all(self) -> list[Found]:
+    def all(self) -> list[RoundFolder]:
         return [self.look(number) for number in self.numbers()]
 
     def newest(self, *, verify: bool = False) -> int | None:
@@ -85,7 +85,7 @@ class Rounds:
     def weights(self, number: int) -> Manifest:
         """What nodes are told of a round's weights."""
         manifest = self.open(number)
-        return writing.weights_manifest(layout_of(manifest), manifest.files)
+        return writer.weights_manifest(layout_of(manifest), manifest.files)
 
     def trees(self, number: int, *names: str) -> dict[str, Any]:
         """The entries without tensors, or those of them that are named; fewer where the round does not have all."""
@@ -107,7 +107,7 @@ class Rounds:
         loaded: dict[str, torch.Tensor] = checkpoint.load(self.path(number), only=[entry])[entry]
         return loaded
 
-    def write(self, number: int, layout: dict[str, writing.Described]) -> RoundWriter:
+    def write(self, number: int, layout: dict[str, writer.Described]) -> RoundWriter:
         """A round under construction; see `RoundWriter`."""
         return RoundWriter(self.path(number), layout)
 
@@ -120,7 +120,7 @@ class Rounds:
             files.retire(path)
 
 
-def layout_of(manifest: Described) -> dict[str, writing.Described]:
+def layout_of(manifest: Described) -> dict[str, writer.Described]:
     """The tensors of a round's files, as `RoundWriter` takes them."""
     return {
         entry: {

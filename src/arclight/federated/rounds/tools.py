@@ -19,9 +19,9 @@ from arclight.checkpoint.manifest import Manifest as Described
 from arclight.checkpoint.remote import place
 from arclight.checkpoint.tree import whole_of
 from arclight.federated.errors import FederatedError
-from arclight.federated.rounds.history_file import copy_history
+from arclight.federated.rounds.history import copy_history
 from arclight.federated.rounds.store import FOLDER, Rounds, layout_of
-from arclight.federated.rounds.writing import TENSOR_ENTRIES
+from arclight.federated.rounds.writer import TENSOR_ENTRIES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -265,7 +265,7 @@ def _record(trees: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _loss(record: Mapping[str, Any]) -> float | None:
-    from arclight.federated.server.history import loss_of
+    from arclight.federated.rounds.history import loss_of
 
     return loss_of(record)
 
@@ -305,7 +305,7 @@ def _wrong(rounds: Rounds, number: int) -> list[str]:
 
 def _rewrite(source: Rounds, number: int, target: Path, trees: dict[str, Any]) -> None:
     """Write a round anew, tensor by tensor, with other trees. Raises FederatedError where what is read has been damaged."""
-    from arclight.federated.rounds.writing import RoundWriter
+    from arclight.federated.rounds.writer import RoundWriter
 
     described = source.open(number)
     layout = layout_of(described)

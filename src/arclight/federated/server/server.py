@@ -16,10 +16,10 @@ from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.journal import Injection
 from arclight.federated.errors import FederatedError
-from arclight.federated.rounds.centralised import entries_in, entries_of, moments_of, statistics, steps_of
+from arclight.federated.rounds.history import History, Round
+from arclight.federated.rounds.initial_weights import entries_in, entries_of, moments_of, statistics, steps_of
 from arclight.federated.rounds.store import Rounds
-from arclight.federated.server.history import History, Round
-from arclight.federated.server.running import Measurement, Run, Start
+from arclight.federated.server.server_run import InitialState, Measurement, ServerRun
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
 from arclight.trainer.checkpoint.named_state import named_tensors
@@ -71,7 +71,7 @@ class Server:
         self._weights, self._moments, self._recipe, self._inject = weights, moments or {}, recipe, inject
         self._clients = clients
         self._evaluate, self._told = evaluate, told or (lambda what: None)
-        self._run: Run | None = None
+        self._run: ServerRun | None = None
         self._history: History | None = None
 
     @property
@@ -92,14 +92,14 @@ class Server:
         return self.rounds.tensors(newest, "model")
 
     @contextmanager
-    def opened(self) -> Iterator[Run]:
+    def opened(self) -> Iterator[ServerRun]:
         """The run, begun or gone on with: transports carry messages to its ``service`` until the block ends.
 
         Raises FederatedError where the folder is another run's, in use, or damaged.
         """
         if self._run is not None:
             raise FederatedError(f"run {self.name} is open already")
-        with Run(
+        with ServerRun(
             self.folder,
             self.federation,
             self.federation.clients if self._clients is None else self._clients,
@@ -155,10 +155,10 @@ class Server:
             run.wait_for_nodes()
         return self.history
 
-    def _start(self) -> Start:
+    def _start(self) -> InitialState:
         given, clock, moments = self._weights, 0, self._moments
         if given is None:
-            return Start()
+            return InitialState()
         if isinstance(given, torch.nn.Module):
             found: Weights = {name: tensor.detach() for name, tensor in named_tensors(given).items()}
             module = entries_of(given)
@@ -169,7 +169,7 @@ class Server:
             found, module = given, {}
         module.setdefault("buffers", statistics(found))
         weights = {name: tensor.detach().cpu() for name, tensor in found.items()}
-        return Start(weights=weights, moments=moments, clock=clock, module=module)
+        return InitialState(weights=weights, moments=moments, clock=clock, module=module)
 
     def _measured(self, number: int, weights: Weights) -> Measurement:
         assert self._evaluate is not None

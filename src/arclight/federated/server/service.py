@@ -6,13 +6,18 @@ import logging
 import os
 import secrets
 import threading
-from contextlib import AbstractContextManager
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.codecs.encoding import LazyTensors
 from arclight.federated.codecs.settings import to_table
 from arclight.federated.coordination import events
-from arclight.federated.errors import ProtocolError, Reason, RefusedError, SessionError
+from arclight.federated.errors import LinkError, ProtocolError, Reason, RefusedError, SessionError
 from arclight.federated.masks.serving import Travels
 from arclight.federated.privacy import noise
 from arclight.federated.protocol import (
@@ -34,24 +39,22 @@ from arclight.federated.protocol import (
     Welcome,
     digest_of,
 )
-from arclight.federated.server import secure
-from arclight.federated.server.checking import (
+from arclight.federated.rounds.history import History
+from arclight.federated.server import secure_sums
+from arclight.federated.server.published_weights import PublishedWeights, Weights
+from arclight.federated.server.runtime import DISK_FULL, PausedError, Runtime
+from arclight.federated.server.validation import (
     LARGEST_METRIC,
     MOST_COUNTED,
-    Asked,
-    Checked,
-    Seen,
+    Baseline,
+    Expected,
+    Validated,
     check,
     check_message,
     largest_message,
     most_bytes,
     too_much,
 )
-from arclight.federated.server.decoded import Decoded
-from arclight.federated.server.driver import NO_ROOM, Driver, PausedError
-from arclight.federated.server.history import History
-from arclight.federated.server.intake import Intake
-from arclight.federated.server.shelf import Shelf, Weights
 from arclight.federated.settings import Federation
 
 log = logging.getLogger(__name__)
@@ -64,14 +67,14 @@ _SPARE = 2
 
 
 class Service:
-    """Answers nodes for one run. Made by `Server`, whose weights lie on a `Shelf`."""
+    """Answers nodes for one run. Made by `Server`, whose weights lie on a `PublishedWeights`."""
 
     def __init__(
         self,
         federation: Federation,
         run: str,
         blobs: FolderStore,
-        shelf: Shelf,
+        shelf: PublishedWeights,
         history: History,
         recipe: dict[str, Any] | None = None,
         *,
@@ -80,8 +83,8 @@ class Service:
         self.federation, self.run, self.blobs = federation, run, blobs
         self.recipe = recipe or {}
         self.history = history
-        self.driver: Driver
-        self.exchange: secure.Exchange | None = None
+        self.driver: Runtime
+        self.exchange: secure_sums.SecureSumRelay | None = None
         self.travels = Travels(federation, seed, self._place)
         self.shelf = shelf
         self._lock = threading.Lock()
@@ -90,8 +93,8 @@ class Service:
         self._has: dict[str, str] = {}
         """Session to the digest of the weights that it has been sent, the one that was heard longest ago first."""
         self._known: tuple[Manifest, int, int] | None = None
-        self.intake = Intake(blobs)
-        self.checked: dict[str, Checked] = {}
+        self.intake = UploadQuota(blobs)
+        self.checked: dict[str, Validated] = {}
         """What the check of an update found, by the digest of its manifest, until its round is folded."""
 
     # -- what the run tells ------------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ class Service:
         """The newest weights, and bytes of the largest message and update for them: found once, and asked for by each message."""
         weights, known = self.shelf.all()[-1].manifest, self._known
         if known is None or known[0] is not weights:
-            clients, whole = secure.most(self.federation), self.travels.whole(weights)
+            clients, whole = secure_sums.most(self.federation), self.travels.whole(weights)
             message = largest_message(weights, self.federation, whole, clients)
             known = self._known = (weights, message, most_bytes(weights, self.federation))
         return known
@@ -121,7 +124,7 @@ class Service:
         clients = self.driver.speaks_for(session)
         if clients is None:
             raise SessionError("this session is not known here (any more): join again")
-        updates = _SPARE * (1 + self.federation.overlap) * (len(clients) or secure.most(self.federation))
+        updates = _SPARE * (1 + self.federation.overlap) * (len(clients) or secure_sums.most(self.federation))
         room = updates * self._largest()[2]
         return self.intake.taking(node, digest, size, room)
 
@@ -133,7 +136,7 @@ class Service:
         try:
             return self._answer(message)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL:
                 raise
             raise PausedError(f"the server waits for room on its disk: {error}") from error
 
@@ -187,7 +190,7 @@ class Service:
             )
         except PausedError as error:
             return Wait(seconds=1.0, about=str(error))
-        if isinstance(plan, events.Welcoming):
+        if isinstance(plan, events.SessionGranted):
             return Welcome(
                 session=plan.session,
                 run=self.run,
@@ -243,7 +246,7 @@ class Service:
             deadline=plan.deadline,
             journal_every=asked.journal_every,
             keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
-            privacy={**noise.order(asked, plan.least), **secure.order(asked, plan.discarded)},
+            privacy={**noise.order(asked, plan.least), **secure_sums.order(asked, plan.discarded)},
             fragment=plan.fragment,
             overlap=asked.overlap,
             lane=asked.lane(plan.round),
@@ -279,7 +282,7 @@ class Service:
             reason, why = error.reason, str(error)[:_LONGEST_TEXT]
             self.intake.refused(message.node, message.manifest.blobs)
             who = {"session": message.session, "client": message.client, "round": message.round}
-            return self._tell(lambda to: events.UpdateUnsound(to=to, reason=reason, message=why, **who))  # type: ignore[arg-type]
+            return self._tell(lambda to: events.UpdateRejected(to=to, reason=reason, message=why, **who))  # type: ignore[arg-type]
         self.blobs.put(digest, text)
         self.checked[digest] = checked
         receipt = self._tell(lambda to: _checked(to, message, digest, checked.norm, attempt))
@@ -296,14 +299,14 @@ class Service:
             return None
         return "stale", f"client {message.client} masked it for a sum of round {message.round} that was discarded"
 
-    def _check(self, message: Update) -> Checked:
+    def _check(self, message: Update) -> Validated:
         opened = self.driver.coordinator.state.begun.get(message.round)
         if opened is None:
             raise RefusedError("stale", f"round {message.round} of {message.client} was not asked for, or is over")
         base = self.shelf.known(opened.base).manifest
-        asked = Asked(
+        asked = Expected(
             base=base,
-            weights=Decoded(base, self.blobs),
+            weights=LazyTensors(base, self.blobs),
             travel=self.travels.of(message.client, message.round, base),
             round=message.round,
             form=self.federation.send,
@@ -314,7 +317,7 @@ class Service:
         )
         recent = self.driver.recent()
         norms, samples, tokens = zip(*recent, strict=True) if recent else ((), (), ())
-        seen = Seen(norms=norms, samples_per_step=samples, tokens_per_step=tokens)
+        seen = Baseline(norms=norms, samples_per_step=samples, tokens_per_step=tokens)
         with self._looking:
             return check(message, asked, seen, self.federation.checks, self.blobs)
 
@@ -392,8 +395,8 @@ def _mismeasured(message: Evaluated) -> tuple[Reason, str] | None:
     return None
 
 
-def _checked(to: str, message: Update, digest: str, norm: float, attempt: int | None) -> events.UpdateChecked:
-    return events.UpdateChecked(
+def _checked(to: str, message: Update, digest: str, norm: float, attempt: int | None) -> events.UpdateValidated:
+    return events.UpdateValidated(
         to=to,
         session=message.session,
         client=message.client,
@@ -408,3 +411,118 @@ def _checked(to: str, message: Update, digest: str, norm: float, attempt: int | 
         metrics=dict(message.metrics),
         attempt=attempt,
     )
+
+
+@dataclass(slots=True)
+class _Put:
+    size: int
+    heard: float
+    open: int = 0
+    """Requests in which it is coming now."""
+
+
+class UploadQuota:
+    """Blobs by the node that put them. What counts is the server's own, and not in here any more."""
+
+    def __init__(self, blobs: FolderStore) -> None:
+        self._blobs, self._lock = blobs, threading.Lock()
+        self._of: dict[str, dict[str, _Put]] = {}
+        """Node to its blobs, those that it has been silent about for longest first."""
+        self._read: Counter[str] = Counter()
+        """Blobs of updates that are being looked at."""
+        self._since: set[str] = set()
+        """Those, and all that were since the server has last asked what is `kept`."""
+
+    @contextmanager
+    def taking(self, node: str, digest: str, size: int, room: int) -> Iterator[None]:
+        """While a blob comes, or a part of it. What the node has put before and not used makes room for it, the oldest first.
+
+        room: bytes that all of it may take. Raises RefusedError for a blob that has none, LinkError while others of the node's
+        are coming that have taken it.
+        """
+        if (put := self._begin(node, digest, size, room)) is None:
+            yield
+            return
+        try:
+            yield
+        finally:
+            with self._lock:
+                put.open, put.heard = put.open - 1, time.monotonic()
+
+    def _begin(self, node: str, digest: str, size: int, room: int) -> _Put | None:
+        """None for what is here and no node's: the server's own, which does not go with whoever says it again."""
+        if size > room:
+            raise RefusedError(
+                "too_large",
+                f"blob {digest[:12]} has {size:,} bytes: all updates of node {node}'s clients together need {room:,} at most",
+            )
+        with self._lock:
+            if not any(digest in theirs for theirs in self._of.values()) and self._blobs.size(digest) is not None:
+                return None
+            mine = self._of.setdefault(node, {})
+            put = mine.pop(digest, None) or _Put(size, 0.0)
+            put.size = max(put.size, size)
+            left = room - put.size - sum(other.size for other in mine.values())
+            for old in [old for old, other in mine.items() if not other.open and not self._read[old]]:
+                if left < 0 and self._dropped(node, old):
+                    left += mine.pop(old).size
+            mine[digest] = put
+            if left < 0:
+                if not put.open:
+                    del mine[digest]
+                raise LinkError(f"node {node} is sending as much as it may at once ({room:,} bytes): come back")
+            put.open, put.heard = put.open + 1, time.monotonic()
+            return put
+
+    @contextmanager
+    def reading(self, digests: list[str]) -> Iterator[None]:
+        """While an update with these blobs is looked at: an older one may have had the same, and be over now."""
+        with self._lock:
+            self._read.update(digests)
+            self._since.update(digests)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._read.subtract(digests)
+                self._read = +self._read
+
+    def remove(self, digest: str) -> None:
+        """Remove what nobody needed when the server last asked what is `kept`, unless an update with it has come since."""
+        with self._lock:
+            if digest not in self._since:
+                self._blobs.remove(digest)
+
+    def counts(self, digests: Collection[str]) -> None:
+        """An update with these blobs was taken: they are the server's."""
+        with self._lock:
+            for mine in self._of.values():
+                for digest in digests:
+                    mine.pop(digest, None)
+
+    def refused(self, node: str, digests: Collection[str]) -> None:
+        """An update with these blobs was not taken: what nobody else has put goes."""
+        with self._lock:
+            mine = self._of.get(node, {})
+            for digest in digests:
+                if digest in mine and not mine[digest].open and self._dropped(node, digest):
+                    del mine[digest]
+
+    def kept(self, silent: float) -> set[str]:
+        """Blobs of nodes that were sending within the last ``silent`` seconds; what others have left is removed."""
+        since, found, left = time.monotonic() - silent, set[str](), set[str]()
+        with self._lock:
+            self._since = set(self._read)
+            for node, mine in list(self._of.items()):
+                if any(put.open or put.heard > since for put in mine.values()):
+                    found |= mine.keys()
+                else:
+                    left |= self._of.pop(node).keys()
+            for digest in left - found:
+                self._blobs.discard(digest)
+        return found
+
+    def _dropped(self, node: str, digest: str) -> bool:
+        """Remove what a node has put, unless another one has the same; False where that cannot be now."""
+        others = any(digest in theirs for name, theirs in self._of.items() if name != node) or self._read[digest] > 1
+        return others or self._blobs.discard(digest)

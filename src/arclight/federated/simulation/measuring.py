@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from arclight.federated.server.running import Run
+    from arclight.federated.server.server_run import ServerRun
 
 _SMALL, _FEW, _MANY, _ROUNDS = 4096, 2, 5, 3
 
@@ -74,14 +74,14 @@ def _rounds(folder: Path, clients: int, bytes: int) -> tuple[float, float]:
     return median(folds), median(checks)
 
 
-def _join(run: Run) -> str:
+def _join(run: ServerRun) -> str:
     answer = run.service.answer(Join(node="node", clients=()))
     if not isinstance(answer, Welcome):
         raise FederatedError(f"the server did not let a node in: {answer}")
     return answer.session
 
 
-def _update(run: Run, order: Fit, session: str, change: Mapping[str, torch.Tensor]) -> Update:
+def _update(run: ServerRun, order: Fit, session: str, change: Mapping[str, torch.Tensor]) -> Update:
     """An update whose bytes are hashed and written, as those that arrive over a line are."""
     from arclight.federated.blobs.packing import write_blobs
 

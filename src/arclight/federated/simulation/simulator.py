@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from arclight.federated.coordination import events as ev
-from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.driving import drive
+from arclight.federated.coordination.cluster import Timer
+from arclight.federated.coordination.coordinator import Coordinator, run_to_quiescence
 from arclight.federated.coordination.events import Command, EvaluatePlan, Event, FitPlan
-from arclight.federated.coordination.nodes import Timer
 from arclight.federated.coordination.records import Record, RoundClosed, RoundOpened
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Close, Receipt, Wait
@@ -47,7 +46,7 @@ class Simulator:
         self._checks, self._folds = Cores(costs.threads), Cores(1)
         self._stay = federation.clients <= fleet.connected
         self._ahead = federation.overlap
-        self._ended: ev.End | None = None
+        self._ended: ev.RunOver | None = None
         self._answer: Any = None
         self._beaten = -math.inf
         self._telling = Telling()
@@ -57,7 +56,7 @@ class Simulator:
         first = range(self.federation.clients) if self._stay else self.coordinator.sampler.draw(1)
         for client in first:
             self._at(self.fleet.links.latency, lambda name=str(client): self._connect(name))  # type: ignore[misc]
-        self._tell(ev.Begun(base="0", checkpoint="0"))
+        self._tell(ev.RunStarted(base="0", checkpoint="0"))
         while self._ended is None:
             due = self.coordinator.next_deadline()
             due = math.inf if due is None else due
@@ -84,12 +83,12 @@ class Simulator:
         self.events += 1
         waiting = [event]
         while waiting:
-            for records, commands in drive(self.coordinator, _forget, waiting.pop(0), self.now):
+            for records, commands in run_to_quiescence(self.coordinator, _forget, waiting.pop(0), self.now):
                 for record in records:
                     self._note(record)
                 for command in commands:
-                    if isinstance(command, ev.Measure):
-                        waiting.append(ev.Measured(round=command.round))
+                    if isinstance(command, ev.EvaluateOnServer):
+                        waiting.append(ev.ServerEvaluated(round=command.round))
                     else:
                         self._carry_out(command)
 
@@ -116,20 +115,20 @@ class Simulator:
                     self._at(self.now + self.fleet.links.latency, lambda: self._answered(device, plan))
             case ev.Answer(to=to, plan=plan):
                 self._answer = plan
-            case ev.Fold():
+            case ev.Aggregate():
                 costs = self.fleet.costs
                 took = (
                     costs.round
                     + costs.step * self.sizes.model
                     + costs.fold * self.sizes.part(command.fragment) * len(command.updates)
                 )
-                done = ev.Committed(
+                done = ev.RoundStored(
                     round=command.round, base=str(command.round), checkpoint=str(command.round), norm=1.0
                 )  # fmt: skip
                 self._at(self._folds.work(self.now, took), lambda: self._tell(done))
-            case ev.End():
+            case ev.RunOver():
                 self._ended = command
-            case ev.Lost() | ev.Say():
+            case ev.NodeLost() | ev.LogMessage():
                 self._telling.heard(command)
 
     def _at(self, time: float, act: Callable[[], None]) -> None:
@@ -155,7 +154,7 @@ class Simulator:
         plan = self._said(
             ev.Joined, node=name, session=device.session, process=device.session, clients=(name,), steps_per_second=1 / device.step
         )  # fmt: skip
-        if isinstance(plan, ev.Welcoming):
+        if isinstance(plan, ev.SessionGranted):
             self._sessions[device.session] = device
             self._ask(device)
         else:
@@ -262,7 +261,7 @@ class Simulator:
         device.jobs.pop(job.plan.round, None)
         seconds = job.ended - job.begun
         receipt = self._said(
-            ev.UpdateChecked, session=device.session, client=device.name, round=job.plan.round, digest=str(job.plan.round),
+            ev.UpdateValidated, session=device.session, client=device.name, round=job.plan.round, digest=str(job.plan.round),
             samples=1, tokens=0, steps=job.plan.steps, seconds=seconds, bytes=bytes, norm=1.0,
         )  # fmt: skip
         if isinstance(receipt, Receipt) and not receipt.accepted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from arclight.federated.coordination.events import Command, Lost, Say
+from arclight.federated.coordination.events import Command, LogMessage, NodeLost
 from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
@@ -72,9 +72,9 @@ class Telling:
             kept.late[client] = None
 
     def heard(self, command: Command) -> None:
-        if isinstance(command, Lost):
+        if isinstance(command, NodeLost):
             self._lost += 1
-        elif isinstance(command, Say) and len(self._messages) < 100:
+        elif isinstance(command, LogMessage) and len(self._messages) < 100:
             self._messages.append(command.text)
 
     def result(self, **known: Any) -> Simulated:

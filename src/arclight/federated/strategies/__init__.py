@@ -1,13 +1,13 @@
 """Server optimizers for pseudo-gradients. A strategy is its own settings: importing them imports no torch."""
 
-from arclight.federated.strategies.adaptive import FedAdam as FedAdam
-from arclight.federated.strategies.adaptive import FedYogi as FedYogi
-from arclight.federated.strategies.rules import DiLoCo as DiLoCo
-from arclight.federated.strategies.rules import FedAvg as FedAvg
-from arclight.federated.strategies.rules import FedMomentum as FedMomentum
-from arclight.federated.strategies.rules import FedNesterov as FedNesterov
-from arclight.federated.strategies.rules import SparseLoCo as SparseLoCo
-from arclight.federated.strategies.strategy import Strategy as Strategy
+from arclight.federated.strategies.server_optimizers import DiLoCo as DiLoCo
+from arclight.federated.strategies.server_optimizers import FedAdam as FedAdam
+from arclight.federated.strategies.server_optimizers import FedAvg as FedAvg
+from arclight.federated.strategies.server_optimizers import FedMomentum as FedMomentum
+from arclight.federated.strategies.server_optimizers import FedNesterov as FedNesterov
+from arclight.federated.strategies.server_optimizers import FedYogi as FedYogi
+from arclight.federated.strategies.server_optimizers import SparseLoCo as SparseLoCo
+from arclight.federated.strategies.server_optimizers import Strategy as Strategy
 
 Strategies = FedAvg | FedMomentum | FedNesterov | FedAdam | FedYogi | DiLoCo | SparseLoCo
 """Those that a recipe can name, in lower case."""

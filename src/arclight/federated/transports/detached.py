@@ -157,9 +157,9 @@ def main() -> None:
     orders = Orders(**json.loads(sys.stdin.readline()))
     stop = threading.Event()
     threading.Thread(target=_obey, args=(sys.stdin, stop), daemon=True).start()
-    from arclight.federated.server.memory import give_back_freed_memory
+    from arclight.federated.server.malloc import tune_malloc
 
-    give_back_freed_memory()
+    tune_malloc()
     server = built(orders.build, Path(orders.folder), orders.config)
     certificate = _certificate(orders)
     listening = Listening(

@@ -280,7 +280,7 @@ def _clients_of(site: Mapping[str, Any]) -> list[str]:
 def _serve_messages(build: str, grid: Any, config: Mapping[str, Any], folder: Path) -> None:
     """The server in this process, and beside it a node for each SuperNode, which turns orders into Flower's messages."""
     from arclight.federated.clients.node import Node
-    from arclight.federated.server.secure import refuse_in_the_open
+    from arclight.federated.server.secure_sums import refuse_in_the_open
 
     server = built(build, folder, config)
     refuse_in_the_open(server.federation)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from arclight.checkpoint.stored import StoredTensor
 from arclight.checkpoint.tensorfile import DTYPES
-from arclight.federated.aggregation import step as aggregation
+from arclight.federated.aggregation import strategy_step as aggregation
+from arclight.federated.aggregation.fixed_point import Contribution, Form
 from arclight.federated.aggregation.fold import Fold
-from arclight.federated.aggregation.scale import Contribution, Form
 from arclight.federated.aggregation.statistics import Statistics
-from arclight.federated.aggregation.step import Step, plain
+from arclight.federated.aggregation.strategy_step import SteppedTensor, StrategyStep, plain
 from arclight.federated.blobs import BlobStore
+from arclight.federated.codecs.encoding import LazyTensors
+from arclight.federated.masks.experts import expert_key, expert_of
 from arclight.federated.protocol import Manifest
-from arclight.federated.rounds.behind import Reused
 from arclight.federated.rounds.store import Rounds, layout_of
-from arclight.federated.rounds.writing import Described, Written, in_order, weights_manifest
-from arclight.federated.server.decoded import Decoded
-from arclight.federated.server.stacks import Stacks
+from arclight.federated.rounds.writer import BufferPool, Described, Written, in_order, weights_manifest
 from arclight.federated.strategies import Strategy
 
 ENTRY = "model"
@@ -28,7 +28,7 @@ MODEL = f"{ENTRY}/"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class AcceptedUpdate:
     """One accepted update, as the fold takes it."""
 
     client: str
@@ -48,7 +48,7 @@ class Given:
             client=self.client,
             weight=self.weight,
             shrink=self.shrink,
-            tensors=Decoded(self.manifest, store),
+            tensors=LazyTensors(self.manifest, store),
             largest=self.largest,
             samples=self.samples,
             norm=self.norm,
@@ -56,7 +56,7 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stepped:
+class WrittenRound:
     """A round that is written."""
 
     written: Written
@@ -67,7 +67,7 @@ class Stepped:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stepper:
+class ServerStep:
     """Steps a run's weights with its strategy."""
 
     rounds: Rounds
@@ -76,7 +76,7 @@ class Stepper:
     form: Form
     """What clients send: "delta" or "weights"."""
     folding: Callable[..., Fold] = Fold
-    """What makes the mean of a round's updates; see `Step`."""
+    """What makes the mean of a round's updates; see `StrategyStep`."""
     is_stack: Callable[[str], bool] = lambda key: False
     """Whether a tensor holds experts, which are folded one by one."""
 
@@ -84,22 +84,22 @@ class Stepper:
         self,
         number: int,
         before: int,
-        given: Sequence[Given],
+        given: Sequence[AcceptedUpdate],
         trees: Callable[[Statistics, dict[str, int]], dict[str, Any]],
-    ) -> Stepped:
+    ) -> WrittenRound:
         """Fold the updates, move the weights of round ``before``, and write them as round ``number``.
 
         ``trees`` makes the other entries of the checkpoint from the fold's statistics and each tensor's count of steps.
         Raises FederatedError where updates cannot be folded, OSError where there is no room; nothing is left behind then.
         """
         contributions = [one.contribution(self.store) for one in given]
-        anchor = _Anchor(self.rounds, before)
-        stacks = Stacks.among(anchor.described(self._states_sent(given)), self.is_stack)
+        anchor = _PreviousRound(self.rounds, before)
+        stacks = ExpertStacks.among(anchor.described(self._states_sent(given)), self.is_stack)
         moments = anchor.moments_after(given, stacks)
         parts, sent = stacks.apart(anchor.by_key()), {key for one in given for key in one.manifest.tensors}
         order = (part for key in [*anchor.keys(), *moments] for part in stacks.parts(key))
-        memory = Reused()
-        step = Step(
+        memory = BufferPool()
+        step = StrategyStep(
             self.strategy,
             parts,
             contributions,
@@ -129,19 +129,19 @@ class Stepper:
                     writer.add("moments", key, value.to(moments[key][0]), memory.give_back)
             statistics = step.statistics
             written = writer.publish(trees(statistics, counts))
-        return Stepped(
+        return WrittenRound(
             written=written,
             weights=weights_manifest(layout, written.files),
             statistics=statistics,
             all_changed=sent >= {part for key in anchor.keys() for part in stacks.parts(key)},  # noqa: SIM118 (not a dict)
         )
 
-    def _states_sent(self, given: Sequence[Given]) -> set[str]:
+    def _states_sent(self, given: Sequence[AcceptedUpdate]) -> set[str]:
         """Local states that clients have sent."""
         return {key.partition("/")[0] for one in given for key in one.manifest.tensors if not key.startswith(MODEL)}
 
 
-def _counted(step: Step, counts: dict[str, int]) -> Iterator[aggregation.Stepped]:
+def _counted(step: StrategyStep, counts: dict[str, int]) -> Iterator[aggregation.SteppedTensor]:
     """What comes of a step; ``counts`` follows."""
     for one in step:
         if one.count:
@@ -152,7 +152,7 @@ def _counted(step: Step, counts: dict[str, int]) -> Iterator[aggregation.Stepped
 _NOTHING = Statistics(norm=0.0, norms={}, cosines={}, norm_by_key={}, norms_by_key={}, noise_scale=None)
 
 
-class _Anchor:
+class _PreviousRound:
     """A round's tensors, which stay in their files until they are used."""
 
     def __init__(self, rounds: Rounds, number: int) -> None:
@@ -176,7 +176,7 @@ class _Anchor:
         kinds = {key.partition("/")[0] for key in self.layout.get("moments", {})} | set(states)
         return {f"{kind}/{name}": model[name] for kind in ("model", *sorted(kinds)) for name in model}
 
-    def moments_after(self, given: Sequence[Given], stacks: Stacks) -> Described:
+    def moments_after(self, given: Sequence[AcceptedUpdate], stacks: ExpertStacks) -> Described:
         """What the next round's file of moments holds: those there are, and those that clients send for the first time."""
         found = dict(self.layout.get("moments", {}))
         for one in given:
@@ -202,7 +202,7 @@ def begin(
     weights: Mapping[str, torch.Tensor],
     moments: Mapping[str, torch.Tensor],
     trees: dict[str, Any],
-) -> Stepped:
+) -> WrittenRound:
     """Write the weights that a run begins with as its first round."""
     layout = {"model": in_order(weights), "moments": dict(sorted(in_order(moments).items()))}
     with rounds.write(number, layout) as writer:
@@ -211,14 +211,14 @@ def begin(
         for name in layout["moments"]:
             writer.add("moments", name, moments[name])
         written = writer.publish(trees)
-    return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)
+    return WrittenRound(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)
 
 
 def carry_on(
     rounds: Rounds, number: int, before: int, trees: Callable[[Statistics, dict[str, int]], dict[str, Any]]
-) -> Stepped:
+) -> WrittenRound:
     """Write the weights, moments and states of round ``before`` once more, as round ``number``."""
-    anchor = _Anchor(rounds, before)
+    anchor = _PreviousRound(rounds, before)
     layout: dict[str, Described] = {entry: anchor.layout.get(entry, {}) for entry in (ENTRY, "moments", "server")}
     with rounds.write(number, layout) as writer:
         for entry, tensors in layout.items():
@@ -226,4 +226,95 @@ def carry_on(
             for name in tensors:
                 writer.add(entry, name, plain(kept[name]))
         written = writer.publish(trees(_NOTHING, dict(anchor.counts)))
-    return Stepped(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)
+    return WrittenRound(written=written, weights=weights_manifest(layout, written.files), statistics=_NOTHING)
+
+
+DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ExpertStacks:
+    """``counts``: how many experts each tensor that holds some has, by whole key; others have none."""
+
+    counts: Mapping[str, int]
+
+    @classmethod
+    def among(cls, described: Mapping[str, DtypeAndShape], is_stack: Callable[[str], bool]) -> ExpertStacks:
+        return cls({key: shape[0] for key, (_, shape) in described.items() if shape and is_stack(key)})
+
+    def whole(self, key: str) -> str:
+        """The key of the tensor that ``key`` is a part of, or is."""
+        found = expert_of(key)
+        return found[0] if found is not None and found[0] in self.counts else key
+
+    def parts(self, key: str) -> list[str]:
+        """The keys that a whole tensor is folded under."""
+        return [expert_key(key, number) for number in range(self.counts[key])] if key in self.counts else [key]
+
+    def apart(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors by the keys that they are folded under. What is stored stays so until it is used."""
+        found: dict[str, torch.Tensor] = {}
+        for key, tensor in tensors.items():
+            if key not in self.counts:
+                found[key] = tensor
+            else:
+                for number in range(self.counts[key]):
+                    found[expert_key(key, number)] = (
+                        tensor.row(number) if isinstance(tensor, StoredTensor) else tensor[number]
+                    )
+        return found
+
+    def states_apart(
+        self, states: Mapping[str, Mapping[str, torch.Tensor]], counts: Mapping[str, int]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """The strategy's tensors; an expert that was never stepped has none, whatever lies in its place."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for key, kinds in states.items():
+            for kind, tensor in kinds.items():
+                for part, value in self.apart({key: tensor}).items():
+                    if key == part or counts.get(part):
+                        found.setdefault(part, {})[kind] = value
+        return found
+
+    def described(self, parts: Mapping[str, Mapping[str, DtypeAndShape]]) -> dict[str, dict[str, DtypeAndShape]]:
+        """Types and shapes by whole key, of those by the keys that are folded."""
+        found: dict[str, dict[str, DtypeAndShape]] = {}
+        for part, kinds in parts.items():
+            key = self.whole(part)
+            count = (self.counts[key],) if key != part else ()
+            found.setdefault(key, {}).update(
+                {kind: (dtype, (*count, *shape)) for kind, (dtype, shape) in kinds.items()}
+            )
+        return found
+
+    def together(self, stepped: Iterable[SteppedTensor]) -> Iterator[tuple[str, torch.Tensor, dict[str, torch.Tensor]]]:
+        """Whole key, value and state of each tensor; experts of one come one after another. What no expert gave is zero."""
+        held: list[SteppedTensor] = []
+        for one in stepped:
+            if held and self.whole(one.key) != self.whole(held[0].key):
+                yield self._stacked(held)
+                held = []
+            if one.key in self.counts or self.whole(one.key) == one.key:
+                yield one.key, one.value, one.state
+            else:
+                held.append(one)
+            del one
+        if held:
+            yield self._stacked(held)
+
+    def _stacked(self, experts: list[SteppedTensor]) -> tuple[str, torch.Tensor, dict[str, torch.Tensor]]:
+        key = self.whole(experts[0].key)
+
+        def stack(values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+            first = next(iter(values.values()))
+            out = torch.zeros((self.counts[key], *first.shape), dtype=first.dtype)
+            for number, value in values.items():
+                out[number] = value
+            return out
+
+        numbered = {found[1]: one for one in experts if (found := expert_of(one.key)) is not None}
+        kinds = dict.fromkeys(kind for one in experts for kind in one.state)
+        state = {
+            kind: stack({n: one.state[kind] for n, one in numbered.items() if kind in one.state}) for kind in kinds
+        }
+        return key, stack({n: one.value for n, one in numbered.items()}), state

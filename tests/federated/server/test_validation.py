@@ -21,9 +21,9 @@ from arclight.federated.clients import Outcome
 from arclight.federated.errors import ProtocolError
 from arclight.federated.protocol import Beat, Close, Evaluate, Evaluated, Failed, Fit, Receipt, Update, read
 from arclight.federated.server import service
-from arclight.federated.server.checking import Checked, check
-from arclight.federated.server.running import Run
 from arclight.federated.server.server import Server
+from arclight.federated.server.server_run import ServerRun
+from arclight.federated.server.validation import Validated, check
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess
 
@@ -34,7 +34,7 @@ START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(5)}
 class Bench:
     """A run with two clients; a round is open and "0" has its order."""
 
-    run: Run
+    run: ServerRun
     server: Server
     script: Script
     order: Fit
@@ -254,7 +254,7 @@ def test_as_many_updates_are_checked_at_once_as_there_are_processors(
     """Each check has memory of its own: it does not grow with the clients that send at the same time."""
     under_way, seen, lock = 0, list[int](), threading.Lock()
 
-    def slowly(*given: Any) -> Checked:
+    def slowly(*given: Any) -> Validated:
         nonlocal under_way
         with lock:
             under_way += 1

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from arclight.federated.coordination import events as ev
-from arclight.federated.coordination import ticking
+from arclight.federated.coordination import round_rules
+from arclight.federated.coordination.cluster import Assignment, DuplicateJoin, EvaluationSkipped, Node, Retry, Task
 from arclight.federated.coordination.events import Answer, Command, Decision, Event
-from arclight.federated.coordination.nodes import Again, Challenged, Node, Skipped, Task, Work
 from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
@@ -21,7 +21,7 @@ from arclight.federated.coordination.records import (
     UpdateRefused,
     UpdatesLost,
 )
-from arclight.federated.coordination.state import Open
+from arclight.federated.coordination.run_state import RoundState
 from arclight.federated.errors import FederatedError, ProtocolError, Reason
 from arclight.federated.protocol import Close, Receipt, Wait
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def decide(c: Coordinator, event: Event, now: float) -> Decision:
     match event:
         case ev.Tick():
-            return ticking.tick(c, event, now)
+            return round_rules.tick(c, event, now)
         case ev.Joined():
             return _join(c, event, now)
         case ev.Said():
@@ -44,26 +44,26 @@ def decide(c: Coordinator, event: Event, now: float) -> Decision:
             if node is None:
                 return Decision(event=event, now=now, commands=(unknown_session(event.to, c.state.committed),))
             return _from_node(c, event, node, now)
-        case ev.Begun():
+        case ev.RunStarted():
             return _begin(c, event, now)
-        case ev.Resumed():
+        case ev.RunResumed():
             if c.state.committed < 0:
                 raise FederatedError("there is nothing to resume: the journal names no weights; begin the run")
             longer = c.state.ended is not None and c.state.committed < c.settings.rounds
             opened = (RunOpened(run=c.run, settings=c.rules.digest),) if c.state.failed or longer else ()
             return Decision(event=event, now=now, records=opened)
-        case ev.Committed():
+        case ev.RoundStored():
             return _committed(c, event, now)
-        case ev.FoldFailed():
+        case ev.AggregationFailed():
             return _fold_failed(c, event, now)
-        case ev.Measured():
+        case ev.ServerEvaluated():
             due = c.state.measuring.get(event.round)
             record = RoundEvaluated(round=event.round, client=None, samples=event.samples, metrics=event.metrics)
             return Decision(event=event, now=now, records=(record,) if due is not None else ())
-        case ev.Stopped():
+        case ev.StopRequested():
             if c.state.ended is not None:
                 return Decision(event=event, now=now)
-            return ticking.end(c, event, now, event.why, failed=True)
+            return round_rules.end(c, event, now, event.why, failed=True)
     return Decision(event=event, now=now)
 
 
@@ -110,7 +110,7 @@ def _receipt(c: Coordinator, to: str, refused: tuple[Reason, str] | None = None,
     return Answer(to=to, plan=Receipt(accepted=False, reason=refused[0], message=refused[1], committed=committed))
 
 
-def _begin(c: Coordinator, event: ev.Begun, now: float) -> Decision:
+def _begin(c: Coordinator, event: ev.RunStarted, now: float) -> Decision:
     if c.state.committed >= 0:
         raise FederatedError(f"run {c.run!r} has begun already: it is at round {c.state.committed}; resume it")
     committed = RoundCommitted(
@@ -123,7 +123,7 @@ def _begin(c: Coordinator, event: ev.Begun, now: float) -> Decision:
 
 
 def _join(c: Coordinator, event: ev.Joined, now: float) -> Decision:
-    def answer(plan: ev.Welcoming | Wait | Close, *others: Command, notes: tuple[ev.Note, ...] = ()) -> Decision:
+    def answer(plan: ev.SessionGranted | Wait | Close, *others: Command, notes: tuple[ev.Note, ...] = ()) -> Decision:
         return Decision(event=event, now=now, commands=(Answer(to=event.to, plan=plan), *others), notes=notes)
 
     if c.state.ended is not None:
@@ -133,7 +133,7 @@ def _join(c: Coordinator, event: ev.Joined, now: float) -> Decision:
     here = c.present.nodes.get(event.node)
     if here is None or here.lost is not None or not event.process or here.process in ("", event.process):
         former = () if here is None else tuple(unknown_session(to, c.state.committed) for to in here.asks)
-        return answer(ev.Welcoming(session=event.session), *former)
+        return answer(ev.SessionGranted(session=event.session), *former)
     waiting = c.settings.waiting
     challenger, since = c.present.challengers.get(event.node, ("", now))
     ago = f"it was heard {now - here.heard:.1f} s ago"
@@ -147,7 +147,7 @@ def _join(c: Coordinator, event: ev.Joined, now: float) -> Decision:
     about = f"node {event.node!r} is here from another process ({ago}); it counts as lost {waiting.silence} s after its last word"
     wait = Wait(seconds=max(0.0, here.heard + waiting.silence - now) + waiting.beat_every / 2, about=about)
     return answer(
-        wait, notes=() if challenger == event.process else (Challenged(node=event.node, process=event.process),)
+        wait, notes=() if challenger == event.process else (DuplicateJoin(node=event.node, process=event.process),)
     )
 
 
@@ -159,22 +159,22 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
         case ev.Asked():
             commands = _ask(c, event, node, now)
         case ev.Beaten():
-            cancel = tuple(one for one in event.doing if Work(one.kind, one.round, one.client) in node.stopping)
+            cancel = tuple(one for one in event.doing if Assignment(one.kind, one.round, one.client) in node.stopping)
             commands = (Answer(to=event.to, plan=Receipt(accepted=True, committed=c.state.committed, cancel=cancel)),)
-        case ev.UpdateChecked():
+        case ev.UpdateValidated():
             refused = refusal(c, event.session, event.client, event.round, event.digest) or _of_another_sum(c, event)
             taken = c.rules.accepted(event.client, event.round) is not None
             if refused is None and not taken:
                 records = (_accept(c, event),)
             commands = (_receipt(c, event.to, refused, "it was here already" if taken else ""),)
-        case ev.UpdateUnsound():
+        case ev.UpdateRejected():
             records, notes = _unsound(c, event)
             commands = (_receipt(c, event.to, (event.reason, event.message)),)
         case ev.WorkFailed():
             records, notes, refused = _failed(c, event, node)
             why = f"node {node.name} says: {event.error}"
-            without = [note.work for note in notes if isinstance(note, Skipped)]
-            unmeasured = [ev.Unmeasured(client=work.client, round=work.round, why=why) for work in without]
+            without = [note.work for note in notes if isinstance(note, EvaluationSkipped)]
+            unmeasured = [ev.ClientNotEvaluated(client=work.client, round=work.round, why=why) for work in without]
             commands = (_receipt(c, event.to, refused), *unmeasured)
         case ev.EvaluatedBy():
             measuring = c.state.measuring.get(event.round)
@@ -192,7 +192,9 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
         case ev.Left():
             asks = tuple(unknown_session(to, c.state.committed) for to in node.asks)
             said = (
-                (ev.Lost(node=node.name, session=node.session, why=f"it has left: {event.why}"),) if event.why else ()
+                (ev.NodeLost(node=node.name, session=node.session, why=f"it has left: {event.why}"),)
+                if event.why
+                else ()
             )
             commands = (*asks, _receipt(c, event.to), *said)
         case _:
@@ -203,14 +205,14 @@ def _from_node(c: Coordinator, event: ev.Said, node: Node, now: float) -> Decisi
 def _ask(c: Coordinator, event: ev.Asked, node: Node, now: float) -> tuple[Command, ...]:
     if c.state.ended is not None:
         return (Answer(to=event.to, plan=Close(why=c.state.ended, failed=c.state.failed)),)
-    having = {Work(one.kind, one.round, one.client) for one in event.doing if c.present.is_current(one)}
+    having = {Assignment(one.kind, one.round, one.client) for one in event.doing if c.present.is_current(one)}
     lost = (task.work for task in node.tasks.values() if task.work not in having and _unknown(c, task, now))
     again = next((work for work in lost if c.present.in_turn(work, node, having)), None)
     work = again or c.present.next(node, having)
     if work is not None:
-        return (Answer(to=event.to, plan=ticking.plan(c, work, now)),)
+        return (Answer(to=event.to, plan=round_rules.plan(c, work, now)),)
     if event.wait <= 0:
-        return (Answer(to=event.to, plan=Wait(seconds=c.settings.waiting.beat_every, about=ticking.about(c, now))),)
+        return (Answer(to=event.to, plan=Wait(seconds=c.settings.waiting.beat_every, about=round_rules.about(c, now))),)
     return ()
 
 
@@ -221,7 +223,7 @@ def _unknown(c: Coordinator, task: Task, now: float) -> bool:
     return now - task.seen > (_FORGOTTEN * silence if confirmed else silence)
 
 
-def _of_another_sum(c: Coordinator, event: ev.UpdateChecked) -> tuple[Reason, str] | None:
+def _of_another_sum(c: Coordinator, event: ev.UpdateValidated) -> tuple[Reason, str] | None:
     """Why an update is not taken that was masked for a sum which was discarded, maybe while the update was checked."""
     opened = c.state.begun.get(event.round)
     if event.attempt is None or opened is None or event.attempt == opened.discarded:
@@ -229,7 +231,7 @@ def _of_another_sum(c: Coordinator, event: ev.UpdateChecked) -> tuple[Reason, st
     return "stale", f"client {event.client} masked it for a sum of round {event.round} that was discarded"
 
 
-def _accept(c: Coordinator, event: ev.UpdateChecked) -> UpdateAccepted:
+def _accept(c: Coordinator, event: ev.UpdateValidated) -> UpdateAccepted:
     into = c.rules.into(event.round)
     assert into is not None  # what `refusal` has just found
     return UpdateAccepted(
@@ -239,16 +241,16 @@ def _accept(c: Coordinator, event: ev.UpdateChecked) -> UpdateAccepted:
     )  # fmt: skip
 
 
-def _unsound(c: Coordinator, event: ev.UpdateUnsound) -> tuple[tuple[Record, ...], tuple[ev.Note, ...]]:
+def _unsound(c: Coordinator, event: ev.UpdateRejected) -> tuple[tuple[Record, ...], tuple[ev.Note, ...]]:
     if refusal(c, event.session, event.client, event.round, None) is not None:
         return (), ()  # it would not have been taken anyway
     if c.rules.accepted(event.client, event.round) is not None:
         return (), ()
     said = UpdateRefused(round=event.round, client=event.client, reason=event.reason, message=event.message)
-    work = Work("fit", event.round, event.client)
+    work = Assignment("fit", event.round, event.client)
     tries = c.present.tries.get(work, 0) + 1
     if event.reason == "damaged" and tries < c.settings.waiting.attempts:
-        return (said,), (Again(work=work, keep=True),)
+        return (said,), (Retry(work=work, keep=True),)
     why = f"its update was refused: {event.message}"
     out = ClientFailed(round=event.round, client=event.client, message=why, redo=True)
     return (said, out), ()
@@ -259,7 +261,7 @@ def _failed(
 ) -> tuple[tuple[Record, ...], tuple[ev.Note, ...], tuple[Reason, str] | None]:
     if (other := _not_of(node, event.client)) is not None:
         return (), (), other
-    fit, measure = Work("fit", event.round, event.client), Work("evaluate", event.round, event.client)
+    fit, measure = Assignment("fit", event.round, event.client), Assignment("evaluate", event.round, event.client)
     mine = [work for work in (fit, measure) if work in node.tasks]
     work = mine[0] if mine else fit if fit in c.present.where else measure
     if work not in c.present.where or c.present.where[work] not in (node, None):
@@ -268,14 +270,14 @@ def _failed(
     if opened is not None and event.attempt not in (None, opened.discarded):  # it is asked for another one
         return (), (), ("stale", f"what client {event.client} failed in was discarded with its round {event.round}")
     if event.again and c.present.tries.get(work, 0) + 1 < c.settings.waiting.attempts:
-        return (), (Again(work=work),), None
+        return (), (Retry(work=work),), None
     if work.kind == "evaluate":
-        return (), (Skipped(work=work),), None
+        return (), (EvaluationSkipped(work=work),), None
     failed = ClientFailed(round=event.round, client=event.client, message=f"node {node.name} says: {event.error}")
     return (failed,), (), None
 
 
-def _committed(c: Coordinator, event: ev.Committed, now: float) -> Decision:
+def _committed(c: Coordinator, event: ev.RoundStored, now: float) -> Decision:
     open = c.state.open.get(event.round)
     if event.round == c.state.committed and event.base == c.state.base:
         return Decision(event=event, now=now)  # said twice
@@ -297,7 +299,7 @@ def _is_measured(c: Coordinator, round: int) -> bool:
     return bool(every) and (round % every == 0 or round == c.settings.rounds)
 
 
-def _fold_failed(c: Coordinator, event: ev.FoldFailed, now: float) -> Decision:
+def _fold_failed(c: Coordinator, event: ev.AggregationFailed, now: float) -> Decision:
     """Discard a closed round and ask its clients once more, but for those to blame; most have their training behind them."""
     open = c.state.open.get(event.round)
     if open is None or open.closed is None:
@@ -313,14 +315,14 @@ def _fold_failed(c: Coordinator, event: ev.FoldFailed, now: float) -> Decision:
     elif blamed and len(again.clients) < need and not c.settings.buffered:
         end = f"without {', '.join(blamed)} there are fewer than the {need} updates that its quorum needs"
     if end:
-        return ticking.give_up(c, event, open, now, f"round {event.round}: {event.why}; {end}", discarded)
+        return round_rules.give_up(c, event, open, now, f"round {event.round}: {event.why}; {end}", discarded)
     without = f" without {', '.join(blamed)}" if blamed else ""
     text = f"round {event.round} is discarded and asked for again{without}: {event.why}"
     records = discarded if c.settings.buffered else (*discarded, again)  # a buffer fills up again by itself
-    return Decision(event=event, now=now, records=records, commands=(ev.Say(text=text),))
+    return Decision(event=event, now=now, records=records, commands=(ev.LogMessage(text=text),))
 
 
-def _asked_again(c: Coordinator, open: Open, without: Sequence[str] = ()) -> RoundOpened:
+def _asked_again(c: Coordinator, open: RoundState, without: Sequence[str] = ()) -> RoundOpened:
     """The round once more, for its clients but for some, and for others in the place of these as far as there are any."""
     kept = [client for client in open.drawn if client not in without]
     fresh = (

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from arclight.federated.coordination import events
-from arclight.federated.coordination.coordinator import Coordinator
-from arclight.federated.coordination.driving import BrokenError, drive
+from arclight.federated.coordination.coordinator import BrokenError, Coordinator, run_to_quiescence
 from arclight.federated.coordination.journal import Journal, JournalError
 from arclight.federated.coordination.records import Record
 from arclight.federated.errors import FederatedError, LinkError, Reason
@@ -25,19 +24,19 @@ from arclight.federated.errors import FederatedError, LinkError, Reason
 log = logging.getLogger(__name__)
 
 Plan = Any
-Work = events.Fold | events.Measure
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+ServerTask = events.Aggregate | events.EvaluateOnServer
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _HELD_LONGER = 30.0
 """Seconds beyond an ask's own wait after which an answer that has not come is a fault of ours."""
 
 
-LOOK = 0.25
+DISK_RETRY_INTERVAL_S = 0.25
 """Seconds between attempts on a full disk."""
 _LATE = 0.25
 """Seconds by which the clock may wake too late before that counts as a standstill of this process."""
 
 
-ROOM_WAIT = 3600.0
+DISK_FULL_TIMEOUT_S = 3600.0
 """Seconds for which a full disk is waited for before the run ends."""
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ class PausedError(LinkError):
     """The server waits for room on its disk; ask again."""
 
 
-class Driver:
+class Runtime:
     """Drives ``coordinator``; ``do`` carries out its folds and measurements and returns what came of them.
 
     after: called when what came of some work is on disk. noted, told: hear every record that was written and every command;
@@ -57,36 +56,36 @@ class Driver:
         self,
         coordinator: Coordinator,
         journal: Journal,
-        do: Callable[[Work], events.Event],
+        do: Callable[[ServerTask], events.Event],
         *,
-        after: Callable[[Work], None],
+        after: Callable[[ServerTask], None],
         noted: Callable[[Record], None],
         told: Callable[[events.Command], None],
-        room_wait: float = ROOM_WAIT,
+        room_wait: float = DISK_FULL_TIMEOUT_S,
     ) -> None:
         self.coordinator, self._journal, self._do, self._after = coordinator, journal, do, after
         self._noted, self._told = noted, told
         self._lock = threading.Condition()
         self._names = itertools.count()
         self._answers: dict[str, Plan] = {}
-        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[ServerTask | None] = queue.SimpleQueue()
         self._room_wait, self._paused_for, self._paused = room_wait, 0.0, ""
         self._excused = 0.0
         """Until which time of the run a standstill has been made up for."""
         self._threads: list[threading.Thread] = []
         self._closing = False
-        self.ended: events.End | None = None
+        self.ended: events.RunOver | None = None
         self.error: BaseException | None = None
         """What went wrong here, where something did: the run has ended with it."""
 
     # -- what callers do ---------------------------------------------------------------------------------------------
 
     def start(self, first: events.Event) -> None:
-        """Begin with `Begun` or `Resumed`; a run that is over stays so, and says it to nodes."""
+        """Begin with `RunStarted` or `RunResumed`; a run that is over stays so, and says it to nodes."""
         self.happen(first)
         state = self.coordinator.state
         if state.ended is not None and self.ended is None:
-            self.ended = events.End(why=state.ended, failed=state.failed)
+            self.ended = events.RunOver(why=state.ended, failed=state.failed)
         for name, target in (("time", self._keep_time), ("work", self._keep_working)):
             thread = threading.Thread(target=target, name=f"arclight-server-{name}", daemon=True)
             self._threads.append(thread)
@@ -209,7 +208,7 @@ class Driver:
             raise self.error
         self._excuse()
         try:
-            for records, commands in drive(self.coordinator, self._write, event, self.now()):
+            for records, commands in run_to_quiescence(self.coordinator, self._write, event, self.now()):
                 for record in records:
                     self._noted(record)
                 for command in commands:
@@ -240,14 +239,14 @@ class Driver:
                 break
             except JournalError as error:
                 cause = error.__cause__
-                full = isinstance(cause, OSError) and cause.errno in NO_ROOM
+                full = isinstance(cause, OSError) and cause.errno in DISK_FULL
                 if not full or time.monotonic() > until:
                     self._fail(error)
                     raise
                 if not self._paused:
                     log.error("the run pauses, and goes on when there is room: %s", error)
                 self._paused = f"the server waits for room on its disk: {error}"
-                self._lock.wait(LOOK)
+                self._lock.wait(DISK_RETRY_INTERVAL_S)
         if self._paused:
             self._paused_for += time.monotonic() - began
             self._paused = ""
@@ -256,9 +255,9 @@ class Driver:
     def _carry_out(self, command: events.Command) -> None:
         if isinstance(command, events.Answer):
             self._answers[command.to] = command.plan
-        elif isinstance(command, Work):
+        elif isinstance(command, ServerTask):
             self._work.put(command)
-        elif isinstance(command, events.End):
+        elif isinstance(command, events.RunOver):
             self.ended = command
         self._told(command)
 
@@ -291,7 +290,7 @@ class Driver:
         while (work := self._work.get()) is not None:
             self._doing = f"{type(work).__name__} of round {work.round}"
             try:
-                done = when_there_is_room(
+                done = retry_while_disk_full(
                     lambda work=work: self._do(work),  # type: ignore[misc]
                     self._doing,
                     self._pause,
@@ -303,7 +302,7 @@ class Driver:
                 with self._lock:
                     self._fail(error)
                     try:
-                        self._happen(events.Stopped(why=f"{self._doing} failed: {error}"))
+                        self._happen(events.StopRequested(why=f"{self._doing} failed: {error}"))
                     except FederatedError as also:
                         log.error("and nodes could not be told: %s", also)
                 return
@@ -311,10 +310,12 @@ class Driver:
 
     def _pause(self) -> bool:
         with self._lock:
-            return self._lock.wait_for(lambda: self._closing, LOOK)
+            return self._lock.wait_for(lambda: self._closing, DISK_RETRY_INTERVAL_S)
 
 
-def when_there_is_room(do: Callable[[], T], what: str, pause: Callable[[], bool], seconds: float = ROOM_WAIT) -> T:
+def retry_while_disk_full(
+    do: Callable[[], T], what: str, pause: Callable[[], bool], seconds: float = DISK_FULL_TIMEOUT_S
+) -> T:
     """What ``do`` gives, as soon as a full disk lets it. ``pause``: waits a moment; true where it is not to be tried again.
 
     Raises the OSError that says where there was no room for so many ``seconds``.
@@ -324,7 +325,7 @@ def when_there_is_room(do: Callable[[], T], what: str, pause: Callable[[], bool]
         try:
             return do()
         except OSError as error:
-            if error.errno not in NO_ROOM or time.monotonic() > until:
+            if error.errno not in DISK_FULL or time.monotonic() > until:
                 raise
             if not told:
                 log.error("%s waits, and goes on when there is room: %s", what, error)

@@ -1,4 +1,4 @@
-"""Who is here and who does what at this moment: what nodes have said since they joined. Nothing of it outlives the process."""
+"""Nodes, their work, and what changes about them without being kept."""
 
 from __future__ import annotations
 
@@ -7,31 +7,144 @@ import heapq
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from arclight.federated.coordination.events import Joined
-from arclight.federated.coordination.nodes import Departed, Node, Task, Timer, Work
+from arclight.federated.coordination.events import Joined, Note
+from arclight.federated.coordination.run_state import RunState
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.coordination.state import Lasting
 from arclight.federated.protocol import Doing
+
+
+class Assignment(NamedTuple):
+    """Something that one client is to do."""
+
+    kind: Literal["fit", "evaluate"]
+    round: int
+    client: str
+
+
+@dataclass(slots=True)
+class Task:
+    """Work that a node has."""
+
+    work: Assignment
+    seen: float
+    """When it was given, or last named by the node."""
+    steps: int = -1
+    """Done, as the node says; -1: it has not named this yet, so that nobody knows whether it has the order."""
+
+
+@dataclass(slots=True)
+class Node:
+    name: str
+    session: str
+    process: str
+    clients: tuple[str, ...]
+    speed: float | None
+    heard: float
+    progress: float
+    """When it last did something: a step, an update, a question."""
+    lost: float | None = None
+    tasks: dict[Assignment, Task] = field(default_factory=dict)
+    queue: dict[Assignment, None] = field(default_factory=dict)
+    measures: dict[Assignment, None] = field(default_factory=dict)
+    asks: dict[str, None] = field(default_factory=dict)
+    stopping: dict[Assignment, None] = field(default_factory=dict)
+    """Work that is not wanted any more, until the node does not name it."""
+
+    def of(self, client: str) -> list[Task]:
+        """What a client of this node is at, oldest first."""
+        return [task for work, task in self.tasks.items() if work.client == client]
+
+
+class Departed(NamedTuple):
+    """A client's data went with its node."""
+
+    at: float
+    why: str
+    """What the node has said of that."""
+
+
+class Timer(NamedTuple):
+    at: float
+    number: int
+    kind: Literal[
+        "silence", "stall", "lease", "ask", "home", "deadline", "grace", "settle", "join", "measure", "say"
+    ]  # fmt: skip
+    key: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimerFired(Note):
+    """The first timer was heard; ``again``: when it is to ring next."""
+
+    again: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEvicted(Note):
+    """A lost node was waited for long enough."""
+
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSkipped(Note):
+    """Nobody measures this any more."""
+
+    work: Assignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unassigned(Note):
+    """Nobody is here for this; somebody may come until then."""
+
+    work: Assignment
+    until: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry(Note):
+    """Work has failed in a way that may pass: it is given anew, or the node that has it sends its result once more."""
+
+    work: Assignment
+    keep: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlinePassed(Note):
+    """A round's deadline or grace has passed, or nodes have had their time to come back."""
+
+    what: tuple[str, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuplicateJoin(Note):
+    """A second process has offered itself under the name of a node that is here."""
+
+    node: str
+    process: str
+
 
 _HOMES = 100_000  # clients whose last node is remembered
 
 
-class Present:
+class ClusterState:
     """Nodes, their work, and alarms. Changed by `Coordinator.apply` only."""
 
-    def __init__(self, waiting: Waiting, lasting: Lasting, ahead: int = 0) -> None:
+    def __init__(self, waiting: Waiting, lasting: RunState, ahead: int = 0) -> None:
         self._waiting, self._lasting, self._ahead = waiting, lasting, ahead
         self.nodes: dict[str, Node] = {}
         self.sessions: dict[str, Node] = {}
         """Of nodes that are here."""
-        self.where: dict[Work, Node | None] = {}
+        self.where: dict[Assignment, Node | None] = {}
         """All work that is to be done, and whose it is; None: whoever could do it is not here."""
-        self.homeless: dict[Work, float] = {}
+        self.homeless: dict[Assignment, float] = {}
         self.asks: dict[str, Node] = {}
         self.ready: dict[str, Node] = {}
         """Nodes that ask and for which there is work."""
-        self.tries: dict[Work, int] = {}
+        self.tries: dict[Assignment, int] = {}
         self.timers: list[Timer] = []
         self.over: set[tuple[str, int, int]] = set()
         self.deadlines: dict[int, float] = {}
@@ -85,7 +198,7 @@ class Present:
         self.arm(now + self._waiting.silence, "silence", node.session)
         self.arm(now + self._waiting.stall, "stall", node.session)
         for held in event.held:
-            work = Work("fit", held.round, held.client)
+            work = Assignment("fit", held.round, held.client)
             owners = self._owners.get(held.client, {node.name: None})
             if (node.clients and held.client not in node.clients) or node.name not in owners:
                 continue  # another node's client: whoever has its data goes on with it
@@ -142,9 +255,9 @@ class Present:
 
     def named(self, node: Node, doing: Iterable[Doing], now: float) -> None:
         """What a node says that it does."""
-        moved, names = False, dict[Work, None]()
+        moved, names = False, dict[Assignment, None]()
         for one in doing:
-            work = Work(one.kind, one.round, one.client)
+            work = Assignment(one.kind, one.round, one.client)
             names[work] = None
             if not self.is_current(one):
                 continue
@@ -160,7 +273,7 @@ class Present:
         self.heard(node, now, progress=moved)
         self._touch(node)
 
-    def is_away(self, work: Work) -> bool:
+    def is_away(self, work: Assignment) -> bool:
         """Return True if the client's node was waited for in vain, or has left."""
         return work.client not in self._owners and (work.client in self.departed or work.client in self.unclaimed)
 
@@ -198,13 +311,13 @@ class Present:
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
-    def add(self, works: Iterable[Work], now: float) -> None:
+    def add(self, works: Iterable[Assignment], now: float) -> None:
         """More is to be done."""
         fresh = [work for work in works if work not in self.where]
         self.where.update(dict.fromkeys(fresh))
         self.place(fresh, now)
 
-    def place(self, works: Iterable[Work], now: float) -> None:
+    def place(self, works: Iterable[Assignment], now: float) -> None:
         """Give work to the nodes of its clients, or deal it out to those that take any."""
         free = []
         for work in works:
@@ -241,7 +354,7 @@ class Present:
         if not node.clients:
             self.deal(now)
 
-    def _deal(self, works: list[Work], now: float) -> None:
+    def _deal(self, works: list[Assignment], now: float) -> None:
         """Consistent hashing with bounded loads (Mirrokni et al. 2016): each client to its last node if that is here and has
         room, or to the next one on a ring of hashes; none gets more than its share by speed, rounded up.
         """
@@ -277,7 +390,7 @@ class Present:
             loads[node.name] += 1
             self._give(work, node)
 
-    def begin(self, to: str, work: Work, now: float) -> None:
+    def begin(self, to: str, work: Assignment, now: float) -> None:
         """A node's question was answered with work."""
         node = self.asks[to]
         self.answered(to)
@@ -291,7 +404,7 @@ class Present:
                 del self._homes[next(iter(self._homes))]
         self._touch(node)
 
-    def finish(self, work: Work, by: Node | None = None) -> None:
+    def finish(self, work: Assignment, by: Node | None = None) -> None:
         """Work is done, failed or not wanted any more; a node other than ``by`` that is at it is to stop."""
         node = self._take(work)
         self.where.pop(work, None)
@@ -307,7 +420,7 @@ class Present:
             if (node := self.where.get(other)) is not None:
                 self._touch(node)
 
-    def again(self, work: Work, now: float, *, keep: bool) -> None:
+    def again(self, work: Assignment, now: float, *, keep: bool) -> None:
         """Work failed, and is given anew; what the node had of the client's later rounds comes after it."""
         self.tries[work] = self.tries.get(work, 0) + 1
         if not keep:
@@ -347,17 +460,17 @@ class Present:
             node.asks.pop(to, None)
             self._touch(node)
 
-    def _give(self, work: Work, node: Node) -> None:
+    def _give(self, work: Assignment, node: Node) -> None:
         self.where[work] = node
         (node.queue if work.kind == "fit" else node.measures)[work] = None
         self._touch(node)
 
-    def strand(self, work: Work, until: float) -> None:
+    def strand(self, work: Assignment, until: float) -> None:
         self.where[work] = None
         self.homeless[work] = until
         self.arm(until, "home", work)
 
-    def _take(self, work: Work) -> Node | None:
+    def _take(self, work: Assignment) -> Node | None:
         """Take work from wherever it lies; the node that was at it."""
         self.homeless.pop(work, None)
         node = self.where.get(work)
@@ -372,7 +485,7 @@ class Present:
 
     # -- what is next --------------------------------------------------------------------------------------------------
 
-    def next(self, node: Node, having: Collection[Work] = ()) -> Work | None:
+    def next(self, node: Node, having: Collection[Assignment] = ()) -> Assignment | None:
         """What a free worker of a node would get; ``having``: what it has just said that it has."""
         for waiting in (node.measures, node.queue):
             for work in waiting:
@@ -381,7 +494,7 @@ class Present:
                     return work
         return None
 
-    def in_turn(self, work: Work, node: Node, having: Collection[Work] = ()) -> bool:
+    def in_turn(self, work: Assignment, node: Node, having: Collection[Assignment] = ()) -> bool:
         """Whether a node may be given work now: it is known to have, or somebody has done, the client's earlier rounds."""
         if any(one.client == work.client for one in node.stopping):
             return False
@@ -393,11 +506,11 @@ class Present:
             if other.round < work.round
         )
 
-    def _rounds_of(self, client: str) -> list[Work]:
+    def _rounds_of(self, client: str) -> list[Assignment]:
         """Rounds that a client is asked for at the same time."""
-        return [Work("fit", round, client) for round, them in self._lasting.outstanding.items() if client in them]
+        return [Assignment("fit", round, client) for round, them in self._lasting.outstanding.items() if client in them]
 
-    def _beside(self, work: Work) -> Node | None:
+    def _beside(self, work: Assignment) -> Node | None:
         """The node that has another round of the client, whose state is there."""
         found = (self.where.get(other) for other in self._rounds_of(work.client) if other != work)
         return next((n for n in found if n is not None and n.lost is None and self.nodes.get(n.name) is n), None)

@@ -8,8 +8,17 @@ from statistics import median_low
 from typing import TYPE_CHECKING
 
 from arclight.federated.coordination import events as ev
+from arclight.federated.coordination.cluster import (
+    Assignment,
+    DeadlinePassed,
+    EvaluationSkipped,
+    Node,
+    NodeEvicted,
+    Timer,
+    TimerFired,
+    Unassigned,
+)
 from arclight.federated.coordination.events import Answer, Command, Decision, EvaluatePlan, Event, FitPlan, Note
-from arclight.federated.coordination.nodes import Dropped, Node, Over, Rang, Skipped, Stranded, Timer, Work
 from arclight.federated.coordination.records import (
     ClientFailed,
     Record,
@@ -20,7 +29,7 @@ from arclight.federated.coordination.records import (
     RoundSkipped,
     RunEnded,
 )
-from arclight.federated.coordination.state import Open
+from arclight.federated.coordination.run_state import RoundState
 from arclight.federated.protocol import Close, Receipt, Wait
 
 if TYPE_CHECKING:
@@ -51,7 +60,7 @@ def urgent(c: Coordinator) -> bool:
     return bool(_rounds(c, ev.Tick(), 0.0)) or bool(c.present.ready)
 
 
-def plan(c: Coordinator, work: Work, now: float) -> FitPlan | EvaluatePlan:
+def plan(c: Coordinator, work: Assignment, now: float) -> FitPlan | EvaluatePlan:
     if work.kind == "evaluate":
         return EvaluatePlan(
             client=work.client, round=work.round, base=c.state.measuring[work.round].base, deadline=c.settings.waiting.deadline
@@ -67,7 +76,7 @@ def plan(c: Coordinator, work: Work, now: float) -> FitPlan | EvaluatePlan:
 def end(c: Coordinator, event: Event, now: float, why: str, *, failed: bool) -> Decision:
     closing = tuple(Answer(to=to, plan=Close(why=why, failed=failed)) for to in c.present.asks)
     return Decision(
-        event=event, now=now, records=(RunEnded(why=why, failed=failed),), commands=(*closing, ev.End(why=why, failed=failed))
+        event=event, now=now, records=(RunEnded(why=why, failed=failed),), commands=(*closing, ev.RunOver(why=why, failed=failed))
     )  # fmt: skip
 
 
@@ -83,14 +92,14 @@ def _rounds(c: Coordinator, event: Event, now: float) -> Decision:
     if due is not None and due.closed is not None and c.present.folding != due.round:
         updates = tuple(due.accepted[client] for client in due.closed)
         clock = due.clock + due.steps if updates else due.clock
-        fold = ev.Fold(round=due.round, fragment=due.fragment, clock=clock, updates=updates)
+        fold = ev.Aggregate(round=due.round, fragment=due.fragment, clock=clock, updates=updates)
         return Decision(event=event, now=now, commands=(fold,))
     for round, measuring in state.measuring.items():
         if c.settings.evaluate_on == "server":
             if round not in c.present.measured:
-                return Decision(event=event, now=now, commands=(ev.Measure(round=round, base=measuring.base),))
+                return Decision(event=event, now=now, commands=(ev.EvaluateOnServer(round=round, base=measuring.base),))
         elif state.committed > round + c.settings.overlap or not any(
-            Work("evaluate", round, x) in c.present.where for x in measuring.waiting
+            Assignment("evaluate", round, x) in c.present.where for x in measuring.waiting
         ):
             return _measured(event, round, c, now)
     following = state.opened + 1
@@ -108,14 +117,14 @@ def _measured(event: Event, round: int, c: Coordinator, now: float) -> Decision:
     return Decision(event=event, now=now, records=(record,))
 
 
-def _possible(c: Coordinator, open: Open) -> int:
+def _possible(c: Coordinator, open: RoundState) -> int:
     """Updates that may still come into a round."""
     if c.settings.buffered:
         return sum(len(clients) for clients in c.state.outstanding.values())
     return len(c.state.outstanding.get(open.round, ()))
 
 
-def _settle(c: Coordinator, event: Event, open: Open, now: float) -> Decision:
+def _settle(c: Coordinator, event: Event, open: RoundState, now: float) -> Decision:
     """Close a round, or find that it cannot be closed."""
     need, got, possible = c.rules.need(open), len(open.accepted), _possible(c, open)
     grace = ("grace", open.round, open.attempt) in c.present.over
@@ -131,24 +140,24 @@ def _settle(c: Coordinator, event: Event, open: Open, now: float) -> Decision:
     return Decision(event=event, now=now)
 
 
-def _is_awaited(c: Coordinator, open: Open) -> bool:
+def _is_awaited(c: Coordinator, open: RoundState) -> bool:
     """Return True while a client whose node has not gone away is at work for a round that has its quorum."""
     return any(c.present.where.get(work) is not None or not c.present.is_away(work) for work in _asked_of(c, open))
 
 
-def _away(c: Coordinator, open: Open) -> tuple[Record, ...]:
+def _away(c: Coordinator, open: RoundState) -> tuple[Record, ...]:
     """Say of clients that are not waited for why they are not in the round."""
     gone = [work.client for work in _asked_of(c, open) if c.present.where.get(work) is None and c.present.is_away(work)]
     return tuple(ClientFailed(round=open.round, client=x, message=_gone(c, x), lost=True) for x in gone)
 
 
-def _asked_of(c: Coordinator, open: Open) -> Iterator[Work]:
+def _asked_of(c: Coordinator, open: RoundState) -> Iterator[Assignment]:
     """Everything that may still come into a round."""
     rounds = c.state.outstanding if c.settings.buffered else (open.round,)
-    return (Work("fit", round, client) for round in rounds for client in c.state.outstanding.get(round, ()))
+    return (Assignment("fit", round, client) for round in rounds for client in c.state.outstanding.get(round, ()))
 
 
-def _outweighing(c: Coordinator, open: Open) -> tuple[Record, ...]:
+def _outweighing(c: Coordinator, open: RoundState) -> tuple[Record, ...]:
     """Put out clients that claim far more samples (or tokens) per step than their round's median: the first updates of a run
     have no earlier ones to be compared with when they come.
     """
@@ -170,7 +179,7 @@ def _outweighing(c: Coordinator, open: Open) -> tuple[Record, ...]:
     )
 
 
-def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) -> Decision:
+def _again(c: Coordinator, event: Event, open: RoundState, now: float, *, late: bool) -> Decision:
     """Ask others, or those that have come back; or end the run."""
     need, waiting, alone = c.rules.need(open), c.settings.waiting, c.present.alone_since
     if not c.present.sessions and alone is not None and alone + waiting.join > now:
@@ -201,41 +210,41 @@ def _again(c: Coordinator, event: Event, open: Open, now: float, *, late: bool) 
         fragment=open.fragment, least=open.least,
     )  # fmt: skip
     records = (*_another_sum(open, why), record) if fresh and c.settings.secure is not None else (record,)
-    return Decision(event=event, now=now, records=records, commands=(ev.Say(text=f"{why}; it asks again"),))
+    return Decision(event=event, now=now, records=records, commands=(ev.LogMessage(text=f"{why}; it asks again"),))
 
 
-def _another_sum(open: Open, why: str) -> tuple[Record, ...]:
+def _another_sum(open: RoundState, why: str) -> tuple[Record, ...]:
     """Discard what was masked: whoever is asked now cannot be in a secure sum whose clients have agreed on their masks."""
     out = (failed for failed in open.failed.values() if not failed.lost)
     return RoundDiscarded(round=open.round, why=why), *out
 
 
 def give_up(
-    c: Coordinator, event: Event, open: Open, now: float, why: str, records: tuple[Record, ...] = ()
+    c: Coordinator, event: Event, open: RoundState, now: float, why: str, records: tuple[Record, ...] = ()
 ) -> Decision:
     """End the run, or go on with the next round, as the settings say; ``records`` come first.
 
     A round that was to be skipped and whose former weights could not be written ends the run in any case.
     """
     if c.settings.waiting.on_failed_round == "skip" and open.closed != ():
-        said = ev.Say(text=f"round {open.round} is skipped, its weights stay those of the round before: {why}")
+        said = ev.LogMessage(text=f"round {open.round} is skipped, its weights stay those of the round before: {why}")
         skipped = RoundSkipped(round=open.round, why=why)
         return Decision(event=event, now=now, records=(*records, skipped), commands=(said,))
     ended = end(c, event, now, why, failed=True)
     return replace(ended, records=(*records, *ended.records))
 
 
-def _at_work(c: Coordinator, open: Open) -> list[str]:
+def _at_work(c: Coordinator, open: RoundState) -> list[str]:
     return list(c.state.outstanding.get(open.round, ()))
 
 
-def _blame(c: Coordinator, open: Open, *, late: bool) -> str:
+def _blame(c: Coordinator, open: RoundState, *, late: bool) -> str:
     """Who has failed, and why; where nobody has, or time is up, who is still at work."""
     alike: dict[str, list[str]] = {}
     for client, what in open.failed.items():
         alike.setdefault(what.message, []).append(client)
     failed = [f"{', '.join(clients[:5])}{_more(clients)} ({message})" for message, clients in alike.items()]
-    waited = [f"{client} ({_whereabouts(c, Work('fit', open.round, client))})" for client in _at_work(c, open)]
+    waited = [f"{client} ({_whereabouts(c, Assignment('fit', open.round, client))})" for client in _at_work(c, open)]
     waited = waited if late or not failed else []
     parts = []
     for title, names in (("failed", failed), ("not heard from", waited)):
@@ -272,11 +281,11 @@ def _open(c: Coordinator, event: Event, round: int, now: float) -> Decision:
         fragment=round % fragments if settings.streaming else None,
         least=c.rules.quorum(wanted) if settings.noise is not None and settings.noise.by == "clients" else 0,
     )  # fmt: skip
-    started = () if c.present.started else (Over(what=("start", round, 0)),)
+    started = () if c.present.started else (DeadlinePassed(what=("start", round, 0)),)
     return Decision(event=event, now=now, records=(record,), notes=started)
 
 
-def _begun(work: Work, node: Node | None) -> bool:
+def _begun(work: Assignment, node: Node | None) -> bool:
     return node is not None and work in node.tasks
 
 
@@ -298,7 +307,7 @@ def _serve(c: Coordinator, event: Event, now: float) -> Decision:
 def _ring(c: Coordinator, event: Event, timer: Timer, now: float) -> Decision:
     records: tuple[Record, ...] = ()
     commands: tuple[Command, ...] = ()
-    notes: tuple[Note, ...] = (Rang(),)
+    notes: tuple[Note, ...] = (TimerFired(),)
     match timer.kind:
         case "silence" | "stall":
             commands, notes = _watch(c, timer, now)
@@ -310,9 +319,9 @@ def _ring(c: Coordinator, event: Event, timer: Timer, now: float) -> Decision:
         case "home":
             records, notes = _homeless(c, timer, now)
         case "deadline" | "grace":
-            notes = (Rang(), *_over(c, timer))
+            notes = (TimerFired(), *_over(c, timer))
         case "settle":
-            notes = (Rang(), Over(what=("settle", 0, 0)))
+            notes = (TimerFired(), DeadlinePassed(what=("settle", 0, 0)))
         case "join" if not c.present.started and c.state.committed < c.settings.rounds:
             came = len(c.present.sessions)
             why = f"{came} of {c.settings.waiting.nodes} nodes came within {c.settings.waiting.join} s before the first round"
@@ -320,7 +329,7 @@ def _ring(c: Coordinator, event: Event, timer: Timer, now: float) -> Decision:
         case "measure" if timer.key in c.state.measuring:
             records = _measured(event, int(str(timer.key)), c, now).records
         case "say":
-            commands, notes = (ev.Say(text=about(c, now)),), (Rang(again=now + SAY_EVERY),)
+            commands, notes = (ev.LogMessage(text=about(c, now)),), (TimerFired(again=now + SAY_EVERY),)
     return Decision(event=event, now=now, records=records, commands=commands, notes=notes)
 
 
@@ -328,13 +337,13 @@ def _over(c: Coordinator, timer: Timer) -> tuple[Note, ...]:
     assert isinstance(timer.key, tuple)
     round, attempt = timer.key
     open = c.state.open.get(round)
-    return (Over(what=(timer.kind, round, attempt)),) if open is not None and open.attempt == attempt else ()
+    return (DeadlinePassed(what=(timer.kind, round, attempt)),) if open is not None and open.attempt == attempt else ()
 
 
 def _watch(c: Coordinator, timer: Timer, now: float) -> tuple[tuple[Command, ...], tuple[Note, ...]]:
     node, waiting = c.present.sessions.get(str(timer.key)), c.settings.waiting
     if node is None:
-        return (), (Rang(),)
+        return (), (TimerFired(),)
     if timer.kind == "silence":
         until, why = node.heard + waiting.silence, f"nothing was heard of it for {now - node.heard:.1f} s"
     else:
@@ -342,42 +351,42 @@ def _watch(c: Coordinator, timer: Timer, now: float) -> tuple[tuple[Command, ...
         until = (node.progress if busy else now) + waiting.stall
         why = f"it lives, but has done nothing for {now - node.progress:.0f} s"
     if until > now:
-        return (), (Rang(again=until),)
+        return (), (TimerFired(again=until),)
     gone = Receipt(accepted=False, reason="session", message=f"{why}: join again", committed=c.state.committed)
     asks = tuple(Answer(to=to, plan=gone) for to in node.asks)
-    return (*asks, ev.Lost(node=node.name, session=node.session, why=why)), (Rang(),)
+    return (*asks, ev.NodeLost(node=node.name, session=node.session, why=why)), (TimerFired(),)
 
 
 def _lease(c: Coordinator, session: str) -> tuple[tuple[Command, ...], tuple[Note, ...]]:
     node = next((n for n in c.present.nodes.values() if n.session == session and n.lost is not None), None)
     if node is None:
-        return (), (Rang(),)
+        return (), (TimerFired(),)
     moved = tuple(
-        ev.Moved(client=task.work.client, round=task.work.round, node=node.name)
+        ev.ClientMoved(client=task.work.client, round=task.work.round, node=node.name)
         for task in node.tasks.values()
         if task.work.kind == "fit" and not node.clients
     )
-    return moved, (Rang(), Dropped(node=node.name))
+    return moved, (TimerFired(), NodeEvicted(node=node.name))
 
 
 def _homeless(c: Coordinator, timer: Timer, now: float) -> tuple[tuple[Record, ...], tuple[Note, ...]]:
     work, waiting = timer.key, c.settings.waiting
-    assert isinstance(work, Work)
+    assert isinstance(work, Assignment)
     until = c.present.homeless.get(work)
     if until is None or until > timer.at:
-        return (), (Rang(),)
+        return (), (TimerFired(),)
     if c.present.alone_since is not None and c.present.alone_since + waiting.join > now:
-        return (), (Rang(), Stranded(work=work, until=c.present.alone_since + waiting.join))
+        return (), (TimerFired(), Unassigned(work=work, until=c.present.alone_since + waiting.join))
     if work.kind == "evaluate":
-        return (), (Rang(), Skipped(work=work))
+        return (), (TimerFired(), EvaluationSkipped(work=work))
     since = c.present.departed.get(work.client)
     if since is not None and since.at + waiting.join > now and _is_irreplaceable(c, work):
-        return (), (Rang(), Stranded(work=work, until=since.at + waiting.join))
+        return (), (TimerFired(), Unassigned(work=work, until=since.at + waiting.join))
     failed = ClientFailed(round=work.round, client=work.client, message=_gone(c, work.client), lost=True)
-    return (failed,), (Rang(),)
+    return (failed,), (TimerFired(),)
 
 
-def _is_irreplaceable(c: Coordinator, work: Work) -> bool:
+def _is_irreplaceable(c: Coordinator, work: Assignment) -> bool:
     """Return True if a round asks all clients, so that no other can be asked in the place of one that is away.
 
     Where the others are a quorum, the round closes without waiting for it.
@@ -420,12 +429,12 @@ def about(c: Coordinator, now: float) -> str:
     return "; ".join(parts) or "nothing is waited for"
 
 
-def _work(c: Coordinator, client: str, open: Open) -> Work:
+def _work(c: Coordinator, client: str, open: RoundState) -> Assignment:
     begun = next((round for round, clients in c.state.outstanding.items() if client in clients), open.round)
-    return Work("fit", begun if c.settings.buffered else open.round, client)
+    return Assignment("fit", begun if c.settings.buffered else open.round, client)
 
 
-def _whereabouts(c: Coordinator, work: Work) -> str:
+def _whereabouts(c: Coordinator, work: Assignment) -> str:
     node = c.present.where.get(work)
     if node is None:
         return "no node that could do it is here"

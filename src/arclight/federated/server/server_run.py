@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,26 +23,33 @@ from arclight.checkpoint.tensorfile import DTYPES
 from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
-from arclight.federated.aggregation.step import plain
+from arclight.federated.aggregation.strategy_step import plain
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.mirrored import MirroredStore
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
-from arclight.federated.errors import FederatedError, RefusedError
+from arclight.federated.coordination.run_state import StateSaved
+from arclight.federated.errors import BlobError, FederatedError, RefusedError
 from arclight.federated.masks.travel import Travel
 from arclight.federated.privacy import noise, robust
 from arclight.federated.privacy.masks import Unmasking
+from arclight.federated.rounds.history import History, contributed
 from arclight.federated.rounds.store import Rounds
-from arclight.federated.rounds.writing import MODULE_ENTRIES
-from arclight.federated.server.driver import LOOK, NO_ROOM, Driver, T, Work, when_there_is_room
-from arclight.federated.server.history import History, contributed
-from arclight.federated.server.recalling import has_blobs, recall, remove_damaged
-from arclight.federated.server.secure import Exchange, SecureFold, most
+from arclight.federated.rounds.writer import MODULE_ENTRIES
+from arclight.federated.server.published_weights import ORPHAN, PublishedWeights, manifest_of
+from arclight.federated.server.runtime import (
+    DISK_FULL,
+    DISK_RETRY_INTERVAL_S,
+    Runtime,
+    ServerTask,
+    T,
+    retry_while_disk_full,
+)
+from arclight.federated.server.secure_sums import SecureFold, SecureSumRelay, most
+from arclight.federated.server.server_step import AcceptedUpdate, ServerStep, begin, carry_on
 from arclight.federated.server.service import Service
-from arclight.federated.server.shelf import ORPHAN, Shelf, manifest_of
-from arclight.federated.server.stepping import Given, Stepper, begin, carry_on
 from arclight.federated.settings import Federation
 
 log = logging.getLogger(__name__)
@@ -54,7 +61,7 @@ Evaluation = Callable[[int, Mapping[str, torch.Tensor]], Measurement]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class InitialState:
     """What a run begins with."""
 
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -67,7 +74,7 @@ class Start:
     """What every round says of the module; see `CARRIED_ENTRIES` in `rounds.writing`."""
 
 
-class Run:
+class ServerRun:
     """Open a run for serving; use as a context. Raises FederatedError where the folder holds what this run cannot go on with."""
 
     def __init__(
@@ -78,7 +85,7 @@ class Run:
         *,
         name: str,
         seed: int,
-        start: Callable[[], Start],
+        start: Callable[[], InitialState],
         evaluate: Evaluation | None = None,
         recipe: dict[str, Any] | None = None,
         told: Callable[[events.Command | r.Record], None] = lambda what: None,
@@ -93,11 +100,11 @@ class Run:
             if at
             else FolderStore(folder / "blobs", durable="all" if federation.secure else "made")
         )
-        self.shelf = Shelf(folder, self.rounds, self.blobs, federation)
+        self.shelf = PublishedWeights(folder, self.rounds, self.blobs, federation)
         self.service = Service(federation, name, self.blobs, self.shelf, History(folder), recipe, seed=seed)
         self.coordinator = Coordinator(federation, clients, seed, name)
         self._check_count(len(self.coordinator.roster))
-        self._stepper = Stepper(
+        self._stepper = ServerStep(
             rounds=self.rounds,
             store=self.blobs,
             strategy=federation.strategy,
@@ -140,7 +147,7 @@ class Run:
         assert self.service.exchange is not None
         return self.service.exchange.open(self._round, here)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ServerRun:
         if self._budget is not None and not self.rounds.numbers():  # refused before anything is written
             self._budget.check(self.federation.rounds)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -148,13 +155,15 @@ class Run:
         try:
             self.service.run = self._patiently(self._identity)
             if (asked := self.federation.secure) is not None:
-                self.service.exchange = Exchange(asked, self.service.run, self.folder / "secure.json", self._expected)
-            self.driver = self.service.driver = Driver(
+                self.service.exchange = SecureSumRelay(
+                    asked, self.service.run, self.folder / "secure.json", self._expected
+                )
+            self.driver = self.service.driver = Runtime(
                 self.coordinator, self._journal, self._do, told=self._hear, noted=self._note, after=self._tidy
             )
             first = self._first()
             if self._budget is not None:
-                done = first.round if isinstance(first, events.Begun) else self.coordinator.state.committed
+                done = first.round if isinstance(first, events.RunStarted) else self.coordinator.state.committed
                 self._budget.check(self.federation.rounds - done, self._spent)
             self._shorten()
             self.driver.start(first)
@@ -175,10 +184,10 @@ class Run:
         """As later steps do, those before the first round wait for room on the disk."""
 
         def pause() -> bool:
-            time.sleep(LOOK)
+            time.sleep(DISK_RETRY_INTERVAL_S)
             return False
 
-        return when_there_is_room(do, f"the beginning of run {self.name}", pause)
+        return retry_while_disk_full(do, f"the beginning of run {self.name}", pause)
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -228,7 +237,7 @@ class Run:
     def _first(self) -> events.Event:
         """Bring back what the journal says, or write the weights to begin with."""
         state = self.coordinator.state
-        if not recall(self._journal, self.coordinator, self.service.history, partial(has_blobs, self.blobs)):
+        if not recover(self._journal, self.coordinator, self.service.history, partial(has_blobs, self.blobs)):
             return self._patiently(self._begin)
         committed = state.committed
         for number, base in state.bases.items():
@@ -247,7 +256,7 @@ class Run:
         self._take_up(trees, committed)
         log.info("run %s goes on after round %d", self.name, committed)
         self._resumed = True
-        return events.Resumed()
+        return events.RunResumed()
 
     def _begin(self) -> events.Event:
         number = self.rounds.newest(verify=True)
@@ -265,7 +274,7 @@ class Run:
         self._take_up(trees, number)
         base = self.service.fits(self.shelf.put(number)).manifest.digest
         clock = int(trees["round"]["clock"])
-        return events.Begun(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
+        return events.RunStarted(base=base, checkpoint=str(self.rounds.path(number)), round=number, clock=clock)
 
     def _take_up(self, trees: Mapping[str, Any], number: int) -> None:
         self.service.history.begin_with(trees["history"])
@@ -284,17 +293,17 @@ class Run:
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
-    def _do(self, work: Work) -> events.Event:
-        return self._step(work) if isinstance(work, events.Fold) else self._measure(work)
+    def _do(self, work: ServerTask) -> events.Event:
+        return self._step(work) if isinstance(work, events.Aggregate) else self._measure(work)
 
-    def _step(self, fold: events.Fold) -> events.Event:
+    def _step(self, fold: events.Aggregate) -> events.Event:
         """Fold a closed round. Whatever keeps it from being folded is said, so that the round is discarded and tried again; a
         full disk alone is waited for.
         """
         try:
             return self._folded(fold)
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in NO_ROOM:
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise
             if not isinstance(error, FederatedError | CheckpointError | OSError):
                 log.exception("round %d could not be folded", fold.round)
@@ -307,16 +316,16 @@ class Run:
                 if isinstance(error, FederatedError | CheckpointError)
                 else f"{type(error).__name__}: {error}"
             )
-            return events.FoldFailed(round=fold.round, why=why, clients=clients)
+            return events.AggregationFailed(round=fold.round, why=why, clients=clients)
 
-    def _folded(self, fold: events.Fold) -> events.Event:
+    def _folded(self, fold: events.Aggregate) -> events.Event:
         began, history = time.monotonic(), self.service.history
         before, self._round = self.coordinator.state.committed, fold.round
         given = []
         for update in fold.updates:
             checked = self.service.checked.get(update.digest)
             given.append(
-                Given(
+                AcceptedUpdate(
                     client=update.client,
                     manifest=manifest_of(self.blobs, update.digest),
                     weight=float(
@@ -331,7 +340,7 @@ class Run:
 
         spent = self._spent_with(fold, given)
         if self._budget is not None and (why := self._budget.exceeded(spent)) is not None:
-            return events.Stopped(why=f"round {fold.round} is not made: {why}")
+            return events.StopRequested(why=f"round {fold.round} is not made: {why}")
 
         def trees(statistics: Statistics, counts: dict[str, int]) -> dict[str, Any]:
             here = history.at(fold.round)
@@ -352,7 +361,7 @@ class Run:
         history.took(fold.round, "fold", time.monotonic() - began)
         base = self.shelf.put(fold.round, all_changed=stepped.all_changed).manifest.digest
         self._progress, self._spent = progress, spent  # last: what fails before is folded again, and counts once
-        return events.Committed(
+        return events.RoundStored(
             round=fold.round,
             base=base,
             checkpoint=str(stepped.written.path),
@@ -360,7 +369,7 @@ class Run:
             drift=stepped.statistics.cosines,
         )
 
-    def _spent_with(self, fold: events.Fold, given: Sequence[Given]) -> noise.Ledger:
+    def _spent_with(self, fold: events.Aggregate, given: Sequence[AcceptedUpdate]) -> noise.Ledger:
         """Return what the noise of all rounds has spent once this one is published, by what its updates really are."""
         if self._budget is None or not given:  # a round that is skipped publishes nothing
             return self._spent
@@ -376,13 +385,13 @@ class Run:
         one = self._budget.release(multiplier, len(clients), all_drawn=drawn)
         return self._spent.after(one)
 
-    def _measure(self, work: events.Measure) -> events.Event:
+    def _measure(self, work: events.EvaluateOnServer) -> events.Event:
         if self._evaluate is None:
-            return events.Measured(round=work.round)
+            return events.ServerEvaluated(round=work.round)
         began = time.monotonic()
         samples, metrics = self._evaluate(work.round, self.rounds.tensors(work.round, "model"))
         self.service.history.took(work.round, "evaluate", time.monotonic() - began)
-        return events.Measured(round=work.round, samples=samples, metrics=metrics)
+        return events.ServerEvaluated(round=work.round, samples=samples, metrics=metrics)
 
     def _trees(
         self,
@@ -405,19 +414,19 @@ class Run:
 
     # -- after a commit ------------------------------------------------------------------------------------------------
 
-    def _tidy(self, work: Work) -> None:
+    def _tidy(self, work: ServerTask) -> None:
         """Forget what a committed round does not need, and tell people; a full disk is no reason to stop."""
         try:
-            if isinstance(work, events.Fold):
+            if isinstance(work, events.Aggregate):
                 self._prune(work)
             self._write_history()
             self._shorten()
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL:
                 raise
             log.warning("history.jsonl and metrics.csv are not up to date, or the journal stays long: %s", error)
 
-    def _prune(self, fold: events.Fold) -> None:
+    def _prune(self, fold: events.Aggregate) -> None:
         done = [update.digest for update in fold.updates]
         for digest in done:
             self.service.checked.pop(digest, None)
@@ -452,12 +461,85 @@ class Run:
 
     def _hear(self, command: events.Command) -> None:
         match command:
-            case events.Say():
+            case events.LogMessage():
                 log.info("%s", command.text)
-            case events.Lost() | events.Moved() | events.Unmeasured():
+            case events.NodeLost() | events.ClientMoved() | events.ClientNotEvaluated():
                 log.warning("%s", command)
-            case events.End():
+            case events.RunOver():
                 log.log(logging.ERROR if command.failed else logging.INFO, "run %s is over: %s", self.name, command.why)
             case _:
                 return
         self._told(command)
+
+
+def recover(
+    journal: Journal, coordinator: Coordinator, history: History, is_here: Callable[[r.UpdateAccepted], bool]
+) -> bool:
+    """Bring back the lasting state and what is told of its rounds; False where nothing has been committed yet.
+
+    ``is_here``: whether an accepted update is. It does not wait for the disk: a power failure loses it, and it is asked for again.
+    """
+    said = list(journal.records())
+    coordinator.replay(said)
+    state = coordinator.state
+    if state.committed < 0:
+        return False
+    lost = _lost(coordinator, is_here)
+    journal.append(lost)
+    coordinator.replay(lost)
+    history.take_up(state.oldest, state.opened, [number for record in said for number in _told(record)])
+    for record in (*said, *lost):
+        history.note(record)
+    return True
+
+
+def has_blobs(blobs: FolderStore, update: r.UpdateAccepted) -> bool:
+    """Return whether an update's manifest and blobs are here; what is of another size is removed, so that it can come again.
+
+    What has its size and was damaged by a power failure was removed when the folder was opened.
+    """
+    try:
+        needed = manifest_of(blobs, update.digest).blobs
+    except (FederatedError, OSError):
+        blobs.remove(update.digest)
+        return False
+    wrong = [blob for blob, size in needed.items() if blobs.size(blob) != size]
+    for blob in wrong:
+        blobs.remove(blob)
+    return not wrong
+
+
+def remove_damaged(blobs: FolderStore, updates: Iterable[r.UpdateAccepted]) -> None:
+    """Read updates that could not be folded once more, and remove what the disk does not give back as it was put there."""
+    for update in updates:
+        for digest in (update.digest, *_needed(blobs, update)):
+            try:
+                if blobs.size(digest) is not None:
+                    blobs.check(digest)
+            except (BlobError, OSError) as error:
+                log.error("update of %s for round %d: %s", update.client, update.round, error)
+
+
+def _needed(blobs: FolderStore, update: r.UpdateAccepted) -> Collection[str]:
+    """Digests of an update's blobs; none where its manifest is not here as a whole."""
+    try:
+        return manifest_of(blobs, update.digest).blobs
+    except (FederatedError, OSError):
+        return ()
+
+
+def _lost(coordinator: Coordinator, is_here: Callable[[r.UpdateAccepted], bool]) -> list[r.Record]:
+    found: list[r.Record] = []
+    for open in coordinator.state.open.values():
+        gone = tuple(client for client, update in open.accepted.items() if not is_here(update))
+        if gone:
+            log.warning("updates of round %d are gone, and asked for again: %s", open.round, ", ".join(gone))
+            found += coordinator.lost(open.round, gone)
+    return found
+
+
+def _told(record: r.Record) -> list[int]:
+    """Rounds of which a record tells all that is known of them at that time."""
+    if isinstance(record, StateSaved):
+        return [told["round"] for told in record.told]
+    return [record.round] if isinstance(record, r.RoundCommitted) else []

@@ -10,18 +10,17 @@ from statistics import median, median_low
 import torch
 
 from arclight.checkpoint.tensorfile import DTYPES
-from arclight.federated.aggregation.scale import measure
+from arclight.federated.aggregation.fixed_point import measure
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.opening import open_manifest
+from arclight.federated.codecs.encoding import LazyTensors
 from arclight.federated.errors import FederatedError, ProtocolError, RefusedError
 from arclight.federated.masks.experts import Parts
 from arclight.federated.masks.serving import sendable
 from arclight.federated.masks.travel import Travel
 from arclight.federated.protocol import Ask, Entry, Join, Manifest, Message, Update
 from arclight.federated.protocol.manifest import VERSION
-from arclight.federated.server.decoded import Decoded
-from arclight.federated.server.settings import Checks
-from arclight.federated.settings import Federation
+from arclight.federated.settings import Checks, Federation
 
 _SLACK = 1 << 20
 _ENTRY = 1 << 10
@@ -40,7 +39,7 @@ _FASTEST = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Expected:
     """What the server has asked a client for."""
 
     base: Manifest
@@ -65,7 +64,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class Validated:
     """What was found in a sound update."""
 
     norm: float
@@ -75,7 +74,7 @@ class Checked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class Baseline:
     """What has been accepted before, by which a new update is measured."""
 
     norms: tuple[float, ...] = ()
@@ -117,7 +116,7 @@ def _check_name(what: str, name: str) -> None:
         raise ProtocolError(f"the name of a {what} is of printable characters, got {name!r}")
 
 
-def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobStore) -> Checked:
+def check(update: Update, asked: Expected, seen: Baseline, limits: Checks, store: BlobStore) -> Validated:
     """Look at all of an update. Raises RefusedError that names what is wrong."""
     who = f"the update of {update.client} for round {update.round}"
     if update.manifest.kind != "update" or update.manifest.base not in (None, asked.base.digest):
@@ -133,7 +132,7 @@ def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobS
     if asked.masked:
         return _check_masked(who, update, store)
     try:
-        tensors = Decoded(update.manifest, store)
+        tensors = LazyTensors(update.manifest, store)
         measured = measure(update.client, tensors)
         norm = _norm_of_change(tensors, asked) if asked.form == "weights" else measured.norm()
     except RefusedError:
@@ -141,10 +140,10 @@ def check(update: Update, asked: Asked, seen: Seen, limits: Checks, store: BlobS
     except (FederatedError, FileNotFoundError) as error:
         raise RefusedError("damaged", f"{who}: {error}") from error
     _check_norm(who, norm, asked, seen, limits)
-    return Checked(norm=norm, largest=measured.largest)
+    return Validated(norm=norm, largest=measured.largest)
 
 
-def _check_masked(who: str, update: Update, store: BlobStore) -> Checked:
+def _check_masked(who: str, update: Update, store: BlobStore) -> Validated:
     """What there is to check of masked values: that they are all there."""
     if not update.secure:
         raise RefusedError("wrong_names", f"{who} is not masked: this run takes secure sums only")
@@ -152,10 +151,10 @@ def _check_masked(who: str, update: Update, store: BlobStore) -> Checked:
         open_manifest(update.manifest, store)
     except (FederatedError, FileNotFoundError) as error:
         raise RefusedError("damaged", f"{who}: {error}") from error
-    return Checked(norm=0.0, largest=dict.fromkeys(update.manifest.tensors))
+    return Validated(norm=0.0, largest=dict.fromkeys(update.manifest.tensors))
 
 
-def _check_numbers(who: str, update: Update, asked: Asked, seen: Seen, limits: Checks) -> None:
+def _check_numbers(who: str, update: Update, asked: Expected, seen: Baseline, limits: Checks) -> None:
     said = {"samples": update.samples, "tokens": update.tokens, "steps": update.steps}
     if wrong := [name for name, value in said.items() if not 0 <= value <= MOST_COUNTED]:
         raise RefusedError(
@@ -193,7 +192,7 @@ def too_much(metrics: Mapping[str, float]) -> str | None:
     return None
 
 
-def _check_layout(who: str, update: Update, asked: Asked, limits: Checks) -> None:
+def _check_layout(who: str, update: Update, asked: Expected, limits: Checks) -> None:
     given = update.manifest.tensors
     if strange := sorted(key for key in given if asked.entry(key) is None):
         raise RefusedError(
@@ -246,7 +245,7 @@ def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
     return given == weight or change
 
 
-def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Asked) -> float:
+def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Expected) -> float:
     """Of weights that were sent whole; one tensor at a time."""
     squares, weights = [], Parts(asked.weights)
     for key in tensors:
@@ -257,7 +256,7 @@ def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Asked) -> float:
     return math.sqrt(math.fsum(squares))
 
 
-def _check_norm(who: str, norm: float, asked: Asked, seen: Seen, limits: Checks) -> None:
+def _check_norm(who: str, norm: float, asked: Expected, seen: Baseline, limits: Checks) -> None:
     if not limits.norm_times:
         return
     if seen.norms:

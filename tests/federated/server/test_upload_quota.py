@@ -20,11 +20,10 @@ from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.errors import RefusedError
 from arclight.federated.protocol import Beat, Close, Fit, Join
-from arclight.federated.server import service, shelf
-from arclight.federated.server.running import Run
+from arclight.federated.server import published_weights, service
 from arclight.federated.server.server import Server
-from arclight.federated.server.settings import Checks
-from arclight.federated.settings import Federation
+from arclight.federated.server.server_run import ServerRun
+from arclight.federated.settings import Checks, Federation
 from arclight.federated.transports.http_link import HttpLink
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.in_process import InProcess
@@ -35,7 +34,7 @@ ROOM = 2 * (2 * 1_200_000 + (1 << 20))
 
 
 class Served:
-    def __init__(self, run: Run, http: HttpServer, folder: Path) -> None:
+    def __init__(self, run: ServerRun, http: HttpServer, folder: Path) -> None:
         self.run, self.http, self.folder, self._links = run, http, folder, list[HttpLink]()
 
     def link(self, name: str) -> HttpLink:
@@ -153,8 +152,8 @@ def test_the_first_blobs_of_a_slow_update_wait_for_the_last(served: Served, monk
     for name in names.values():  # all of it was here long ago
         path = served.folder / "run" / "blobs" / name
         os.utime(path, (0, 0))
-    monkeypatch.setattr(shelf, "ORPHAN", 0.0)
-    monkeypatch.setattr("arclight.federated.server.running.ORPHAN", 1.0)
+    monkeypatch.setattr(published_weights, "ORPHAN", 0.0)
+    monkeypatch.setattr("arclight.federated.server.server_run.ORPHAN", 1.0)
     time.sleep(1.2)
     part = bytes(1000)
     line = http.client.HTTPConnection("127.0.0.1", served.http.port, timeout=60)

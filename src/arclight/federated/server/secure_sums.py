@@ -23,8 +23,8 @@ import torch
 
 from arclight.fabric.replacing import replace_text
 from arclight.federated.aggregation.chunks import Lanes
-from arclight.federated.aggregation.fold import Fold, Into, hand_over, mean_of
-from arclight.federated.aggregation.scale import Contribution, Scale
+from arclight.federated.aggregation.fixed_point import Contribution, Scale
+from arclight.federated.aggregation.fold import Fold, SinkFactory, emit, mean_of
 from arclight.federated.errors import FederatedError, RefusedError, UnopenedError
 from arclight.federated.privacy import shamir
 from arclight.federated.privacy.agreement import Circle, Keys, Secret
@@ -114,7 +114,7 @@ class _Book:
             getattr(self.state, name)[key] = value
 
 
-class Exchange:
+class SecureSumRelay:
     """The secure sums of a run, one round at a time. ``expected``: clients of a round that have not failed, by its number.
 
     A message costs what it brings, whatever the number of clients, and its answer is held until there is one.
@@ -425,7 +425,7 @@ def _uneven(given: Sequence[Contribution]) -> tuple[str, ...]:
 
 
 class SecureFold(Fold):
-    """The mean of masked values, which `Exchange.open` takes the masks from. Nothing is known of single changes.
+    """The mean of masked values, which `SecureSumRelay.open` takes the masks from. Nothing is known of single changes.
 
     held: what is to hold of a key's mean, which is made of it.
     """
@@ -457,7 +457,7 @@ class SecureFold(Fold):
         super().__init__(given, "delta", **{**more, "scales": dict.fromkeys(keys, scale), "cosines": False})
         self._opened, self._held = opening([one.client for one in given]), held
 
-    def each(self, key: str, among: Lanes, into: Into) -> None:
+    def each(self, key: str, among: Lanes, into: SinkFactory) -> None:
         sums: torch.Tensor | None = None
         shape: tuple[int, ...] = ()
         for given in self._given:
@@ -469,4 +469,4 @@ class SecureFold(Fold):
         self._opened.take_away(key, sums)
         mean = self._held(key, mean_of(self.scales[key], sums, torch.float32, shape, among))
         self._gathered.mean(key, float(torch.linalg.vector_norm(mean, dtype=torch.float64)))
-        hand_over(mean, among, into)
+        emit(mean, among, into)

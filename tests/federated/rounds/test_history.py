@@ -19,9 +19,8 @@ from arclight.federated.coordination import records as r
 from arclight.federated.coordination.journal import Journal, read
 from arclight.federated.protocol import Fit, Message
 from arclight.federated.rounds import tools
-from arclight.federated.rounds.history_file import NAME, GrowingFile, HistoryFile, read_history
+from arclight.federated.rounds.history import NAME, GrowingFile, History, HistoryFile, Round, read_history
 from arclight.federated.rounds.store import Rounds
-from arclight.federated.server.history import History, Round
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.transports.in_process import InProcess

@@ -10,8 +10,8 @@ import torch
 
 from arclight.checkpoint.stored import StoredTensor
 from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes
-from arclight.federated.aggregation.fold import Fold, Into, Take, Tensors
-from arclight.federated.aggregation.scale import Contribution, Form, Scale
+from arclight.federated.aggregation.fixed_point import Contribution, Form, Scale
+from arclight.federated.aggregation.fold import Fold, Sink, SinkFactory, Tensors
 from arclight.federated.aggregation.statistics import PREFIX, Statistics
 from arclight.federated.errors import FederatedError
 from arclight.federated.strategies import Strategy
@@ -20,7 +20,7 @@ Described = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class SteppedTensor:
     """One key after the step."""
 
     key: str
@@ -32,8 +32,8 @@ class Stepped:
     """Steps of this tensor so far."""
 
 
-class Step:
-    """What ``strategy`` makes of contributions, an iterator over `Stepped`: every key of ``order``, one at a time.
+class StrategyStep:
+    """What ``strategy`` makes of contributions, an iterator over `SteppedTensor`: every key of ``order``, one at a time.
 
     Keys of ``model/`` are stepped by the strategy, but for integers and ``buffers``, which become the mean: no gradient moves them, and
     a step beyond the mean, or of a fixed size, could make a variance negative. All other keys are local moments: their mean
@@ -42,7 +42,7 @@ class Step:
     anchor: the weights before, by key; tensors that lie in files (`StoredTensor`) are read when their turn comes. It may
     lack moments that the server has not had yet. Clients send moments as they are, whatever the form: a difference of two of
     different size would leave a small one with a wrong sign, and of exp_avg_sq a root is taken.
-    states: by key what `Stepped.state` was after the last step; counts: what `Stepped.count` was. Both may lack keys.
+    states: by key what `SteppedTensor.state` was after the last step; counts: what `SteppedTensor.count` was. Both may lack keys.
     order: keys in the order in which they are to come; all, by name, by default. scales, threads, cosines: as for `Fold`.
     folding: what makes the fold, with its arguments: `Fold` itself, or one of `privacy`.
     empty: makes the memory of new values and states, so that whoever takes them can have it used again.
@@ -101,7 +101,7 @@ class Step:
                 found[key] = {name: (t.dtype, tuple(t.shape)) for name, t in self._states[key].items()}
         return {key: described for key, described in found.items() if described}
 
-    def __iter__(self) -> Iterator[Stepped]:
+    def __iter__(self) -> Iterator[SteppedTensor]:
         with lanes(self._threads) as among:
             for key in self.order:
                 count = self._counts.get(key, 0)
@@ -109,7 +109,7 @@ class Step:
                     stepped = self._one(key, count, among)
                 else:
                     state = {name: plain(tensor) for name, tensor in self._states.get(key, {}).items()}
-                    stepped = Stepped(key, plain(self._anchor[key]), state, count)
+                    stepped = SteppedTensor(key, plain(self._anchor[key]), state, count)
                 yield stepped
                 del stepped
 
@@ -121,9 +121,9 @@ class Step:
     def _is_stepped(self, key: str) -> bool:
         return key.startswith(PREFIX) and key not in self._buffers and self._anchor[key].is_floating_point()
 
-    def _one(self, key: str, count: int, among: Lanes) -> Stepped:
+    def _one(self, key: str, count: int, among: Lanes) -> SteppedTensor:
         if key not in self._anchor:
-            return Stepped(key, self._fold.whole(key, among), {}, count + 1)
+            return SteppedTensor(key, self._fold.whole(key, among), {}, count + 1)
         if self._is_stepped(key) and not (self._form == "weights" and self._strategy.goes_to_mean):
             return self._stepped(key, count, among)
         anchor, is_mean = self._anchor[key], self._form == "weights" or not key.startswith(PREFIX)
@@ -133,17 +133,17 @@ class Step:
             value[start:stop] = mean if is_mean else before.part(start, stop, scratch).to(mean.dtype) - mean
 
         self._fold.each(key, among, self._fitting(key, take))
-        return Stepped(key, value.view(anchor.shape), {}, count + 1)
+        return SteppedTensor(key, value.view(anchor.shape), {}, count + 1)
 
-    def _fitting(self, key: str, take: Take) -> Into:
-        def into(dtype: torch.dtype, shape: tuple[int, ...]) -> Take:
+    def _fitting(self, key: str, take: Sink) -> SinkFactory:
+        def into(dtype: torch.dtype, shape: tuple[int, ...]) -> Sink:
             if shape != (expected := tuple(self._anchor[key].shape)):
                 raise FederatedError(f"{key} was sent as a tensor of {shape}, here it is of {expected}")
             return take
 
         return into
 
-    def _stepped(self, key: str, count: int, among: Lanes) -> Stepped:
+    def _stepped(self, key: str, count: int, among: Lanes) -> SteppedTensor:
         """By the strategy, each part as soon as its mean is known, unless it needs whole tensors."""
         anchor, strategy = Chunked(self._anchor[key]), self._strategy
         before = {name: Chunked(tensor) for name, tensor in self._states.get(key, {}).items()}
@@ -174,7 +174,7 @@ class Step:
         else:
             step(0, anchor.elements, self._fold.whole(key, among))
         shaped = {name: tensor.view(anchor.shape) for name, tensor in state.items()}
-        return Stepped(key, value.view(anchor.shape), shaped, count + 1)
+        return SteppedTensor(key, value.view(anchor.shape), shaped, count + 1)
 
 
 def state_dtype(weight: torch.dtype) -> torch.dtype:

@@ -37,7 +37,7 @@ class Weights:
         return self.chain.changes
 
 
-class Shelf:
+class PublishedWeights:
     """Weights by the digest of their manifest. A chain of changes lies in ``chains/<round>.json`` where there is one."""
 
     def __init__(self, folder: Path, rounds: Rounds, blobs: FolderStore, federation: Federation) -> None:

@@ -14,7 +14,7 @@ from arclight import checkpoint
 from arclight.checkpoint import tree
 from arclight.checkpoint.remote import place
 from arclight.federated.errors import FederatedError
-from arclight.federated.rounds.writing import CARRIED_ENTRIES
+from arclight.federated.rounds.writer import CARRIED_ENTRIES
 from arclight.trainer.checkpoint.named_state import named_tensors
 from arclight.trainer.hparams import HyperparametersMixin, checkpoint_entries
 

@@ -1,10 +1,11 @@
-"""What a run is at some point of its journal: a function of the records so far, and of nothing else."""
+"""What a run is at some point of its journal, as values."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from arclight.federated.coordination.records import (
     ClientFailed,
@@ -21,9 +22,97 @@ from arclight.federated.coordination.records import (
     UpdatesLost,
 )
 from arclight.federated.coordination.sampling import Sampler
-from arclight.federated.coordination.state import Lasting, Measuring, Open, StateSaved
 from arclight.federated.errors import FederatedError
 from arclight.federated.settings import Federation
+
+
+@dataclass
+class RoundState:
+    """A round that is not committed yet."""
+
+    round: int
+    base: str = ""
+    clock: int = 0
+    steps: int = 0
+    fragment: int | None = None
+    wanted: int = 0
+    least: int = 0
+    """As `RoundOpened.least`."""
+    attempt: int = 0
+    discarded: int = 0
+    """Times that its updates were of no use."""
+    folds_failed: int = 0
+    """The same, since the run was last taken up after a failure: what counts against ``waiting.retries``."""
+    drawn: tuple[str, ...] = ()
+    accepted: dict[str, UpdateAccepted] = field(default_factory=dict)
+    failed: dict[str, ClientFailed] = field(default_factory=dict)
+    redo: dict[str, None] = field(default_factory=dict)
+    """Clients that are to train again if they are asked again: what they have finished is of no use."""
+    closed: tuple[str, ...] | None = None
+    """Contributors, in the order of the fold; none at all where the round is skipped."""
+
+
+@dataclass
+class RoundEvaluation:
+    """Committed weights whose evaluation is under way."""
+
+    base: str
+    waiting: dict[str, None]
+    """Clients that have not answered; empty where the server measures."""
+    samples: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    """Metric to its sum over samples."""
+
+    @property
+    def mean(self) -> dict[str, float]:
+        return {name: value / self.samples for name, value in self.sums.items()} if self.samples else {}
+
+
+@dataclass
+class RunState:
+    """The state that a journal gives. To be read; only `Replay` changes it. Its size goes with the clients of a round."""
+
+    run: str = ""
+    settings: str = ""
+    committed: int = -1
+    """Newest committed round; -1: there are no weights yet."""
+    base: str = ""
+    """Digest of its weights' manifest."""
+    checkpoint: str = ""
+    clock: int = 0
+    """Optimizer steps of the run up to its weights."""
+    opened: int = -1
+    """Newest round that was opened."""
+    bases: dict[int, str] = field(default_factory=dict)
+    """Weights of recent rounds, from which others begin."""
+    open: dict[int, RoundState] = field(default_factory=dict)
+    """Rounds that are not committed, oldest first."""
+    outstanding: dict[int, dict[str, None]] = field(default_factory=dict)
+    """Round to clients that were asked to fit it and have neither delivered nor failed."""
+    begun: dict[int, RoundState] = field(default_factory=dict)
+    """Rounds that outstanding clients have begun, committed ones among them where updates may be stale."""
+    folded: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Client to the rounds that it began and the digests of its newest committed updates, as long as they may come again."""
+    measuring: dict[int, RoundEvaluation] = field(default_factory=dict)
+    recent: list[tuple[float, float, float]] = field(default_factory=list)
+    """Norm, samples per step and tokens per step of the newest accepted updates, which others are compared with."""
+    ended: str | None = None
+    failed: bool = False
+
+    @property
+    def oldest(self) -> int:
+        """The oldest round of which more may happen."""
+        return min((self.committed, *self.open, *self.begun, *self.outstanding, *self.measuring))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSaved(Record):
+    """All that the records before it have led to: a journal may begin with it."""
+
+    state: RunState
+    told: tuple[dict[str, Any], ...] = ()
+    """What the history tells of rounds of which more may be told; of older ones its file tells."""
+
 
 _REMEMBERED = 16
 """Rounds for which a client that has not heard that its update counts, and has been away, is told so: were it told that it came too
@@ -32,18 +121,18 @@ _COMPARED = 200
 """Accepted updates with which a new one is compared."""
 
 
-class Replay:
+class RecordApplier:
     """Records into state, by the rules of one run's settings."""
 
     def __init__(self, settings: Federation, sampler: Sampler, run: str, digest: str) -> None:
         self.settings, self.sampler, self.run, self.digest = settings, sampler, run, digest
-        self.state = Lasting()
+        self.state = RunState()
 
     def quorum(self, wanted: int) -> int:
         """Count the updates with which a round for ``wanted`` may close by the settings of today: never fewer than can be folded."""
         return max(self.settings.waiting.need(wanted), self.settings.least_folded)
 
-    def need(self, open: Open) -> int:
+    def need(self, open: RoundState) -> int:
         """Count the updates with which a round may close: never fewer than its clients divided its noise by."""
         return max(self.quorum(open.wanted), open.least)
 
@@ -79,11 +168,11 @@ class Replay:
                 self.state.ended, self.state.failed = record.why, record.failed
 
     @property
-    def gathering(self) -> Open | None:
+    def gathering(self) -> RoundState | None:
         """The round that updates go into in buffered mode, whichever round they began with."""
         return next((open for open in self.state.open.values() if open.closed is None), None)
 
-    def into(self, begun: int) -> Open | None:
+    def into(self, begun: int) -> RoundState | None:
         """The round that an update begun in round ``begun`` goes into now; None where that is closed."""
         if self.settings.buffered:
             return self.gathering
@@ -98,10 +187,10 @@ class Replay:
                 return update.digest
         return self.state.folded.get(client, {}).get(begun)
 
-    def _become(self, state: Lasting) -> None:
+    def _become(self, state: RunState) -> None:
         """Others hold on to the state: it stays the one that it is."""
         self._check(state.run, state.settings)
-        for item in fields(Lasting):
+        for item in fields(RunState):
             setattr(self.state, item.name, deepcopy(getattr(state, item.name)))  # the record stays what it was
         own = self.state
         own.begun.update({round: open for round, open in own.open.items() if round in own.begun})
@@ -125,7 +214,7 @@ class Replay:
 
     def _opened(self, record: RoundOpened) -> None:
         state = self.state
-        open = state.open.setdefault(record.round, Open(record.round))
+        open = state.open.setdefault(record.round, RoundState(record.round))
         if open.drawn:
             open.attempt += 1
             for client in record.clients:
@@ -181,7 +270,7 @@ class Replay:
     def _closed(self, record: RoundClosed) -> None:
         self.state.open[record.round].closed = record.clients
         if self.settings.buffered:
-            self.state.open.setdefault(record.round + 1, Open(record.round + 1))
+            self.state.open.setdefault(record.round + 1, RoundState(record.round + 1))
         else:
             self.state.outstanding.pop(record.round, None)
 
@@ -215,7 +304,7 @@ class Replay:
         if record.measured:
             drawn = done.drawn if done is not None else self.sampler.draw(record.round)
             waiting = dict.fromkeys(drawn if self.settings.evaluate_on == "clients" else ())
-            state.measuring[record.round] = Measuring(record.base, waiting)
+            state.measuring[record.round] = RoundEvaluation(record.base, waiting)
 
     def _evaluated(self, record: RoundEvaluated) -> None:
         measuring = self.state.measuring.get(record.round)

@@ -8,7 +8,7 @@ _ARENAS, _MAPPED_FROM = -8, -3  # M_ARENA_MAX and M_MMAP_THRESHOLD of glibc's ma
 _LARGE = 1 << 20
 
 
-def give_back_freed_memory() -> bool:
+def tune_malloc() -> bool:
     """Have glibc map large blocks one by one, and keep few pools for small ones; False where the C library is another.
 
     By itself it takes to pooling blocks of up to 32 MB once some were freed, in a pool for each few threads: a server that handles
