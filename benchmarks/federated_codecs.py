@@ -10,8 +10,8 @@ import time
 
 import torch
 
+from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.blobs.memory import MemoryStore
-from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.codecs.encoding import decode, encode, encode_all
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from benchmarks.results import parser, publish, versions

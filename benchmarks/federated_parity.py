@@ -17,7 +17,7 @@ from arclight.federated import Client, DiLoCo, Federation, Server
 from arclight.federated.clients.node import Node
 from arclight.federated.codecs.settings import Codec, Int8, Raw
 from arclight.federated.coordination.settings import Waiting
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 from arclight.text.models.llama import Llama, LlamaConfig
 
 CLIENTS, SEQUENCES, LENGTH, LOCAL_STEPS = 4, 8, 64, 50
@@ -160,7 +160,7 @@ def run_here(server: Server, clients: list[Client], folder: Path, seconds: float
     """Server and clients in this process, to the run's end."""
     failed: list[BaseException] = []
     with server.opened() as run:
-        node = Node(InProcess(run.service), clients, folder / "node", "here")
+        node = Node(InProcessLink(run.service), clients, folder / "node", "here")
 
         def work() -> None:
             try:

@@ -21,8 +21,8 @@ from arclight.federated.clients.node import Node
 from arclight.federated.rounds.history import read_history
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.transports.detached import Detached, Orders
-from arclight.federated.transports.in_process import InProcess
 from arclight.federated.transports.keys import NodeKey
+from arclight.federated.transports.link import InProcessLink
 from benchmarks import federated_sites as sites
 
 
@@ -117,7 +117,10 @@ def in_process(
         for number in range(int(config["clients"])):
             own = {**config, "delay": delays[number] if delays else 0.0}
             node = Node(
-                InProcess(run.service), [sites.client(str(number), own)], folder / f"node-{number}", f"node-{number}"
+                InProcessLink(run.service),
+                [sites.client(str(number), own)],
+                folder / f"node-{number}",
+                f"node-{number}",
             )
             threads.append(threading.Thread(target=node.run, daemon=True))
             threads[-1].start()

@@ -22,7 +22,7 @@ from arclight.federated.protocol import Evaluate, Fit
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedAvg
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.keys import NodeKey
 
 TENSORS = 20

@@ -15,12 +15,12 @@ import pytest
 
 import arclight as al
 from arclight._intervals import Interval, describe, fits
-from arclight.cli.federated_schema import FederatedRecipe
+from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
 from arclight.data.sites import IID, Dirichlet
 from arclight.deploy.settings import Int8
 from arclight.federated.privacy.settings import Noise
-from arclight.federated.simulation.settings import Fleet
+from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.transports.settings import Listening
 from arclight.optim.outer import Outer
 from arclight.optim.settings import AdamW

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import arclight
-from arclight.cli.federated_schema import FederatedRecipe
+from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.deploy.settings import Int8
-from arclight.federated.simulation.settings import Fleet
+from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.transports.settings import Listening
 from arclight.optim import SGD, WSD, AdamW, Constant, Cosine, InverseSqrt, Linear, Muon, NorMuon
 from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline

@@ -23,10 +23,10 @@ import pytest
 
 from arclight._installed import pip_install
 from arclight.cli.arguments import UsageError
-from arclight.cli.federate import JOURNAL, is_unfinished
-from arclight.cli.federated_progress import Progress
-from arclight.cli.federated_report import federated_report
-from arclight.cli.federated_schema import FederatedRecipe
+from arclight.cli.federate.federated_run import JOURNAL, is_unfinished
+from arclight.cli.federate.progress import Progress
+from arclight.cli.federate.recipe import FederatedRecipe
+from arclight.cli.federate.run_report import federated_report
 from arclight.federated.coordination import events, records
 from arclight.federated.coordination.journal import Journal
 from arclight.federated.coordination.run_state import RunState, StateSaved

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arclight.cli.federated_schema import FederatedRecipe
+from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
 from arclight.recipe import MISSING, RecipeError, Setting, explain, read, write
 from arclight.text.settings import Language

@@ -104,7 +104,7 @@ def read_recipe(parser: Parser, arguments: Sequence[str]) -> tuple[Recipe, argpa
     """As `read_as`, for a training run. Of a federated one, what a run without a federation knows of."""
     arguments = [*map(recipe_file, arguments[:1]), *arguments[1:]]
     if arguments and is_federated(arguments[0]):
-        from arclight.cli.federated_schema import FederatedRecipe
+        from arclight.cli.federate.recipe import FederatedRecipe
 
         if parser.prog == "arclight train":
             raise UsageError(f"{arguments[0]} is a federated run: arclight federate {arguments[0]}")

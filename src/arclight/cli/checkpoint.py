@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from arclight.cli import federated_rounds
 from arclight.cli.arguments import Parser
+from arclight.cli.federate import rounds
 
 
 def checkpoint(arguments: list[str]) -> int:
@@ -35,14 +35,14 @@ def checkpoint(arguments: list[str]) -> int:
     verb.add_argument("target", type=Path)
     verb.set_defaults(run=convert)
 
-    federated_rounds.add_verbs(verbs)
+    rounds.add_verbs(verbs)
     options = parser.parse_args(arguments)
     return int(options.run(options))
 
 
 def inspect(options: Namespace) -> int:
-    if options.round is not None or federated_rounds.is_run(options.path):
-        return federated_rounds.inspect(options)
+    if options.round is not None or rounds.is_run(options.path):
+        return rounds.inspect(options)
     import rich
 
     from arclight.checkpoint import inspect as summary_of

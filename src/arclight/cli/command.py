@@ -24,7 +24,10 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "plan": ("arclight.cli.plan:plan", "find the fastest plan for a number of GPUs, without having them"),
         "train": ("arclight.cli.train:train", "train from a recipe, or resume a run"),
-        "federate": ("arclight.cli.federate:federate", "train one model on the data of many sites, which stay there"),
+        "federate": (
+            "arclight.cli.federate.federated_run:federate",
+            "train one model on the data of many sites, which stay there",
+        ),
         "validate": ("arclight.cli.evaluate:validate", "evaluate a checkpoint on the validation data"),
         "test": ("arclight.cli.evaluate:test", "evaluate a checkpoint on the test data"),
         "run": ("arclight.cli.run:run", "start a script that uses Fabric in several processes"),

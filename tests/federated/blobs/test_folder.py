@@ -16,7 +16,7 @@ import pytest
 
 from arclight.federated.blobs import folder
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.incoming import BusyError
+from arclight.federated.blobs.partial_blob import BusyError
 from arclight.federated.errors import BlobError
 
 BYTES = os.urandom(3_000_001)

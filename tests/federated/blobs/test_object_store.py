@@ -14,8 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from arclight.federated.blobs.mirrored import MirroredStore
-from arclight.federated.blobs.object_store import ObjectStore
+from arclight.federated.blobs.object_store import MirroredStore, ObjectStore
 from arclight.federated.errors import BlobError, FederatedError, LinkError
 
 BYTES = os.urandom(20_000_001)  # more than one request reads

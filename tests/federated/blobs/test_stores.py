@@ -11,8 +11,7 @@ import pytest
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.memory import MemoryStore
-from arclight.federated.blobs.mirrored import MirroredStore
-from arclight.federated.blobs.object_store import ObjectStore
+from arclight.federated.blobs.object_store import MirroredStore, ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError
 

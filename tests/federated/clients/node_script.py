@@ -10,8 +10,8 @@ from tests.federated.clients.sites import build
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
-from arclight.federated.clients.workers import Workers
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.clients.worker_processes import ProcessExecutor
+from arclight.federated.transports.http_client import HttpLink
 
 
 def main(address: str, folder: Path, workers: int, names: list[str]) -> None:
@@ -25,7 +25,10 @@ def main(address: str, folder: Path, workers: int, names: list[str]) -> None:
         for name in names
     ]
     node = Node(
-        HttpLink(address, folder / "blobs"), Workers(clients, workers) if workers else clients, folder / "node", "n"
+        HttpLink(address, folder / "blobs"),
+        ProcessExecutor(clients, workers) if workers else clients,
+        folder / "node",
+        "n",
     )
     node.run()
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.opening import open_manifest
-from arclight.federated.blobs.packing import write_blobs
+from arclight.federated.blobs.manifest_io import open_manifest, write_blobs
 from arclight.federated.codecs.encoding import decode
 from arclight.federated.protocol import (
     Ask,

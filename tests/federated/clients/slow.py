@@ -12,7 +12,7 @@ import torch
 from arclight.federated.blobs import BlobStore
 from arclight.federated.clients import Outcome
 from arclight.federated.protocol import Evaluate, Fit, Message
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 Tensors = Mapping[str, torch.Tensor]
 LIMIT = 30.0
@@ -25,7 +25,7 @@ class SlowLine:
     on_up, on_down: called with a blob's digest before it goes, to hold it up.
     """
 
-    def __init__(self, link: InProcess, per_byte: float = 0.0) -> None:
+    def __init__(self, link: InProcessLink, per_byte: float = 0.0) -> None:
         self._link, self.blobs = link, _SlowBlobs(link.blobs, per_byte)
 
     def send(self, message: Message) -> Message:

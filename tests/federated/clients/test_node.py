@@ -19,12 +19,12 @@ from arclight import Callback
 from arclight.federated.blobs import folder
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client import Client
-from arclight.federated.clients.crew import InThisProcess
+from arclight.federated.clients.client_store import Residuals
+from arclight.federated.clients.executor import InProcessExecutor
 from arclight.federated.clients.node import Node
-from arclight.federated.clients.residuals import Residuals
 from arclight.federated.errors import FederatedError, LinkError
 from arclight.federated.protocol import Failed, Join, Leave, Manifest, Message, Receipt, Update
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 CPU = {"accelerator": "cpu"}
 
@@ -47,7 +47,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=4, steps=7)
-    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     torch.manual_seed(1)
     whole = Net()
     centralised(tmp_path, whole, Rows(seed=1), 28, seed=5)
@@ -61,7 +61,7 @@ def test_one_client_over_the_whole_way_is_centralised_training(tmp_path: Path) -
 
 def test_deltas_are_within_two_ulp_a_round(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=7, form="delta")
-    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     torch.manual_seed(1)
     whole = Net()
     centralised(tmp_path, whole, Rows(seed=1), 7, seed=5)
@@ -77,9 +77,9 @@ def test_several_clients_do_not_disturb_each_other(tmp_path: Path) -> None:
     """On one node or on three, it is the same run."""
     names = ("a", "bb", "ccc")
     together = Scripted(tmp_path / "s1", beginning(), names, rounds=3, steps=4, form="delta", evaluate=True)
-    run(Node(InProcess(together), [client_of(name) for name in names], tmp_path / "node", "n"))
+    run(Node(InProcessLink(together), [client_of(name) for name in names], tmp_path / "node", "n"))
     apart = Scripted(tmp_path / "s2", beginning(), names, rounds=3, steps=4, form="delta")
-    nodes = [Node(InProcess(apart), [client_of(name)], tmp_path / f"node-{name}", name) for name in names]
+    nodes = [Node(InProcessLink(apart), [client_of(name)], tmp_path / f"node-{name}", name) for name in names]
     threads = [threading.Thread(target=run, args=(node,), daemon=True) for node in nodes]
     for thread in threads:
         thread.start()
@@ -99,8 +99,8 @@ def test_clients_that_do_not_fit_into_memory_go_on_from_the_disk(tmp_path: Path,
     names, order = ("a", "bb", "ccc"), {"rounds": 3, "steps": 4, "form": "delta", "journal_every": journal_every}
     servers = [Scripted(tmp_path / f"server-{i}", beginning(), names, **order) for i in range(2)]
     for number, (server, resident) in enumerate(zip(servers, (None, 1), strict=True)):
-        crew = InThisProcess([client_of(name) for name in names], resident=resident)
-        run(Node(InProcess(server), crew, tmp_path / f"node-{number}", "n"))
+        crew = InProcessExecutor([client_of(name) for name in names], resident=resident)
+        run(Node(InProcessLink(server), crew, tmp_path / f"node-{number}", "n"))
     assert_equal(servers[0].weights, servers[1].weights)
 
 
@@ -123,7 +123,7 @@ def test_a_client_that_fails_is_told_of_and_the_others_go_on(tmp_path: Path) -> 
         client_of("a", Fails(6, torch.OutOfMemoryError("HIP out of memory. Tried to allocate 3 GiB"))),
         client_of("bb"),
     ]
-    run(Node(InProcess(server), clients, tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), clients, tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
     assert (failed.client, failed.round, failed.again) == ("a", 2, False)
     assert "OutOfMemoryError: HIP out of memory. Tried to allocate 3 GiB" in failed.error
@@ -135,7 +135,7 @@ def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=2, steps=4)
     run(
         Node(
-            InProcess(server),
+            InProcessLink(server),
             [client_of("a", Fails(6, OSError(28, "No space left on device")))],
             tmp_path / "node",
             "n",
@@ -143,7 +143,7 @@ def test_a_full_disk_may_be_tried_again(tmp_path: Path) -> None:
     )
     assert [failed.again for failed in server.of(Failed)] == [True]
     clean = Scripted(tmp_path / "clean", beginning(), ("a",), rounds=2, steps=4)
-    run(Node(InProcess(clean), [client_of("a")], tmp_path / "other", "n"))
+    run(Node(InProcessLink(clean), [client_of("a")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)
 
 
@@ -153,7 +153,7 @@ def test_an_update_that_could_not_be_written_is_not_trained_again(
     """The disk fills up between training and the update's last byte; what had been left unsaid before is not lost."""
     order: dict[str, Any] = {"form": "delta", "codec": {"kind": "int8", "block": 32}}
     clean = Scripted(tmp_path / "clean", beginning(256), ("a",), rounds=3, steps=4, **order)
-    run(Node(InProcess(clean), [client_of("a", width=256)], tmp_path / "other", "n"))
+    run(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "other", "n"))
     server = Scripted(tmp_path / "server", beginning(256), ("a",), rounds=3, steps=4, **order)
     left, save = [1], Residuals.save
 
@@ -165,7 +165,7 @@ def test_an_update_that_could_not_be_written_is_not_trained_again(
 
     monkeypatch.setattr(Residuals, "save", staticmethod(full))
     counting = Fails(10_000, RuntimeError())
-    run(Node(InProcess(server), [client_of("a", counting, width=256)], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a", counting, width=256)], tmp_path / "node", "n"))
     assert [(failed.round, failed.again) for failed in server.of(Failed)] == [(2, True)]
     assert counting.steps == 12
     assert_equal(server.weights, clean.weights)
@@ -176,7 +176,7 @@ def test_a_refused_update_is_told_of_and_not_sent_for_ever(tmp_path: Path, caplo
     server.on_update = lambda update: (
         Receipt(accepted=False, reason="not_finite", message="net.0.weight is NaN") if update.client == "a" else None
     )
-    run(Node(InProcess(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
     assert [update.client for update in server.of(Update)] == ["a", "bb", "bb"]
     assert "refuses the update of a, round 1 (not_finite): net.0.weight is NaN" in caplog.text
 
@@ -201,7 +201,7 @@ def test_what_another_process_did_in_its_place_leaves_nothing_unsaid(tmp_path: P
         return Receipt(accepted=False, reason="duplicate", message="another update was taken already")
 
     server.on_update = answer
-    run(Node(InProcess(server), [client_of("a", width=256)], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a", width=256)], tmp_path / "node", "n"))
     assert len(kept) == 1
     assert any(bool(left.any()) for left in kept[0].values()), "round 1 has left something"
     assert_equal(residuals.load(3), kept[0])
@@ -211,7 +211,7 @@ def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
     answers = [Receipt(accepted=False, reason="damaged", message="half of it"), None]
     server.on_update = lambda update: answers.pop(0)
-    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     assert server.round == 2
     assert len(server.of(Update)) == 2
 
@@ -228,7 +228,7 @@ def test_a_server_without_room_is_waited_for(tmp_path: Path, monkeypatch: pytest
         adopt(digest, path)
 
     monkeypatch.setattr(server.blobs, "adopt", full)
-    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     assert left == [0]
     assert server.of(Failed) == []
     assert server.round == 2
@@ -246,10 +246,10 @@ def test_an_update_that_is_lost_here_is_made_again_and_the_node_goes_on(tmp_path
         return Receipt(accepted=False, reason="damaged", message="half of it")
 
     server.on_update = lose
-    run(Node(InProcess(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a"), client_of("bb")], tmp_path / "node", "n"))
     assert [(failed.client, failed.again) for failed in server.of(Failed)] == [("a", True)]
     clean = Scripted(tmp_path / "clean", beginning(), ("a", "bb"), rounds=2, steps=4)
-    run(Node(InProcess(clean), [client_of("a"), client_of("bb")], tmp_path / "other", "n"))
+    run(Node(InProcessLink(clean), [client_of("a"), client_of("bb")], tmp_path / "other", "n"))
     assert_equal(server.weights, clean.weights)
 
 
@@ -267,7 +267,7 @@ def test_a_lost_session_costs_no_work(tmp_path: Path) -> None:
                 wait_until(lambda: len(server.sessions) == 1)
 
     counting = Forget()
-    run(Node(InProcess(server), [client_of("a", counting)], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a", counting)], tmp_path / "node", "n"))
     assert counting.steps == 12
     first, second = server.of(Join)
     assert first.held == ()
@@ -298,7 +298,7 @@ def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
     slow = Slow()
     server.order = {"journal_every": 0}
     server.steps = 100
-    run(Node(InProcess(server), [client_of("a", slow), client_of("bb")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a", slow), client_of("bb")], tmp_path / "node", "n"))
     assert slow.steps < 50
     assert [update.client for update in server.of(Update)] == ["bb"]
     assert not server.of(Failed)
@@ -306,7 +306,7 @@ def test_what_is_no_longer_wanted_is_ended(tmp_path: Path) -> None:
 
 def test_a_deadline_ends_a_round(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000, deadline=0.3)
-    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     (failed,) = server.of(Failed)
     assert "round 1 has run out of time after" in failed.error
 
@@ -324,7 +324,7 @@ def test_a_stopped_node_goes_on_where_it_was(
     order: dict[str, Any] = {"form": "delta", "codec": codec, "journal_every": 3}
     begin = beginning(width=256)
     clean = Scripted(tmp_path / "clean", begin, ("a",), rounds=3, steps=8, **order)
-    run(Node(InProcess(clean), [client_of("a", width=256)], tmp_path / "undisturbed", "n"))
+    run(Node(InProcessLink(clean), [client_of("a", width=256)], tmp_path / "undisturbed", "n"))
 
     server = Scripted(tmp_path / "server", begin, ("a",), rounds=3, steps=8, **order)
     nodes: list[Node] = []
@@ -339,11 +339,11 @@ def test_a_stopped_node_goes_on_where_it_was(
                 nodes[-1].stop()
 
     counts = [Stop(13), Stop(10_000), Stop(10_000)]
-    nodes.append(Node(InProcess(server), [client_of("a", counts[0], width=256)], tmp_path / "node", "n"))
+    nodes.append(Node(InProcessLink(server), [client_of("a", counts[0], width=256)], tmp_path / "node", "n"))
     run(nodes[0])
     assert server.round == 2
     server.on_update = lambda update: nodes[-1].stop() or Receipt(accepted=False, reason="session", message="gone")
-    nodes.append(Node(InProcess(server), [client_of("a", counts[1], width=256)], tmp_path / "node", "n"))
+    nodes.append(Node(InProcessLink(server), [client_of("a", counts[1], width=256)], tmp_path / "node", "n"))
     run(nodes[1])
     assert server.round == 2
     assert counts[1].steps == 16 - 8 - 3, "the journal had three of the round's steps"
@@ -354,7 +354,7 @@ def test_a_stopped_node_goes_on_where_it_was(
         for lost in () if codec["kind"] == "int8" else FolderStore(finished / "blobs"):
             (finished / "blobs" / lost).unlink()  # the server's is the same file here
             (finished / "blobs" / lost).write_bytes(bytes(100))
-    nodes.append(Node(InProcess(server), [client_of("a", counts[2], width=256)], tmp_path / "node", "n"))
+    nodes.append(Node(InProcessLink(server), [client_of("a", counts[2], width=256)], tmp_path / "node", "n"))
     run(nodes[2])
     assert counts[2].steps == 8, "what was finished is sent, not trained again"
     assert server.round == 4
@@ -381,7 +381,7 @@ def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_we
             return None if update.round == 2 else Receipt(accepted=counts, reason="stale", message="", committed=1)
 
         server.on_update = first
-        node = Node(InProcess(server), [client_of("a", width=256)], tmp_path / f"node {name}", "n")
+        node = Node(InProcessLink(server), [client_of("a", width=256)], tmp_path / f"node {name}", "n")
         run_until(node, lambda: 2 in {update.round for update in server.of(Update)})
         return next(update.manifest for update in server.of(Update) if update.round == 2)
 
@@ -394,7 +394,7 @@ def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_we
         return None
 
     server.on_update = again
-    node = Node(InProcess(server), [client_of("a", width=256)], tmp_path / "node", "n")
+    node = Node(InProcessLink(server), [client_of("a", width=256)], tmp_path / "node", "n")
 
     def lost() -> bool:
         if (tmp_path / "node/run/clients/a/finished/000001/taken").exists() and server.round == 1:
@@ -408,7 +408,7 @@ def test_what_an_update_left_unsaid_is_forgotten_where_the_server_lost_it_and_we
     run_until(node, lost)
     if restarted:
         go_on(server)
-        run_until(Node(InProcess(server), [client_of("a", width=256)], tmp_path / "node", "n"), lost)
+        run_until(Node(InProcessLink(server), [client_of("a", width=256)], tmp_path / "node", "n"), lost)
     assert reasons
     (second,) = (update.manifest for update in server.of(Update) if update.round == 2)
     assert second == refused("other")
@@ -436,7 +436,7 @@ def run_until(node: Node, true: Callable[[], bool]) -> None:
 class Away:
     """A link whose server comes back after some attempts, or never."""
 
-    def __init__(self, link: InProcess, attempts: int) -> None:
+    def __init__(self, link: InProcessLink, attempts: int) -> None:
         self.link, self.blobs, self.left = link, link.blobs, attempts
 
     def send(self, message: Message) -> Message:
@@ -454,25 +454,25 @@ class Away:
 
 def test_a_server_that_is_away_is_waited_for(tmp_path: Path) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
-    run(Node(Away(InProcess(server), 1), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(Away(InProcessLink(server), 1), [client_of("a")], tmp_path / "node", "n"))
     assert server.round == 2
     again = Scripted(tmp_path / "again", beginning(), ("a",), rounds=1, steps=4)
-    node = Node(Away(InProcess(again), 10**6), [client_of("a")], tmp_path / "other", "n", patience=0.5)
+    node = Node(Away(InProcessLink(again), 10**6), [client_of("a")], tmp_path / "other", "n", patience=0.5)
     with pytest.raises(
         LinkError, match=r"nobody answers at 10\.0\.0\.1:8080; tried for 0\.5 s. What the node has finished is kept"
     ):
         run(node)
-    run(Node(InProcess(again), [client_of("a")], tmp_path / "other", "n"))
+    run(Node(InProcessLink(again), [client_of("a")], tmp_path / "other", "n"))
     assert again.round == 2
 
 
 def test_a_damaged_account_is_told_of_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=4)
-    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     file = tmp_path / "node" / "run" / "clients" / "a" / "client.json"
     assert json.loads(file.read_text())["client"] == "a"
     file.write_text(file.read_text()[:40])
-    run(Node(InProcess(server), [client_of("a")], tmp_path / "node", "n"))
+    run(Node(InProcessLink(server), [client_of("a")], tmp_path / "node", "n"))
     assert "client.json is damaged" in caplog.text
     assert json.loads(file.read_text())["client"] == "a"
 
@@ -481,7 +481,7 @@ def test_a_client_is_one_thing() -> None:
     with pytest.raises(FederatedError, match="needs one of module"):
         Client("a")
     with pytest.raises(FederatedError, match="two clients have one name"):
-        InThisProcess([client_of("a"), client_of("a")])
+        InProcessExecutor([client_of("a"), client_of("a")])
 
 
 def test_another_run_at_the_same_address_is_joined_by_a_new_node(tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ def test_another_run_at_the_same_address_is_joined_by_a_new_node(tmp_path: Path)
     second = Scripted(tmp_path / "second", beginning(), ("a",), rounds=1, steps=4)
     second.run = "another"
 
-    class Moving(InProcess):
+    class Moving(InProcessLink):
         def moved(self) -> None:
             self._server, self.blobs = second, second.blobs
 

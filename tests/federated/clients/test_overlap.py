@@ -23,7 +23,7 @@ from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.protocol import Fit
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 VALUES = 40_000
 PER_BYTE = 0.15 / (4 * VALUES)
@@ -40,7 +40,7 @@ def lived(
     folder: Path,
     federation: Federation,
     learners: Mapping[str, Stepper],
-    link: Callable[[InProcess], SlowLine] = SlowLine,
+    link: Callable[[InProcessLink], SlowLine] = SlowLine,
     nodes: Sequence[Sequence[str]] = (),
 ) -> tuple[dict[str, torch.Tensor], list[float], list[SlowLine]]:
     """A run with one node for each of ``nodes`` (by default one for all clients): weights, when rounds were committed, and lines."""
@@ -66,7 +66,7 @@ def lived(
     with server.opened() as run:
         threads = []
         for number, names in enumerate(nodes or [list(learners)]):
-            lines.append(link(InProcess(run.service)))
+            lines.append(link(InProcessLink(run.service)))
             threads.append(threading.Thread(target=work, args=(number, names), daemon=True))
         for thread in threads:
             thread.start()
@@ -136,7 +136,7 @@ def test_the_weights_know_nothing_of_lines_and_nodes(tmp_path: Path, fragments: 
         learners = {str(n): Stepper(pause) for n, pause in enumerate(pauses)}
         made = itertools.count()
 
-        def link(to: InProcess, per_byte: float = per_byte, made: Iterator[int] = made) -> SlowLine:
+        def link(to: InProcessLink, per_byte: float = per_byte, made: Iterator[int] = made) -> SlowLine:
             return SlowLine(to, per_byte if next(made) == 0 else 0.0)
 
         weights, _, _ = lived(tmp_path / name, federation, learners, link, nodes)
@@ -162,7 +162,7 @@ def test_a_line_that_stands_still_keeps_nobody_from_training(tmp_path: Path) -> 
                 "training waits for a line that it does not need"
             )
 
-        def link(to: InProcess, hold: Callable[[str], None] = hold) -> SlowLine:
+        def link(to: InProcessLink, hold: Callable[[str], None] = hold) -> SlowLine:
             line = SlowLine(to)
             line.blobs.on_up = hold
             return line
@@ -185,7 +185,7 @@ def test_the_next_weights_come_down_while_the_round_before_is_trained(tmp_path: 
         if order.round == 2 and step == order.steps - 1:
             assert fetched.wait(LIMIT), "what comes next is not fetched meanwhile"
 
-    def link(to: InProcess) -> SlowLine:
+    def link(to: InProcessLink) -> SlowLine:
         line = SlowLine(to)
         line.blobs.on_down = on_down
         return line
@@ -217,7 +217,7 @@ def test_what_is_late_is_not_sent_on_and_costs_no_later_round(tmp_path: Path) ->
 
     made = itertools.count()
 
-    def link(to: InProcess) -> SlowLine:
+    def link(to: InProcessLink) -> SlowLine:
         line = SlowLine(to)
         line.blobs.on_up = hold if next(made) == 0 else line.blobs.on_up
         return line

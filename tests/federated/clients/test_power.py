@@ -11,10 +11,10 @@ from tests.federated.clients.sites import Net, Rows, fit_order, weights_of
 
 from arclight.federated.blobs import folder
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.packing import write_blobs
-from arclight.federated.clients.state import ClientFolder
-from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_maker
-from arclight.federated.clients.work import Work
+from arclight.federated.blobs.manifest_io import write_blobs
+from arclight.federated.clients.client_store import ClientStore
+from arclight.federated.clients.executor import ClientRunner
+from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 from arclight.federated.errors import CancelledError
 from arclight.federated.protocol import Fit, Update
 
@@ -42,11 +42,11 @@ class Site:
     """The process that trains the client "c"."""
 
     def __init__(self, path: Path) -> None:
-        self.folder = ClientFolder(path / "c", "c", "r")
+        self.folder = ClientStore(path / "c", "c", "r")
         torch.manual_seed(11)
-        make = trainer_maker(accelerator="cpu")
+        make = trainer_factory(accelerator="cpu")
         self.learner = TrainerLearner(Net(), Rows(), make, path / "c", seed=5)
-        self.work, self.store = Work(self.learner, path / "c", "c"), FolderStore(path / "weights")
+        self.work, self.store = ClientRunner(self.learner, path / "c", "c"), FolderStore(path / "weights")
 
     def order(self, round: int, **more: object) -> Fit:
         """Rounds begin from the same weights: what others do to them is not what this is about."""

@@ -20,7 +20,7 @@ from tests.federated.clients.sites import (
 )
 
 from arclight import Callback
-from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_maker
+from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 from arclight.federated.errors import CancelledError, FederatedError, ProtocolError
 from arclight.optim.schedules import cosine
 
@@ -32,7 +32,7 @@ def quiet(steps: int, loss: float | None) -> None:
 
 
 def learner_of(folder: Path, module: Net, seed: int | None = 5, **options: Any) -> TrainerLearner:
-    return TrainerLearner(module, Rows(), trainer_maker(**{**CPU, **options}), folder, seed=seed)
+    return TrainerLearner(module, Rows(), trainer_factory(**{**CPU, **options}), folder, seed=seed)
 
 
 def rounds(
@@ -336,13 +336,13 @@ def test_loaders_will_do(tmp_path: Path) -> None:
     data = Rows()
     ends = []
     for number, given in enumerate((data, data.train_dataloader(), (data.train_dataloader(), data.val_dataloader()))):
-        learner = TrainerLearner(Net(), given, trainer_maker(**CPU), tmp_path / str(number), seed=5)
+        learner = TrainerLearner(Net(), given, trainer_factory(**CPU), tmp_path / str(number), seed=5)
         outcome = learner.fit(fit_order(1, 11, 0), begin, quiet)
         ends.append({key: outcome.tensors[key] for key in outcome.tensors})
     assert_equal(ends[0], ends[1])
     assert_equal(ends[0], ends[2])
     assert learner.evaluate(evaluate_order(1), begin).samples == 36
     with pytest.raises(FederatedError, match="has no validation_step or no validation data"):
-        TrainerLearner(Net(), data.train_dataloader(), trainer_maker(**CPU), tmp_path / "none").evaluate(
+        TrainerLearner(Net(), data.train_dataloader(), trainer_factory(**CPU), tmp_path / "none").evaluate(
             evaluate_order(1), begin
         )

@@ -18,7 +18,7 @@ from arclight.federated.rounds.tools import fork
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedAdam
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 CPU = {"accelerator": "cpu"}
 
@@ -28,7 +28,7 @@ def federated(folder: Path, federation: Federation, names: list[str], **trainer:
     server = Server(federation, Net(norm=True), folder=folder / "run", clients=names)
     clients = [Client(name, Net(norm=True), Rows(seed=len(name)), trainer={**CPU, **trainer}, seed=5) for name in names]
     with server.opened() as run:
-        node = Node(InProcess(run.service), clients, folder / "node", "n")
+        node = Node(InProcessLink(run.service), clients, folder / "node", "n")
         node.run()
         assert "done" in node.closed
     return server
@@ -62,7 +62,7 @@ def test_what_is_committed_goes_also_of_clients_that_are_not_drawn_again(tmp_pat
     server = Server(federation, {"w": torch.ones(3)}, folder=tmp_path / "run")
     clients = [Client(str(number), learner=lambda _: Quadratic(1.0)) for number in range(6)]
     with server.opened() as run:
-        Node(InProcess(run.service), clients, tmp_path / "node", "n").run()
+        Node(InProcessLink(run.service), clients, tmp_path / "node", "n").run()
         assert run.driver.wait(60)
     assert len({name for here in server.history for name in here.contributors}) > 2
     left = [path.name for path in (tmp_path / "node").rglob("finished/0*")]
@@ -93,7 +93,7 @@ def test_a_new_run_of_a_used_name_trains_anew(tmp_path: Path) -> None:
         torch.manual_seed(1)
         server = Server(federation, Net(), folder=tmp_path / str(number), run="run", clients=["a"])
         with server.opened() as run:
-            Node(InProcess(run.service), [client], tmp_path / "node", "n").run()
+            Node(InProcessLink(run.service), [client], tmp_path / "node", "n").run()
             bases.append((run.service.run, server.history[1].steps))
     assert bases[0][0] != bases[1][0]
     assert len([path for path in (tmp_path / "node").iterdir() if path.is_dir()]) == 2

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arclight.federated.blobs.manifest_io import Encoded, open_manifest, write_blobs
 from arclight.federated.blobs.memory import MemoryStore
-from arclight.federated.blobs.opening import open_manifest
-from arclight.federated.blobs.packing import Encoded, write_blobs
 from arclight.federated.codecs.encoding import decode, encode, encode_all, goes_raw
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK, from_table, to_table
 from arclight.federated.errors import BlobError, FederatedError, ProtocolError

@@ -13,7 +13,7 @@ from arclight.federated.coordination.settings import Buffered, Streaming, Waitin
 from arclight.federated.protocol import Close, Fit, Wait
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 CALM = Waiting(beat_every=20.0)
 
@@ -31,7 +31,8 @@ def test_a_buffered_run_weighs_stale_updates_less(tmp_path: Path) -> None:
     server = Server(federation, {"w": start}, folder=tmp_path / "run")
     with server.opened() as run:
         nodes = {
-            name: Script(InProcess(run.service), {name: Quadratic(to)}, f"node {name}") for name, to in targets.items()
+            name: Script(InProcessLink(run.service), {name: Quadratic(to)}, f"node {name}")
+            for name, to in targets.items()
         }
         orders = {}
         for name, node in nodes.items():
@@ -66,7 +67,7 @@ def test_a_streamed_run_steps_a_fragment_each_round_from_the_weights_of_the_roun
     start = {f"blocks.{n}.w": torch.full((3,), float(n + 2), dtype=torch.float64) for n in range(2)}
     server = Server(federation, start, folder=tmp_path / "run")
     with server.opened() as run:
-        node = Script(InProcess(run.service), {"0": Quadratic(0.0)}, "node")
+        node = Script(InProcessLink(run.service), {"0": Quadratic(0.0)}, "node")
         node.join()
         bases = []
         first = fit(node.ask())

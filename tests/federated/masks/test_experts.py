@@ -13,9 +13,17 @@ from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.errors import FederatedError
-from arclight.federated.masks.experts import assigned, expert_key, expert_of, merge, split, to_global, to_local
+from arclight.federated.masks.experts import (
+    assign_experts,
+    expert_key,
+    expert_of,
+    merge,
+    select_experts,
+    split,
+    to_global,
+)
 from arclight.federated.masks.settings import Experts, Masks
-from arclight.federated.masks.travel import Travel
+from arclight.federated.masks.transfer_mask import TransferMask
 
 
 @settings(max_examples=40, deadline=None)
@@ -42,7 +50,7 @@ def test_taken_apart_and_put_together_experts_are_the_same_bits(
 def test_a_smaller_models_experts_keep_their_numbers() -> None:
     whole = torch.randn(6, 2, 3)
     numbers = (1, 4, 5)
-    local = to_local(whole, numbers)
+    local = select_experts(whole, numbers)
     assert all(torch.equal(local[i], whole[n]) for i, n in enumerate(numbers))
     trained = local + 1
     parts = to_global(dict(split({"model/e.w": trained, "model/x": whole}.items(), ["model/e.w"])), numbers)
@@ -50,7 +58,7 @@ def test_a_smaller_models_experts_keep_their_numbers() -> None:
     after = merge(parts, {"model/e.w": whole})["model/e.w"]
     for number in range(6):
         assert torch.equal(after[number], whole[number] + 1 if number in numbers else whole[number])
-    assert torch.equal(to_local(after, numbers), trained)
+    assert torch.equal(select_experts(after, numbers), trained)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:
@@ -82,11 +90,11 @@ def test_keys_of_experts() -> None:
 def test_assignments(count: int, per_client: int, overlap: int, assign, round_: int) -> None:
     per_client = min(per_client, count)
     experts = Experts(per_client=per_client, overlap=min(overlap, per_client - 1), assign=assign, every=3)
-    given = [assigned(experts, count, 7, client, round_) for client in range(2 * count)]
+    given = [assign_experts(experts, count, 7, client, round_) for client in range(2 * count)]
     assert all(
         len(set(one)) == per_client and list(one) == sorted(one) and set(one) <= set(range(count)) for one in given
     )
-    assert given[1] == assigned(experts, count, 7, 1, round_ // 3 * 3)
+    assert given[1] == assign_experts(experts, count, 7, 1, round_ // 3 * 3)
     if assign == "fixed":
         assert set().union(*given) == set(range(count))
         if 2 * per_client - experts.overlap <= count:
@@ -96,31 +104,34 @@ def test_assignments(count: int, per_client: int, overlap: int, assign, round_: 
 def test_random_assignments_differ_by_client_round_and_seed_and_reach_all() -> None:
     experts = Experts(per_client=2, assign="random")
     draws = {
-        assigned(experts, 8, seed, client, number) for seed in (1, 2) for client in range(4) for number in range(20)
+        assign_experts(experts, 8, seed, client, number)
+        for seed in (1, 2)
+        for client in range(4)
+        for number in range(20)
     }
     assert len(draws) > 20
     counts = torch.zeros(8)
     for client in range(50):
         for number in range(20):
-            counts[list(assigned(experts, 8, 1, client, number))] += 1
+            counts[list(assign_experts(experts, 8, 1, client, number))] += 1
     assert counts.min() > 0.8 * counts.mean()
 
 
 def test_too_many_experts_are_refused() -> None:
     with pytest.raises(FederatedError, match="has 4 experts"):
-        assigned(Experts(per_client=5), 4, 0, 0, 0)
+        assign_experts(Experts(per_client=5), 4, 0, 0, 0)
     with pytest.raises(ValueError, match="overlap"):
         Experts(per_client=2, overlap=2)
 
 
 def test_each_experts_mean_is_over_the_samples_of_those_that_have_it() -> None:
     """Two clients share expert 1: by hand, (10 * 2 + 30 * 6) / 40 = 5; nobody has expert 3, which stays."""
-    travel = Travel(masks=Masks(experts=Experts(tensors=("e.w",), per_client=2)), names=("e.w", "router"))
+    travel = TransferMask(masks=Masks(experts=Experts(tensors=("e.w",), per_client=2)), names=("e.w", "router"))
     keys = ["model/e.w", "model/router"]
     contributions = []
     for client, numbers, value, samples in (("a", (0, 1), 2.0, 10), ("b", (1, 2), 6.0, 30)):
         model = {"model/e.w": torch.full((4, 2), value), "model/router": torch.full((4,), value)}
-        sent = Travel(masks=travel.masks, names=travel.names, experts=numbers).up(keys, 1)
+        sent = TransferMask(masks=travel.masks, names=travel.names, experts=numbers).up(keys, 1)
         assert sent == [*(f"model/e.w[{n}]" for n in numbers), "model/router"]
         parts = dict(split(model.items(), ["model/e.w"], numbers))
         contributions.append(Contribution(client=client, weight=samples, tensors={key: parts[key] for key in sent}))

@@ -10,10 +10,10 @@ import torch
 from tests.federated.clients.sites import Net, Rows, fit_order, weights_of
 
 from arclight import Callback, Module, Trainer
+from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.blobs.memory import MemoryStore
-from arclight.federated.blobs.packing import write_blobs
-from arclight.federated.clients.keeping import reconcile
-from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_maker
+from arclight.federated.clients.local_policy import clamp_adam_moments
+from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 from arclight.federated.protocol import Evaluate
 
 
@@ -38,7 +38,7 @@ class Site:
 
     def __init__(self, folder: Path, module: Module, **options: Any) -> None:
         self.module, self.first = module, First()
-        maker = trainer_maker(accelerator="cpu", callbacks=[self.first], **options)
+        maker = trainer_factory(accelerator="cpu", callbacks=[self.first], **options)
         self.learner = TrainerLearner(module, Rows(), maker, folder, seed=3)
 
     def train(self, number: int, weights: dict[str, torch.Tensor], **keep: Any) -> dict[str, torch.Tensor]:
@@ -177,10 +177,10 @@ def test_an_average_from_elsewhere_is_brought_back_to_what_gradients_allow() -> 
         w.grad = torch.tensor([1.0, 1.01**step, float(torch.randn((), generator=generator)), 0.0])
         adam.step()
         before = adam.state[w]["exp_avg"].clone()
-        reconcile([adam])
+        clamp_adam_moments([adam])
         assert torch.equal(adam.state[w]["exp_avg"], before)
     adam.state[w]["exp_avg"] += torch.tensor([0.0, 0.0, 1e3, 1e-3])
-    reconcile([adam])
+    clamp_adam_moments([adam])
     state = adam.state[w]
     assert torch.equal(state["exp_avg"][:2], before[:2])
     assert state["exp_avg"][2] == pytest.approx(7.27 * float(state["exp_avg_sq"][2].sqrt()), rel=1e-2)

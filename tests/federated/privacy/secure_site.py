@@ -9,7 +9,7 @@ from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 
 
 def main(address: str, folder: Path, name: str, goal: float) -> None:

@@ -14,14 +14,14 @@ import torch
 from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients.node import Node
-from arclight.federated.privacy.agreement import Keys
-from arclight.federated.privacy.masks import LETTER, Participant
+from arclight.federated.privacy.key_agreement import PublicKeys
+from arclight.federated.privacy.secure_aggregation import ENCRYPTED_SHARE_BYTES, Participant
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import Message, Secure, Secured
 from arclight.federated.server.secure_sums import SecureSumRelay, circle_of
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 Said = dict[str, Any]
 
@@ -68,7 +68,9 @@ class Sum:
                 continue
             circle = circle_of(self.settings, "run", 1, told.circle or ())
             keys = {
-                other: Keys(client=other, **{what: bytes.fromhex(said[what]) for what in ("mask", "cipher", "seal")})
+                other: PublicKeys(
+                    client=other, **{what: bytes.fromhex(said[what]) for what in ("mask", "cipher", "seal")}
+                )
                 for other, said in told.keys.items()
             }
             self.hear(name, letters={to: text.hex() for to, text in self.people[name].share(circle, keys).items()})
@@ -143,7 +145,7 @@ INSIDERS = {
     "no letters": without_letters,
     "letters of no hexadecimal": letters_that_are(lambda text: "g" + text[1:]),
     "letters cut short": letters_that_are(lambda text: text[:-2]),
-    "letters that nobody can open": letters_that_are(lambda text: "00" * LETTER),
+    "letters that nobody can open": letters_that_are(lambda text: "00" * ENCRYPTED_SHARE_BYTES),
     "lies about letters": liar,
 }  # fmt: skip
 
@@ -185,7 +187,7 @@ def test_wrong_parts_of_one_partner_are_left_out(tmp_path: Path) -> None:
 def test_one_bad_letter_costs_its_writer_the_round_and_not_its_reader(tmp_path: Path) -> None:
     def one(client: str, said: Said) -> Said:
         if client == "c003" and "letters" in said:
-            return {**said, "letters": {**said["letters"], "c000": "00" * LETTER}}
+            return {**said, "letters": {**said["letters"], "c000": "00" * ENCRYPTED_SHARE_BYTES}}
         return said
 
     here, _ = Sum(tmp_path / "secure.json", names(4), changed=one).played()
@@ -277,7 +279,7 @@ def test_what_a_waiting_client_costs_does_not_grow_with_the_clients(tmp_path: Pa
         round_.hear(round_.names[0], until="circle")
         size = round_.path.stat().st_size
         for name in round_.names[1:]:
-            said = {other: "00" * LETTER for other in round_.names if other != name}
+            said = {other: "00" * ENCRYPTED_SHARE_BYTES for other in round_.names if other != name}
             round_.hear(name, letters=said)
         round_.seconds = 0.0
         for _ in range(10):
@@ -331,7 +333,7 @@ def test_128_clients_sum_in_secret(tmp_path: Path) -> None:
         asked = Federation(clients=count, rounds=1, local_steps=2, evaluate_every=0, secure=secure)
         server = Server(asked, start, folder=folder)
         with server.opened() as run:
-            node = Node(InProcess(Watched(run.service)), sites, folder / "node", "n", ask=10.0)
+            node = Node(InProcessLink(Watched(run.service)), sites, folder / "node", "n", ask=10.0)
             node.run()
             assert run.driver.wait(60)
         return server

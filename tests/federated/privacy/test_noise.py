@@ -23,14 +23,14 @@ from arclight.federated.privacy.noise import (
     BudgetError,
     Ledger,
     Release,
-    budget,
-    folding,
-    order,
-    protect,
+    clip_and_add_noise,
+    noise_for_clients,
+    noisy_fold,
+    privacy_budget,
     spent_before,
 )
+from arclight.federated.privacy.random_stream import add_random_words, random_normals, random_words
 from arclight.federated.privacy.settings import Noise
-from arclight.federated.privacy.stream import add_words, normals, words
 from arclight.federated.settings import Federation
 
 SECRET = bytes(range(32))
@@ -52,24 +52,24 @@ def test_the_key_stream_is_that_of_the_standard() -> None:
     """RFC 8439, appendix A.1, test vector 1: key and nonce zero."""
     from unittest.mock import patch
 
-    with patch("arclight.federated.privacy.stream.hashlib.sha256") as hashed:
+    with patch("arclight.federated.privacy.random_stream.hashlib.sha256") as hashed:
         hashed.return_value.digest.return_value = bytes(32)
-        first = next(words(bytes(32), "")).tobytes()[:16]
+        first = next(random_words(bytes(32), "")).tobytes()[:16]
     assert first.hex() == "76b8e0ada0f13d90405d6ae55386bd28"
 
 
 def test_streams_differ_by_secret_and_label_and_adding_is_undone() -> None:
-    drawn = {next(words(key, label))[:4].tobytes() for key in (SECRET, bytes(32)) for label in ("a", "b")}
+    drawn = {next(random_words(key, label))[:4].tobytes() for key in (SECRET, bytes(32)) for label in ("a", "b")}
     assert len(drawn) == 4
     sums = torch.arange(100_000)
-    add_words(SECRET, "x", sums)
+    add_random_words(SECRET, "x", sums)
     assert not torch.equal(sums, torch.arange(100_000))
-    add_words(SECRET, "x", sums, -1)
+    add_random_words(SECRET, "x", sums, -1)
     assert torch.equal(sums, torch.arange(100_000))
 
 
 def test_normals_are_normal() -> None:
-    source = normals(SECRET, "x")
+    source = random_normals(SECRET, "x")
     drawn = np.concatenate([next(source).numpy() for _ in range(8)])
     assert stats.kstest(drawn, "norm").pvalue > 1e-3
     assert abs(np.corrcoef(drawn[:-1], drawn[1:])[0, 1]) < 0.01
@@ -79,7 +79,7 @@ def test_normals_are_normal() -> None:
 @pytest.mark.parametrize("count", [1, 5])
 def test_the_mean_gets_noise_of_the_size_asked_for(count: int) -> None:
     settings, given = Noise(clip=2.0, multiplier=0.5), clients(count)
-    mean = dict(folding(settings, SECRET)(given))
+    mean = dict(noisy_fold(settings, SECRET)(given))
     short = [
         Contribution(
             client=one.client,
@@ -91,9 +91,9 @@ def test_the_mean_gets_noise_of_the_size_asked_for(count: int) -> None:
     left = (mean["model/a"] - dict(Fold(short))["model/a"]).double().numpy() * count / (2.0 * 0.5)
     assert stats.kstest(left, "norm").pvalue > 1e-3
     assert mean["model/n"].item() == -2 - count, "counters get no noise"
-    again = dict(folding(settings, SECRET)(given))
+    again = dict(noisy_fold(settings, SECRET)(given))
     assert torch.equal(again["model/a"], mean["model/a"])
-    fresh = dict(folding(settings)(given))
+    fresh = dict(noisy_fold(settings)(given))
     assert not torch.equal(fresh["model/a"], mean["model/a"])
 
 
@@ -102,28 +102,30 @@ def test_a_client_moves_the_mean_by_no_more_than_its_part_of_the_clip() -> None:
     loud = Contribution(
         client="c3", weight=1, tensors={"model/a": torch.full((40_000,), 1e9), "model/n": torch.tensor(0)}
     )
-    one = dict(folding(settings, SECRET)(given))["model/a"]
-    other = dict(folding(settings, SECRET)([*given[:3], loud]))["model/a"]
+    one = dict(noisy_fold(settings, SECRET)(given))["model/a"]
+    other = dict(noisy_fold(settings, SECRET)([*given[:3], loud]))["model/a"]
     assert (one - other).double().norm().item() <= 2 * 1.0 / 4 * (1 + 1e-6)
 
 
 def test_clients_parts_make_the_noise_of_the_settings() -> None:
     settings = Noise(clip=3.0, multiplier=0.7, by="clients")
     federation = Federation(clients=6, noise=settings, weigh_by="equal", waiting=Waiting(quorum=1.0))
-    given, asked = clients(6), order(federation)["noise"]
+    given, asked = clients(6), noise_for_clients(federation)["noise"]
     sent = [
-        Contribution(client=one.client, weight=1, tensors=dict(protect(one.tensors.items, asked, bytes([k]) * 32)))
+        Contribution(
+            client=one.client, weight=1, tensors=dict(clip_and_add_noise(one.tensors.items, asked, bytes([k]) * 32))
+        )
         for k, one in enumerate(given)
     ]
-    mean = dict(folding(settings)(sent))["model/a"].double()
+    mean = dict(noisy_fold(settings)(sent))["model/a"].double()
     exact = sum(one.tensors["model/a"].double() * 3.0 / one.tensors["model/a"].double().norm() for one in given) / 6
     assert stats.kstest(((mean - exact) * 6 / (0.7 * 3.0)).numpy(), "norm").pvalue > 1e-3
     quiet = {**asked, "multiplier": 1e-12}
-    short = dict(protect({"model/a": torch.full((4,), 0.5)}.items, quiet))
+    short = dict(clip_and_add_noise({"model/a": torch.full((4,), 0.5)}.items, quiet))
     assert short["model/a"].tolist() == [0.5] * 4, "short changes stay as they are"
-    assert order(Federation(noise=Noise(clip=1, multiplier=1), weigh_by="equal")) == {}
+    assert noise_for_clients(Federation(noise=Noise(clip=1, multiplier=1), weigh_by="equal")) == {}
     early = Federation(clients=10, noise=settings, weigh_by="equal", waiting=Waiting(quorum=0.75))
-    assert order(early)["noise"]["least"] == 8
+    assert noise_for_clients(early)["noise"]["least"] == 8
 
 
 def exact_epsilon(sigma: float, delta: float) -> float:
@@ -160,14 +162,14 @@ def test_drawing_clients_by_chance_is_counted_only_where_it_is_by_chance() -> No
 
 def test_a_budget_is_not_overdrawn() -> None:
     noise = Noise(clip=1, multiplier=2.0, epsilon=8.0)
-    budget = Budget(noise=noise, clients=10, per_round=10)
-    paid = budget.rounds(500)
-    assert budget.epsilon(paid) <= 8.0 < budget.epsilon(paid + 1)
-    budget.check(paid)
+    privacy_budget = Budget(noise=noise, clients=10, per_round=10)
+    paid = privacy_budget.rounds(500)
+    assert privacy_budget.epsilon(paid) <= 8.0 < privacy_budget.epsilon(paid + 1)
+    privacy_budget.check(paid)
     with pytest.raises(BudgetError, match=rf"{paid + 1} rounds would spend .* it pays for {paid} rounds"):
-        budget.check(paid + 1)
+        privacy_budget.check(paid + 1)
     assert Budget(noise=Noise(clip=1, multiplier=1.0), clients=2, per_round=2).rounds(7) == 7
-    assert budget.epsilon(0) == 0
+    assert privacy_budget.epsilon(0) == 0
 
 
 def test_a_federation_says_how_its_noise_is_counted() -> None:
@@ -175,10 +177,10 @@ def test_a_federation_says_how_its_noise_is_counted() -> None:
     drawn = Federation(
         clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5), waiting=Waiting(quorum=1.0)
     )
-    assert budget(drawn, 20) == Budget(noise=noise, clients=20, per_round=5)
+    assert privacy_budget(drawn, 20) == Budget(noise=noise, clients=20, per_round=5)
     first = Federation(clients=20, noise=noise, weigh_by="equal", sampling=Sampling(per_round=5, over_provision=0.5))
-    assert budget(first, 20) == Budget(noise=noise, clients=20, per_round=5, by_chance=False)
-    assert budget(Federation(), 4) is None
+    assert privacy_budget(first, 20) == Budget(noise=noise, clients=20, per_round=5, by_chance=False)
+    assert privacy_budget(Federation(), 4) is None
     for table, said in (
         ({"send": "weights"}, "send"),
         ({"weigh_by": "samples"}, "weigh_by"),
@@ -191,7 +193,7 @@ def test_a_federation_says_how_its_noise_is_counted() -> None:
 
 
 def test_what_cannot_be_protected_is_refused() -> None:
-    make, given = folding(Noise(clip=1, multiplier=1)), clients(2)
+    make, given = noisy_fold(Noise(clip=1, multiplier=1)), clients(2)
     uneven = [*given, Contribution(client="z", weight=2, tensors=given[0].tensors)]
     moments = [Contribution(client="z", weight=1, tensors={"exp_avg/a": torch.zeros(3)})]
     cases: list[tuple[Any, str, str]] = [
@@ -209,7 +211,7 @@ def test_what_cannot_be_protected_is_refused() -> None:
 
 def test_noise_of_the_clients_is_not_added_again_by_the_server() -> None:
     given = clients(3)
-    quiet = dict(folding(Noise(clip=1e9, multiplier=1.0, by="clients"), SECRET)(given))
+    quiet = dict(noisy_fold(Noise(clip=1e9, multiplier=1.0, by="clients"), SECRET)(given))
     assert torch.equal(quiet["model/a"], dict(Fold(given))["model/a"])
 
 
@@ -239,6 +241,6 @@ def test_older_checkpoints_count_each_round_with_the_least_noise_it_can_have_had
 
 def test_counters_get_no_noise_however_much_there_is() -> None:
     given = clients(2)
-    mean = dict(folding(Noise(clip=1.0, multiplier=1e6), SECRET)(given))
+    mean = dict(noisy_fold(Noise(clip=1.0, multiplier=1e6), SECRET)(given))
     assert mean["model/n"].item() == -4
     assert mean["model/a"].abs().max() > 1e3

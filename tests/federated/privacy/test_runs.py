@@ -20,7 +20,7 @@ from arclight.federated.privacy.settings import Krum, Median, Noise, NormBound, 
 from arclight.federated.rounds.history import read_history
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Checks, Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4)}
 ANY = Checks(norm_times=0)
@@ -41,7 +41,7 @@ class Site:
 def trained(server: Server, goals: list[float]) -> Server:
     sites: list[Any] = [Site(str(k), goal) for k, goal in enumerate(goals)]
     with server.opened() as run:
-        node = Node(InProcess(run.service), sites, Path(server.folder) / "node", "n")
+        node = Node(InProcessLink(run.service), sites, Path(server.folder) / "node", "n")
         thread = threading.Thread(target=node.run, daemon=True)
         thread.start()
         thread.join(60)

@@ -18,7 +18,7 @@ from arclight import recipe
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients import Outcome
 from arclight.federated.clients.node import Node
-from arclight.federated.clients.securing import Identity, Securing
+from arclight.federated.clients.secure_sum_client import Identity, SecureSumClient
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import read
 from arclight.federated.coordination.records import RunEnded
@@ -26,9 +26,9 @@ from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.errors import ClientError, FederatedError, LinkError, ProtocolError, RefusedError
 from arclight.federated.masks.settings import Masks
-from arclight.federated.masks.travel import Travel
-from arclight.federated.privacy.agreement import Keys
-from arclight.federated.privacy.masks import Participant
+from arclight.federated.masks.transfer_mask import TransferMask
+from arclight.federated.privacy.key_agreement import PublicKeys
+from arclight.federated.privacy.secure_aggregation import Participant
 from arclight.federated.privacy.settings import SecureSum
 from arclight.federated.protocol import (
     Fit,
@@ -48,11 +48,11 @@ from arclight.federated.server.server import Server
 from arclight.federated.server.validation import Baseline, Expected, check
 from arclight.federated.settings import Checks, Federation
 from arclight.federated.transports import flower
-from arclight.federated.transports.guard import Guard
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.authentication import Authenticator
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.in_process import InProcess
 from arclight.federated.transports.keys import NodeKey, Registry
+from arclight.federated.transports.link import InProcessLink
 from arclight.federated.transports.settings import Limits, Listening
 
 START = {"w": torch.linspace(-1, 1, 3000).reshape(30, 100), "seen": torch.tensor(3)}
@@ -80,7 +80,7 @@ class Site:
 
 
 @dataclass
-class Tapped(InProcess):
+class Tapped(InProcessLink):
     """A link that keeps what goes over it."""
 
     service: Any
@@ -147,7 +147,7 @@ def test_a_secure_run_is_the_plain_one_and_shows_no_single_change(tmp_path: Path
 
 def test_a_node_cannot_speak_for_another_ones_client(tmp_path: Path) -> None:
     with Server(settings(), START, folder=tmp_path / "run").opened() as run:
-        link = InProcess(run.service)
+        link = InProcessLink(run.service)
         welcome = link.send(Join(node="n0", clients=("0",), process="p"))
         assert isinstance(welcome, Welcome)
         told = link.send(Secure(node="n0", session=welcome.session, client="0", round=1))
@@ -297,7 +297,7 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
         told = hear(name, until="circle")
         assert told.circle == tuple(names)
         given = {
-            other: Keys(client=other, **{what: bytes.fromhex(keys[what]) for what in ("mask", "cipher", "seal")})
+            other: PublicKeys(client=other, **{what: bytes.fromhex(keys[what]) for what in ("mask", "cipher", "seal")})
             for other, keys in told.keys.items()
         }
         hear(name, letters={to: text.hex() for to, text in person.share(circle, given).items()})
@@ -331,7 +331,7 @@ def test_a_server_that_is_started_again_still_opens_the_sum(tmp_path: Path) -> N
         restarted().open(1, ["a", "b"])
 
 
-class Cut(InProcess):
+class Cut(InProcessLink):
     """A line that is away when client 2 tells its second update."""
 
     def send(self, message: Message) -> Message:
@@ -394,7 +394,7 @@ def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None
     with Server(settings(secure=SecureSum(most_weight=10)), START, folder=tmp_path / "run").opened() as run:
         base = run.shelf.all()[-1].manifest
         asked = Expected(
-            base=base, weights={}, travel=Travel(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
+            base=base, weights={}, travel=TransferMask(masks=Masks()), round=1, steps=4, weigh_by="samples", masked=True,
             most_weight=10,
         )  # fmt: skip
         sent = Manifest(kind="update", tensors={}, blobs={}, base=base.digest)
@@ -409,7 +409,7 @@ def test_a_server_takes_no_weight_beyond_what_was_masked(tmp_path: Path) -> None
 
 def trained_here(server: Server, sites: list[Site]) -> None:
     with server.opened() as run:
-        node = Node(InProcess(run.service), list[Any](sites), Path(server.folder) / "node", "n", ask=1.0)
+        node = Node(InProcessLink(run.service), list[Any](sites), Path(server.folder) / "node", "n", ask=1.0)
         node.run()
         run.wait(60)
 
@@ -448,7 +448,9 @@ def test_clients_mask_with_those_alone_whose_nodes_have_signed(tmp_path: Path) -
             return Secured(over=True)
 
         with pytest.raises(ClientError) as raised:
-            Securing("a", fit, say, threading.Event(), 0.0, identity).masked(update, FolderStore(tmp_path), tmp_path)
+            SecureSumClient("a", fit, say, threading.Event(), 0.0, identity).masked(
+                update, FolderStore(tmp_path), tmp_path
+            )
         assert ("nothing is sent" in str(raised.value)) == (len(sent) == 1)
         return sent[-1]
 
@@ -472,7 +474,7 @@ def test_clients_mask_with_those_alone_whose_nodes_have_signed(tmp_path: Path) -
 def test_a_server_takes_no_keys_that_others_would_not_mask_with(tmp_path: Path) -> None:
     key = NodeKey.make(tmp_path / "a.key")
     (tmp_path / "nodes").write_text(key.line("a", ["0"]) + "\n")
-    guard = Guard(Registry(tmp_path / "nodes"), run="run-1")
+    guard = Authenticator(Registry(tmp_path / "nodes"), run="run-1")
     guard.joined(Join(node="a", clients=("0",)), Welcome(session="s", run="run-1", beat_every=1.0))
     said = {"mask": "00", "cipher": "01", "seal": "02"}
     signed = {**said, "signature": key.sign(keys_text("run-1", 2, 0, "0", said))}
@@ -485,7 +487,9 @@ def test_a_server_takes_no_keys_that_others_would_not_mask_with(tmp_path: Path) 
     ):
         with pytest.raises(ProtocolError, match=f"the keys of client {client} are not signed by the key of 'a'"):
             guard.check(Secure(node="a", session="s", client=client, round=number, keys=keys), "s", "")
-    Guard(None, run="run-1").joined(Join(node="a", clients=()), Welcome(session="s", run="run-1", beat_every=1.0))
+    Authenticator(None, run="run-1").joined(
+        Join(node="a", clients=()), Welcome(session="s", run="run-1", beat_every=1.0)
+    )
 
 
 def test_nodes_that_know_each_other_sum_over_http(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from arclight.federated.rounds.history import NAME, GrowingFile, History, Histor
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 from arclight.trainer.loggers.csv_logger import read_metrics
 
 START = {"w": torch.zeros(10)}
@@ -48,7 +48,7 @@ def served(
     )  # type: ignore[arg-type]
     server = Server(settings, START, folder=folder, evaluate=lambda weights: {"loss": float(weights["w"].sum())})
     with server.opened() as run:
-        Script(InProcess(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
+        Script(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work(until)
         if run.coordinator.state.ended is not None:
             assert run.driver.wait(60)
     return server
@@ -78,7 +78,7 @@ def test_a_late_round_costs_what_an_early_one_did(tmp_path: Path) -> None:
     settings = Federation(clients=2, rounds=60, local_steps=1, evaluate_every=0, keep_rounds=0, waiting=CALM)
     server = Server(settings, START, folder=folder, told=told)
     with server.opened() as run:
-        Script(InProcess(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()
+        Script(InProcessLink(run.service), {name: Moving(1.0) for name in ("0", "1")}).work()
         assert run.driver.wait(60)
     for early, late in zip(sizes[10], sizes[60], strict=True):
         assert late < 1.1 * early + 50, sizes

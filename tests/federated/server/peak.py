@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from arclight.federated import strategies
-from arclight.federated.blobs.packing import write_blobs
+from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.protocol import Ask, Close, Evaluate, Fit, Join, Receipt, Update, Welcome
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 
 def peak() -> float:
@@ -45,7 +45,7 @@ def main(megabytes: int, clients: int, strategy: str) -> None:
     server = Server(given, start, folder=Path(folder.name) / "run")
     with server.opened() as run:
         done = threading.Event()
-        link = InProcess(run.service)
+        link = InProcessLink(run.service)
         session = link.send(Join(node="n", clients=tuple(map(str, range(clients))), process="p"))
         assert isinstance(session, Welcome), pid
         while not done.is_set():

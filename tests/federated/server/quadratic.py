@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.opening import open_manifest
-from arclight.federated.blobs.packing import Encoded, write_blobs
+from arclight.federated.blobs.manifest_io import Encoded, open_manifest, write_blobs
 from arclight.federated.clients import Outcome
-from arclight.federated.clients.keeping import Keep
+from arclight.federated.clients.local_policy import LocalPolicy
 from arclight.federated.codecs.encoding import decode, encode
 from arclight.federated.codecs.settings import from_table
 from arclight.federated.coordination.settings import Waiting
@@ -56,7 +55,7 @@ class Quadratic:
             self.steps += 1
             progress(step + 1, None)
         if order.fragment is not None:
-            now = {key: now[key] for key in Keep.of(order).travel.up(now, order.round)}
+            now = {key: now[key] for key in LocalPolicy.of(order).travel.up(now, order.round)}
         return Outcome(
             tensors=now,
             samples=self.samples * order.steps,

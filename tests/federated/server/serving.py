@@ -23,7 +23,7 @@ from arclight.federated.clients.node import Node
 from arclight.federated.rounds.history import read_history
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.settings import Listening
 
 LIMIT = 120.0

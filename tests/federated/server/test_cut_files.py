@@ -16,7 +16,7 @@ from arclight.federated.protocol import Fit
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedMomentum
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 SETTINGS = Federation(
     clients=2, rounds=3, local_steps=1, strategy=FedMomentum(), down=Int8(), keep_rounds=2, waiting=CALM
@@ -33,7 +33,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped in its third round, with one update of it here."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     with Server(SETTINGS, START, folder=folder).opened() as run:
-        script = Script(InProcess(run.service), learners())
+        script = Script(InProcessLink(run.service), learners())
         order = script.work(until=lambda message: isinstance(message, Fit) and message.round == 3)
         assert isinstance(order, Fit)
         assert script.send(script.trained(order)).accepted
@@ -81,7 +81,7 @@ def test_each_file_of_a_run_may_be_cut_at_any_boundary(stopped: Path, tmp_path: 
 def goes_on(folder: Path) -> bool:
     server = Server(SETTINGS, folder=folder)
     with server.opened() as run:
-        Script(InProcess(run.service), learners()).work()
+        Script(InProcessLink(run.service), learners()).work()
         assert run.driver.wait(60)
         if run.driver.ended is not None and run.driver.ended.failed:
             raise FederatedError(run.driver.ended.why)

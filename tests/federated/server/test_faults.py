@@ -23,9 +23,9 @@ from arclight.federated.protocol import Ask, Close, Fit, Join, Leave, Message, R
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
 from arclight.federated.strategies import FedNesterov
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(5)}
 
@@ -41,7 +41,7 @@ def both() -> dict[str, Quadratic]:
 def undisturbed(folder: Path) -> list[str]:
     server = Server(settings(), START, folder=folder / "undisturbed")
     with server.opened() as run:
-        Script(InProcess(run.service), both()).work()
+        Script(InProcessLink(run.service), both()).work()
         assert run.driver.wait(60)
     return [here.base for here in server.history]
 
@@ -69,7 +69,7 @@ def test_a_journal_without_room_pauses_the_run_until_there_is_some(
     server = Server(settings(), START, folder=tmp_path / "run", inject=disk)
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
-        Script(InProcess(run.service), learners).work()
+        Script(InProcessLink(run.service), learners).work()
         assert run.driver.wait(60)
     assert disk.left == 0
     assert "goes on when there is room" in caplog.text
@@ -95,7 +95,7 @@ def test_rounds_and_blobs_without_room_wait_for_it(
     learners = both()
     with caplog.at_level(logging.WARNING), server.opened() as run:
         left[0] = 2
-        script = Script(InProcess(run.service), learners)
+        script = Script(InProcessLink(run.service), learners)
         script.join()
         while not isinstance(order := script.ask(), Close):
             if isinstance(order, Fit):
@@ -126,7 +126,7 @@ def test_what_a_run_begins_with_waits_for_room(
     with caplog.at_level(logging.WARNING), server.opened() as run:
         assert left == [0]
         assert "the beginning of run run waits, and goes on when there is room" in caplog.text
-        Script(InProcess(run.service), both()).work()
+        Script(InProcessLink(run.service), both()).work()
         assert run.driver.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
@@ -152,7 +152,7 @@ def test_the_order_of_arrival_and_the_transport_leave_no_trace(tmp_path: Path) -
             over_http = number % 2 == 1
             nodes = {
                 name: Script(
-                    HttpLink(http.address, tmp_path / f"{number}{name}") if over_http else InProcess(run.service),
+                    HttpLink(http.address, tmp_path / f"{number}{name}") if over_http else InProcessLink(run.service),
                     {name: learners[name]},
                     name=f"node {name}",
                 )
@@ -178,7 +178,7 @@ def _fit(script: Script) -> Fit:
 def test_a_second_process_of_one_name_waits_and_the_first_goes_on(tmp_path: Path) -> None:
     server = Server(settings(waiting=Waiting(beat_every=0.1)), START, folder=tmp_path / "run")
     with server.opened() as run:
-        link = InProcess(run.service)
+        link = InProcessLink(run.service)
         first, second = Script(link, both()), Script(link, both())
         first.join()
         order = first.ask()
@@ -211,7 +211,7 @@ def test_asks_and_beats_are_answered_while_a_round_is_folded(tmp_path: Path) -> 
 
     server = Server(settings(), START, folder=tmp_path / "run", evaluate=evaluate)
     with server.opened() as run:
-        script = Script(InProcess(run.service), both())
+        script = Script(InProcessLink(run.service), both())
         script.join()
         assert going.wait(60)  # the worker is at the weights that the run begins with
         order = script.ask(wait=1.0)
@@ -229,7 +229,7 @@ def test_an_ask_that_was_held_while_the_server_stood_still_is_answered(
     server = Server(settings(rounds=1), START, folder=tmp_path / "run")
     with server.opened() as run:
         monkeypatch.setattr("arclight.federated.server.runtime.time.monotonic", lambda: real() + passed[0])
-        script = Script(InProcess(run.service), both())
+        script = Script(InProcessLink(run.service), both())
         script.join()
         orders = [order for order in (script.ask(), script.ask()) if isinstance(order, Fit)]
         held = threading.Thread(target=lambda: answers.append(script.ask(having=orders)))
@@ -260,7 +260,7 @@ def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_jou
 
     monkeypatch.setattr(Coordinator, "apply", apply)
     with Server(settings(), START, folder=tmp_path / "run").opened() as run:
-        script = Script(InProcess(run.service), both())
+        script = Script(InProcessLink(run.service), both())
         with pytest.raises(
             BrokenError, match=r"UpdateChecked is in the journal .*ZeroDivisionError: a speed of nothing"
         ):
@@ -271,7 +271,7 @@ def test_a_decision_that_cannot_be_followed_stops_the_server_at_once_and_the_jou
             script.ask()
     server = Server(settings(), folder=tmp_path / "run")
     with server.opened() as run:
-        Script(InProcess(run.service), both()).work()
+        Script(InProcessLink(run.service), both()).work()
         assert run.driver.wait(60)
     assert [here.base for here in server.history] == undisturbed(tmp_path)
 
@@ -280,7 +280,7 @@ def test_a_server_that_was_started_again_ends_when_the_nodes_of_all_clients_have
     with Server(settings(), START, folder=tmp_path / "run").opened():
         pass
     with Server(settings(), folder=tmp_path / "run").opened() as run:
-        script = Script(InProcess(run.service), both())
+        script = Script(InProcessLink(run.service), both())
         script.work()
         assert run.driver.wait(60)
         script.send(Leave(node=script.name, session=script.session))

@@ -39,7 +39,7 @@ from arclight.federated.protocol import (
 from arclight.federated.server.server import Server
 from arclight.federated.server.server_run import ServerRun
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 7, 1 << 31, 1 << 53, (1 << 62), -(1 << 62), 1 << 63, 10**400, -1.0, 5e-324, 1e308, -1e308,
@@ -57,7 +57,7 @@ class Target:
     orders: list[Fit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.script = Script(InProcess(self.run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        self.script = Script(InProcessLink(self.run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
 
     def honest(self, kind: type[Message]) -> Message:
         """A message of that kind that the server would take now, or a little earlier."""

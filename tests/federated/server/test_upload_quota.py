@@ -24,9 +24,9 @@ from arclight.federated.server import published_weights, service
 from arclight.federated.server.server import Server
 from arclight.federated.server.server_run import ServerRun
 from arclight.federated.settings import Checks, Federation
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 START = {"w": torch.linspace(-1, 1, 300_000)}
 ROOM = 2 * (2 * 1_200_000 + (1 << 20))
@@ -221,7 +221,7 @@ def test_an_update_that_is_like_the_one_before_does_not_go_with_it(tmp_path: Pat
             return asked[-1]
 
         run.driver.spooled = slowly  # type: ignore[method-assign]
-        node = Script(InProcess(run.service), {"0": Quadratic(1.0)})
+        node = Script(InProcessLink(run.service), {"0": Quadratic(1.0)})
         node.join()
         for number in (1, 2):
             order = _fit(node)

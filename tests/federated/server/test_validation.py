@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.federated.server.quadratic import CALM, Quadratic, Script
 
-from arclight.federated.blobs.packing import Encoded, write_blobs
+from arclight.federated.blobs.manifest_io import Encoded, write_blobs
 from arclight.federated.clients import Outcome
 from arclight.federated.errors import ProtocolError
 from arclight.federated.protocol import Beat, Close, Evaluate, Evaluated, Failed, Fit, Receipt, Update, read
@@ -25,7 +25,7 @@ from arclight.federated.server.server import Server
 from arclight.federated.server.server_run import ServerRun
 from arclight.federated.server.validation import Validated, check
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 START = {"w": torch.linspace(-1, 1, 12).reshape(3, 4), "b": torch.ones(5)}
 
@@ -66,7 +66,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     server = Server(Federation(clients=2, rounds=2, local_steps=4, waiting=CALM), START, folder=tmp_path / "run")
     with server.opened() as run:
-        script = Script(InProcess(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        script = Script(InProcessLink(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
         script.join()
         order = script.ask()
         assert isinstance(order, Fit)
@@ -182,8 +182,8 @@ def test_a_node_is_not_heard_about_clients_of_others(tmp_path: Path) -> None:
         folder=tmp_path / "run",
     )
     with server.opened() as run:
-        own = Script(InProcess(run.service), {"0": Quadratic(1.0)}, name="own")
-        other = Script(InProcess(run.service), {"1": Quadratic(-3.0)}, name="other")
+        own = Script(InProcessLink(run.service), {"0": Quadratic(1.0)}, name="own")
+        other = Script(InProcessLink(run.service), {"1": Quadratic(-3.0)}, name="other")
         own.join()
         other.join()
         about = {"node": "own", "session": own.session, "client": "1"}
@@ -206,7 +206,7 @@ def test_a_measurement_that_cannot_be_averaged_does_not_end_the_run(tmp_path: Pa
     settings = Federation(clients=2, rounds=2, local_steps=4, evaluate_on="clients", waiting=CALM)
     server = Server(settings, START, folder=tmp_path / "run")
     with server.opened() as run:
-        script = Script(InProcess(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
+        script = Script(InProcessLink(run.service), {"0": Quadratic(1.0), "1": Quadratic(-3.0)})
         script.join()
         order = script.work(lambda message: isinstance(message, Evaluate))
         assert isinstance(order, Evaluate)
@@ -270,7 +270,7 @@ def test_as_many_updates_are_checked_at_once_as_there_are_processors(
     settings = Federation(clients=6, rounds=1, local_steps=4, evaluate_every=0, waiting=CALM)
     server = Server(settings, START, folder=tmp_path / "run")
     with server.opened() as run, ThreadPoolExecutor(6) as pool:
-        scripts = [Script(InProcess(run.service), {str(n): Quadratic(1.0)}, name=f"n{n}") for n in range(6)]
+        scripts = [Script(InProcessLink(run.service), {str(n): Quadratic(1.0)}, name=f"n{n}") for n in range(6)]
         for done in [pool.submit(script.work) for script in scripts]:
             assert isinstance(done.result(), Close)
     assert len(seen) == 6

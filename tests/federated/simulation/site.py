@@ -12,10 +12,10 @@ from tests.federated.server.quadratic import Quadratic
 
 from arclight.federated.clients import Outcome
 from arclight.federated.clients.client import Client
-from arclight.federated.clients.keeping import Keep
+from arclight.federated.clients.local_policy import LocalPolicy
 from arclight.federated.clients.node import Node
 from arclight.federated.protocol import Fit
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 
 
 class Sleeper(Quadratic):
@@ -33,7 +33,7 @@ class Sleeper(Quadratic):
             progress(step + 1, None)
         time.sleep(self.pause)
         draw = torch.Generator().manual_seed(order.seed)  # equal updates would be sent once
-        sent = Keep.of(order).travel.up(weights, order.round)
+        sent = LocalPolicy.of(order).travel.up(weights, order.round)
         now = {key: weights[key] + 0.01 * torch.randn(weights[key].shape, generator=draw) for key in sent}
         return Outcome(tensors=now, samples=order.steps, tokens=0, steps=order.steps, metrics={"train/loss": 1.0})
 

@@ -22,7 +22,7 @@ from arclight.federated.coordination.settings import Streaming, Waiting
 from arclight.federated.rounds.history import Round
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.simulation.settings import Costs, Fleet, Links, Speeds
+from arclight.federated.simulation.fleet import Costs, Fleet, Links, Speeds
 from arclight.federated.simulation.simulate import simulate
 from arclight.federated.transports.http_server import HttpServer
 

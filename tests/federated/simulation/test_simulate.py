@@ -11,7 +11,7 @@ import pytest
 from arclight.federated.codecs.settings import Int8
 from arclight.federated.coordination.settings import Buffered, Sampling, Streaming, Waiting
 from arclight.federated.settings import Federation
-from arclight.federated.simulation.settings import Costs, Fleet, Links, Speeds
+from arclight.federated.simulation.fleet import Costs, Fleet, Links, Speeds
 from arclight.federated.simulation.simulate import simulate
 from arclight.federated.simulation.sizes import Sizes
 
@@ -140,7 +140,7 @@ import resource, sys
 from arclight.federated.codecs.settings import Int8
 from arclight.federated.coordination.settings import Sampling, Waiting
 from arclight.federated.settings import Federation
-from arclight.federated.simulation.settings import Fleet, Links, Speeds
+from arclight.federated.simulation.fleet import Fleet, Links, Speeds
 from arclight.federated.simulation.simulate import simulate
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 result = simulate(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from arclight.federated.blobs.manifest_io import write_blobs
 from arclight.federated.blobs.memory import MemoryStore
-from arclight.federated.blobs.packing import write_blobs
 from arclight.federated.codecs.encoding import encode
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Raw, TopK
 from arclight.federated.coordination.settings import Streaming

@@ -25,8 +25,8 @@ from arclight.federated.clients.client import Client
 from arclight.federated.clients.node import Node
 from arclight.federated.errors import BlobError, LinkError, SessionError
 from arclight.federated.protocol import Beat, Join, Receipt, Welcome
-from arclight.federated.transports import http_blobs
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports import http_client
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.keys import NodeKey, make_certificate
 
@@ -82,7 +82,7 @@ def cut_at(line: Line, up: bool, *places: int) -> None:
 def test_a_broken_upload_goes_on(
     line: Line, link: HttpLink, store: FolderStore, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_blobs, "PART", part)
+    monkeypatch.setattr(http_client, "PART", part)
     cut_at(line, True, 2_000_000, 4_500_000, 5_500_000)
     link.blobs.put(DIGEST, BYTES)
     assert store.file(DIGEST).read_bytes() == BYTES
@@ -92,7 +92,7 @@ def test_a_broken_upload_goes_on(
 
 def test_parts_are_hashed_as_they_come(link: HttpLink, store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server does not read again what it has, for each part; and lets go of what nobody goes on with."""
-    monkeypatch.setattr(http_blobs, "PART", 500_000)
+    monkeypatch.setattr(http_client, "PART", 500_000)
     begun: list[str] = []
     receive = FolderStore.receive
     monkeypatch.setattr(FolderStore, "receive", lambda self, digest: begun.append(digest) or receive(self, digest))  # type: ignore[func-returns-value]
@@ -290,7 +290,7 @@ def test_a_node_killed_while_it_sends_goes_on_from_there(
         import sys
         from pathlib import Path
         from arclight.federated.protocol import Join
-        from arclight.federated.transports.http_link import HttpLink
+        from arclight.federated.transports.http_client import HttpLink
         link = HttpLink(sys.argv[1], Path(sys.argv[2]))
         link.send(Join(node="b", clients=()))
         link.blobs.put(sys.argv[3], Path(sys.argv[4]))

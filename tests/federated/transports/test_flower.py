@@ -23,7 +23,7 @@ from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.transports import flower
 from arclight.federated.transports.flower_folder import write_app
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 
 needs_flower = pytest.mark.skipif(not installed(), reason=ABSENT)
 BUILDING = "from tests.federated.transports.quadratics import client, server\n"
@@ -54,7 +54,7 @@ def in_process(folder: Path, rounds: int = 3) -> Server:
     server = quadratics.server(folder, {"rounds": rounds})
     with server.opened() as run:
         clients = [quadratics.client(name, {}) for name in quadratics.TARGETS]
-        node = Node(InProcess(run.service), clients, folder / "node", "all")
+        node = Node(InProcessLink(run.service), clients, folder / "node", "all")
         thread = threading.Thread(target=node.run, daemon=True)
         thread.start()
         assert run.driver.wait(60), "the run in this process has not ended after 60 s"

@@ -19,7 +19,7 @@ import pytest
 from tests.federated.transports.standin import StandIn
 
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.incoming import Incoming
+from arclight.federated.blobs.partial_blob import PartialBlob
 from arclight.federated.protocol import Ask, Beat, Join, Message, Wait, Welcome, read
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.settings import Limits, Listening
@@ -307,7 +307,7 @@ def test_the_rest_of_an_upload_that_is_refused_is_passed_over(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(Incoming, "write", full)
+    monkeypatch.setattr(PartialBlob, "write", full)
     head = running.head("PUT", f"/v1/blobs/{DIGEST}", size)
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as line, line.makefile("rb") as back:
         line.sendall(head + b"x" * 200_000)

@@ -14,7 +14,7 @@ def run(code: str) -> str:
 
 def test_nothing_is_imported_before_it_is_used() -> None:
     code = (
-        "import sys, arclight.federated.transports.http_link, arclight.federated.transports.http_server\n"
+        "import sys, arclight.federated.transports.http_client, arclight.federated.transports.http_server\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
     assert run(code) == "[]\n"
@@ -31,7 +31,7 @@ def test_what_is_missing_is_named_with_its_extra() -> None:
         "from pathlib import Path\n"
         "sys.modules['urllib3'] = None\n"
         "from arclight.fabric.extras import MissingExtraError\n"
-        "from arclight.federated.transports.http_link import HttpLink\n"
+        "from arclight.federated.transports.http_client import HttpLink\n"
         "try:\n"
         "    HttpLink('http://127.0.0.1:1', Path(tempfile.mkdtemp()))\n"
         "except MissingExtraError as error:\n"

@@ -22,12 +22,12 @@ from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.errors import FederatedError, LinkError, ProtocolError, UntrustedError
 from arclight.federated.protocol import Join, Message, Welcome, read
 from arclight.federated.transports import http_server, keys
-from arclight.federated.transports.guard import Guard, signed_text
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.authentication import Authenticator, signed_text
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
 from arclight.federated.transports.keys import Certificate, NodeKey, Registry, fingerprint_of, make_certificate
 from arclight.federated.transports.settings import Listening
-from arclight.federated.transports.trust import check_certificate, explained
+from arclight.federated.transports.tls import check_certificate, explain_link_error
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_why_a_certificate_is_not_believed_is_explained(
         with pytest.raises(UntrustedError) as raised:
             link.send(Join(node="a", clients=()))
         link.close()
-        told = explained(raised.value, served.address)
+        told = explain_link_error(raised.value, served.address)
     assert isinstance(told, UntrustedError)
     assert words in str(told)
 
@@ -197,12 +197,12 @@ def test_tls_where_there_is_none_and_none_where_there_is_are_told(tls: bool, mad
         with pytest.raises(LinkError) as raised:
             link.send(Join(node="a", clients=()))
         link.close()
-        told = explained(raised.value, wrong)
+        told = explain_link_error(raised.value, wrong)
         right = LinkError("it is only slow")
-        assert explained(right, served.address) is right
+        assert explain_link_error(right, served.address) is right
     assert isinstance(told, UntrustedError)
     assert ("speaks TLS: join https://" if tls else "does not speak TLS") in str(told)
-    assert explained(raised.value, wrong) is raised.value, "nobody is there any more"
+    assert explain_link_error(raised.value, wrong) is raised.value, "nobody is there any more"
 
 
 def test_a_program_that_is_no_server_of_ours_is_told(tmp_path: Path) -> None:
@@ -283,9 +283,9 @@ def test_a_registered_node_joins_and_others_do_not(
 
 
 def test_a_challenge_is_signed_once_with_the_whole_message(key: NodeKey, nodes: Path) -> None:
-    guard = Guard(Registry(nodes))
+    guard = Authenticator(Registry(nodes))
     join = Join(node="a", clients=("left",), key=key.public)
-    assert Guard(None).challenge() != Guard(None).challenge()
+    assert Authenticator(None).challenge() != Authenticator(None).challenge()
 
     def signed(challenge: str) -> Join:
         return replace(join, signature=key.sign(signed_text(join, challenge)))
@@ -310,7 +310,7 @@ def test_a_challenge_is_signed_once_with_the_whole_message(key: NodeKey, nodes: 
 
 def test_a_join_is_for_one_server_and_one_run(key: NodeKey, nodes: Path) -> None:
     """Somebody who shows a certificate of their own passes on another server's challenge, and then what the node has signed."""
-    honest = Guard(Registry(nodes), fingerprint="b" * 64, run="run-1")
+    honest = Authenticator(Registry(nodes), fingerprint="b" * 64, run="run-1")
     challenge = honest.challenge()
 
     def signed(**said: str) -> Join:
@@ -345,7 +345,7 @@ def test_a_node_signs_for_the_certificate_that_it_sees(
 
 
 def test_challenges_cost_nothing_and_push_nobody_out(key: NodeKey, nodes: Path) -> None:
-    guard = Guard(Registry(nodes))
+    guard = Authenticator(Registry(nodes))
     join, first = Join(node="a", clients=("left",), key=key.public), guard.challenge()
     before = sys.getsizeof(vars(guard)), sum(sys.getsizeof(value) for value in vars(guard).values())
     for _ in range(2000):
@@ -428,7 +428,7 @@ def test_keys_that_may_speak_for_any_client_are_named_in_the_log(
 def test_a_challenge_grows_old(key: NodeKey, nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
-    guard = Guard(Registry(nodes))
+    guard = Authenticator(Registry(nodes))
     join = Join(node="a", clients=("left",), key=key.public)
     challenge = guard.challenge()
     join = replace(join, signature=key.sign(signed_text(join, challenge)))

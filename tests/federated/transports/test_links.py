@@ -20,11 +20,10 @@ from arclight.federated.blobs.object_store import ObjectStore
 from arclight.federated.blobs.transfer import transfer
 from arclight.federated.errors import BlobError, ProtocolError, SessionError
 from arclight.federated.protocol import Ask, Beat, Close, Doing, Entry, Join, Manifest, Receipt, Update, Wait, Welcome
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.in_process import InProcess
 from arclight.federated.transports.keys import NodeKey, make_certificate
-from arclight.federated.transports.link import Link
+from arclight.federated.transports.link import InProcessLink, Link
 from arclight.federated.transports.settings import Listening
 
 BYTES = os.urandom(5_000_000)
@@ -40,7 +39,7 @@ class Pair:
 @contextmanager
 def in_process(folder: Path) -> Iterator[Pair]:
     server = StandIn(FolderStore(folder / "server"))
-    yield Pair(InProcess(server), server)
+    yield Pair(InProcessLink(server), server)
 
 
 @contextmanager

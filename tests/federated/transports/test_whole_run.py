@@ -19,27 +19,26 @@ from arclight.federated.clients.node import Node
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server import Server
 from arclight.federated.settings import Federation
-from arclight.federated.transports.http_link import HttpLink
+from arclight.federated.transports.http_client import HttpLink
 from arclight.federated.transports.http_server import HttpServer
-from arclight.federated.transports.in_process import Answers, InProcess
 from arclight.federated.transports.keys import NodeKey, make_certificate
-from arclight.federated.transports.link import Link
+from arclight.federated.transports.link import InProcessLink, Link, ServerApi
 from arclight.federated.transports.settings import Listening
 
 CLIENTS = ("left", "middle", "right")
 Links = Callable[[str], Link]
 
 
-def in_process(service: Answers, folder: Path, stack: ExitStack) -> Links:
-    return lambda node: InProcess(service)
+def in_process(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
+    return lambda node: InProcessLink(service)
 
 
-def http(service: Answers, folder: Path, stack: ExitStack) -> Links:
+def http(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
     served = stack.enter_context(HttpServer(service))
     return lambda node: HttpLink(served.address, folder / node / "fetched", patience=30)
 
 
-def https(service: Answers, folder: Path, stack: ExitStack) -> Links:
+def https(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
     made = make_certificate(folder / "keys", ["127.0.0.1"])
     keys = {node: NodeKey.make(folder / f"{node}.key") for node in ("a", "b")}
     nodes = folder / "nodes"
@@ -51,7 +50,7 @@ def https(service: Answers, folder: Path, stack: ExitStack) -> Links:
     )
 
 
-def http_that_breaks(service: Answers, folder: Path, stack: ExitStack) -> Links:
+def http_that_breaks(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
     """About every 25th piece of what passes, whichever way, ends the connection."""
     served = stack.enter_context(HttpServer(service))
     line = Line(served.port)
@@ -66,7 +65,7 @@ def _check_broken(line: Line) -> None:
     assert line.connections > 10, "nothing was broken"
 
 
-def http_and_object_store(service: Answers, folder: Path, stack: ExitStack) -> Links:
+def http_and_object_store(service: ServerApi, folder: Path, stack: ExitStack) -> Links:
     """The server tells nodes where blobs are; its own line carries none."""
     served = stack.enter_context(HttpServer(service))
     line = Line(served.port)

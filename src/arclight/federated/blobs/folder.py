@@ -18,8 +18,8 @@ from typing import Literal
 from arclight.checkpoint.files import HashedFile
 from arclight.fabric import replacing
 from arclight.fabric.replacing import replace_text
-from arclight.federated.blobs.digests import checked, missing, not_it, pieces_of
-from arclight.federated.blobs.incoming import Incoming, telling_of_room
+from arclight.federated.blobs.blob_store import check_digest, missing_blob, read_pieces, wrong_content
+from arclight.federated.blobs.partial_blob import PartialBlob, explain_no_space
 from arclight.federated.errors import BlobError
 
 Durable = Literal["all", "made", "none"]
@@ -70,12 +70,12 @@ class FolderStore:
             return None
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
-        return pieces_of(self.file(digest), offset, length)
+        return read_pieces(self.file(digest), offset, length)
 
     def file(self, digest: str) -> Path:
         path = self._path(digest)
         if not path.exists():
-            raise missing(digest, self.folder)
+            raise missing_blob(digest, self.folder)
         return path
 
     def put(self, digest: str, source: Path | bytes) -> None:
@@ -90,10 +90,10 @@ class FolderStore:
             if seen.st_dev == self.folder.stat().st_dev:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
                 if found != digest:
-                    raise not_it(digest, found, seen.st_size)
+                    raise wrong_content(digest, found, seen.st_size)
                 if self._link(digest, source, seen):
                     return
-        self._copy(digest, pieces_of(source))
+        self._copy(digest, read_pieces(source))
 
     def adopt(self, digest: str, path: Path) -> None:
         """Keep a file under the SHA-256 that came out when it was written: it is linked and not read again.
@@ -115,13 +115,13 @@ class FolderStore:
     @contextmanager
     def _write(self, digest: str | None, *, durable: bool) -> Iterator[HashedFile]:
         temporary = replacing.temporary(self.folder / "blob")
-        what = "a new blob" if digest is None else f"blob {checked(digest)[:12]}"
+        what = "a new blob" if digest is None else f"blob {check_digest(digest)[:12]}"
         try:
-            with telling_of_room(self.folder, what), temporary.open("xb") as file:
+            with explain_no_space(self.folder, what), temporary.open("xb") as file:
                 writer = HashedFile(file)
                 yield writer
                 if digest not in (None, writer.sha256):
-                    raise not_it(digest, writer.sha256, writer.bytes)
+                    raise wrong_content(digest, writer.sha256, writer.bytes)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
@@ -131,17 +131,19 @@ class FolderStore:
         finally:
             replacing.discard(temporary)
 
-    def receive(self, digest: str) -> Incoming:
+    def receive(self, digest: str) -> PartialBlob:
         """Go on with a blob that comes in piece by piece, from where the last attempt ended.
 
         Raises BusyError where another thread or process is receiving it.
         """
-        return Incoming(digest, self._partial / checked(digest), self._path(digest), durable=self._durable == "all")
+        return PartialBlob(
+            digest, self._partial / check_digest(digest), self._path(digest), durable=self._durable == "all"
+        )
 
     def received(self, digest: str) -> int:
         """Bytes that an earlier or running attempt left of a blob that is not there yet."""
         try:
-            return (self._partial / checked(digest)).stat().st_size
+            return (self._partial / check_digest(digest)).stat().st_size
         except FileNotFoundError:
             return 0
 
@@ -158,14 +160,14 @@ class FolderStore:
 
     def forget(self, digest: str) -> None:
         """Nothing: what is here was put here."""
-        checked(digest)
+        check_digest(digest)
 
     def remove(self, digest: str) -> None:
         self._path(digest).unlink(missing_ok=True)
 
     def discard(self, digest: str) -> bool:
         """Remove a blob, or what has come of it so far; False where someone is at work on it."""
-        if self.received(digest) and not Incoming.drop(self._partial / digest):
+        if self.received(digest) and not PartialBlob.drop(self._partial / digest):
             return False
         self.remove(digest)
         return True
@@ -176,7 +178,7 @@ class FolderStore:
         for entry in self._partial.iterdir():
             with suppress(FileNotFoundError):
                 if time.time() - entry.stat().st_mtime >= keep_partial:
-                    Incoming.drop(entry)
+                    PartialBlob.drop(entry)
 
     def _verify_after_a_restart(self) -> None:
         marker, since = self.folder / _SINCE, running_since()
@@ -188,11 +190,11 @@ class FolderStore:
         replace_text(marker, since, durable=False)
 
     def _path(self, digest: str) -> Path:
-        return self.folder / checked(digest)
+        return self.folder / check_digest(digest)
 
     def _link_or_copy(self, digest: str, path: Path) -> None:
         if not self._link(digest, path, path.stat()):
-            self._copy(digest, pieces_of(path))
+            self._copy(digest, read_pieces(path))
 
     def _copy(self, digest: str, pieces: Iterable[bytes]) -> None:
         with self._write(digest, durable=self._durable == "all") as file:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from arclight.checkpoint.files import HashedFile
-from arclight.federated.blobs.digests import PIECE, checked, missing, not_it
+from arclight.federated.blobs.blob_store import PIECE_BYTES, check_digest, missing_blob, wrong_content
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import BlobError
 
@@ -28,7 +28,7 @@ class MemoryStore:
         return iter(list(self._blobs))
 
     def size(self, digest: str) -> int | None:
-        found = self._blobs.get(checked(digest))
+        found = self._blobs.get(check_digest(digest))
         return None if found is None else len(found)
 
     def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
@@ -38,13 +38,13 @@ class MemoryStore:
                 f"blob {digest[:12]} has {len(whole)} bytes, which is less than byte {offset} and {length} more"
             )
         part = whole[offset : None if length is None else offset + length]
-        return (bytes(part[start : start + PIECE]) for start in range(0, len(part), PIECE))
+        return (bytes(part[start : start + PIECE_BYTES]) for start in range(0, len(part), PIECE_BYTES))
 
     def put(self, digest: str, source: Path | bytes) -> None:
         content = source if isinstance(source, bytes) else source.read_bytes()
         found = hashlib.sha256(content).hexdigest()
-        if found != checked(digest):
-            raise not_it(digest, found, len(content))
+        if found != check_digest(digest):
+            raise wrong_content(digest, found, len(content))
         self._blobs.setdefault(digest, content)
 
     @contextmanager
@@ -54,7 +54,7 @@ class MemoryStore:
         writer = HashedFile(content)
         yield writer
         if digest not in (None, writer.sha256):
-            raise not_it(checked(str(digest)), writer.sha256, writer.bytes)
+            raise wrong_content(check_digest(str(digest)), writer.sha256, writer.bytes)
         self._blobs.setdefault(writer.sha256, content.getvalue())
 
     def file(self, digest: str) -> Path:
@@ -68,15 +68,15 @@ class MemoryStore:
 
     def forget(self, digest: str) -> None:
         """Nothing: what is here was put here."""
-        checked(digest)
+        check_digest(digest)
 
     def remove(self, digest: str) -> None:
-        self._blobs.pop(checked(digest), None)
+        self._blobs.pop(check_digest(digest), None)
         if self._folder is not None:
             FolderStore(self._folder.name).remove(digest)
 
     def _found(self, digest: str) -> bytes:
         try:
-            return self._blobs[checked(digest)]
+            return self._blobs[check_digest(digest)]
         except KeyError:
-            raise missing(digest, "memory") from None
+            raise missing_blob(digest, "memory") from None

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+from arclight.checkpoint.files import HashedFile
 from arclight.checkpoint.remote import RemotePath, is_remote, place
-from arclight.federated.blobs.digests import PIECE, checked, missing
+from arclight.federated.blobs.blob_store import PIECE_BYTES, check_digest, missing_blob
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.incoming import BusyError
+from arclight.federated.blobs.partial_blob import BusyError
 from arclight.federated.errors import BlobError, FederatedError, LinkError
 
-_AT_ONCE = 16 * PIECE
+_AT_ONCE = 16 * PIECE_BYTES
 """Bytes that one request reads."""
 _STUCK = 60.0
 """Seconds for which someone else's fetching of the same blob may stand still."""
@@ -54,7 +55,7 @@ class ObjectStore:
         """As `BlobStore.read`. What comes is not verified, as it is only part of what has the digest."""
         size = self.size(digest)
         if size is None:
-            raise missing(digest, str(self._root))
+            raise missing_blob(digest, str(self._root))
         stop = size if length is None else offset + length
         if stop > size:
             raise BlobError(f"blob {digest[:12]} has {size} bytes: it ends before byte {stop}")
@@ -103,7 +104,7 @@ class ObjectStore:
         """Fetch the rest into the cache."""
         size = self.size(digest)
         if size is None:
-            raise missing(digest, str(self._root))
+            raise missing_blob(digest, str(self._root))
         with self._cache.receive(digest) as incoming:
             if self._cache.size(digest) is not None:
                 incoming.give_up()
@@ -118,7 +119,7 @@ class ObjectStore:
             try:
                 piece = self._path(digest).read_range(start, end)
             except FileNotFoundError:
-                raise missing(digest, str(self._root)) from None
+                raise missing_blob(digest, str(self._root)) from None
             except OSError as error:
                 raise self._unreachable("give", digest, error) from error
             if len(piece) != end - start:
@@ -127,7 +128,46 @@ class ObjectStore:
             start = end
 
     def _path(self, digest: str) -> RemotePath:
-        return self._root / checked(digest)
+        return self._root / check_digest(digest)
 
     def _unreachable(self, what: str, digest: str, error: OSError) -> LinkError:
         return LinkError(f"{self._root} did not {what} blob {digest[:12]}; what was to be sent is kept: {error}")
+
+
+class MirroredStore(FolderStore):
+    """As `FolderStore`: what is put here is put there, what is only there is fetched, what is removed here is removed there.
+
+    Iterating gives the blobs that are here. Besides what a folder raises, LinkError where the address cannot be reached.
+    """
+
+    def __init__(self, folder: str | Path, address: str) -> None:
+        super().__init__(folder)
+        self._there = ObjectStore(address, FolderStore(folder))
+
+    def size(self, digest: str) -> int | None:
+        here = super().size(digest)
+        return self._there.size(digest) if here is None else here
+
+    def read(self, digest: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
+        self.file(digest)
+        return super().read(digest, offset, length)
+
+    def file(self, digest: str) -> Path:
+        return self._there.file(digest)
+
+    def put(self, digest: str, source: Path | bytes) -> None:
+        self._there.put(digest, source)
+
+    def adopt(self, digest: str, path: Path) -> None:
+        if super().size(digest) is None:
+            self._link_or_copy(digest, path)
+        self._there.put(digest, path)
+
+    @contextmanager
+    def create(self, digest: str | None = None) -> Iterator[HashedFile]:
+        with super().create(digest) as file:
+            yield file
+        self._there.put(file.sha256, self.folder / file.sha256)
+
+    def remove(self, digest: str) -> None:
+        self._there.remove(digest)

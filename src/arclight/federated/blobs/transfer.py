@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from arclight.federated.blobs.blob_store import BlobStore
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.store import BlobStore
 
 _AT_ONCE = 4
 

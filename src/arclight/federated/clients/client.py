@@ -61,12 +61,12 @@ class Client:
 
     def learner(self, folder: Path) -> Learner:
         """What trains it, with its state in ``folder``."""
-        from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_maker
+        from arclight.federated.clients.trainer_learner import TrainerLearner, trainer_factory
 
         if self._learner is not None:
             return self._learner(folder)
         module, data = (self._module, self._datamodule) if self._build is None else self._build()
         if module is None:
             raise FederatedError(f"build() of client {self.name!r} gave no module: return (module, datamodule)")
-        make = self._trainer if callable(self._trainer) else trainer_maker(**(self._trainer or {}))
+        make = self._trainer if callable(self._trainer) else trainer_factory(**(self._trainer or {}))
         return TrainerLearner(module, data, make, folder, seed=self.seed)

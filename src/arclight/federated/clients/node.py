@@ -1,7 +1,7 @@
 """A node: the process on a site that asks a server for work, has its clients trained, and sees to it that nothing is lost.
 
 Its line and its workers are busy at the same time. One thread asks, and fetches what orders begin from, while workers are at earlier
-orders; each worker has a thread; and as many tell the server what came of them. What may be begun when is `Jobs`' business.
+orders; each worker has a thread; and as many tell the server what came of them. What may be begun when is `JobQueue`' business.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from arclight.fabric.replacing import replace_text
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.clients.bases import Bases
-from arclight.federated.clients.crew import Crew, InThisProcess
-from arclight.federated.clients.jobs import Job, Jobs
-from arclight.federated.clients.securing import Identity
+from arclight.federated.clients.client_store import ClientStore, folder_name, list_clients, read_json
+from arclight.federated.clients.executor import Executor, InProcessExecutor
+from arclight.federated.clients.job_queue import Job, JobQueue
+from arclight.federated.clients.reporter import ResultReporter, failure_of
+from arclight.federated.clients.secure_sum_client import Identity
 from arclight.federated.clients.session import ClosedError, Session
-from arclight.federated.clients.state import ClientFolder, clients_in, folder_name, read_json
-from arclight.federated.clients.telling import Teller, failure_of
+from arclight.federated.clients.weights_cache import WeightsCache
 from arclight.federated.errors import BlobError, CancelledError, LinkError, ProtocolError
 from arclight.federated.protocol import Ask, Beat, Close, Evaluate, Fit, Held, Receipt, Update, Wait
 
@@ -40,7 +40,7 @@ _AHEAD = 8
 class Node:
     """Works for a server until it says that the run is over.
 
-    clients: what is trained here, or a `Crew` that trains it. folder: where clients' states, weights and unsent updates lie; a
+    clients: what is trained here, or a `Executor` that trains it. folder: where clients' states, weights and unsent updates lie; a
     node that is started again with it goes on where it was. name: the same after a restart. patience: seconds for which a server
     that is away is tried again. ask: seconds for which the server may hold an ask. identity: with which clients of secure sums know each
     other, whatever the server passes on.
@@ -49,7 +49,7 @@ class Node:
     def __init__(
         self,
         link: Link,
-        clients: Sequence[Client] | Crew,
+        clients: Sequence[Client] | Executor,
         folder: str | Path,
         name: str,
         *,
@@ -57,14 +57,14 @@ class Node:
         ask: float = 20.0,
         identity: Identity | None = None,
     ) -> None:
-        self._crew: Crew = InThisProcess(clients) if isinstance(clients, Sequence) else clients
+        self._crew: Executor = InProcessExecutor(clients) if isinstance(clients, Sequence) else clients
         self._link, self._folder, self.name, self._ask_for = link, Path(folder), name, ask
         self._stopping = threading.Event()
         link.heed(self._stopping)
         self._session = Session(link, name, self._crew.clients, self._has, patience, self._stopping)
-        self._jobs = Jobs(self._crew.slots, self._stopping)
-        self._teller = Teller(name, self._session, link, self._jobs, self._stopping, ask, identity)
-        self._folders: dict[str, ClientFolder] = {}
+        self._jobs = JobQueue(self._crew.slots, self._stopping)
+        self._teller = ResultReporter(name, self._session, link, self._jobs, self._stopping, ask, identity)
+        self._folders: dict[str, ClientStore] = {}
         self._opened = ""
         self._speed: float | None = None
         self._error: BaseException | None = None
@@ -127,7 +127,7 @@ class Node:
         run = self._session.join().run
         self._open(run)
         replace_text(self._folder / "node.json", json.dumps({"node": self.name, "run": run}))
-        self._bases = Bases(self._place, self._link.blobs)
+        self._bases = WeightsCache(self._place, self._link.blobs)
         self._crew.open(self._place / "clients", run)
         for client, folder in self._folders.items():
             for round in folder.finished.rounds():
@@ -143,8 +143,8 @@ class Node:
         if not run or self._opened == run:
             return
         self._opened, self._place = run, self._folder / folder_name(run)
-        names = self._crew.clients or clients_in(self._place / "clients")
-        self._folders = {name: ClientFolder(self._client(name), name, run) for name in names}
+        names = self._crew.clients or list_clients(self._place / "clients")
+        self._folders = {name: ClientStore(self._client(name), name, run) for name in names}
         for folder in self._folders.values():  # what was to be masked: its masks have gone with the process
             for round in folder.finished.rounds():
                 if not folder.finished.is_taken(round) and folder.finished.update(round).secure:
@@ -207,7 +207,7 @@ class Node:
     def _fetch(self, order: Fit | Evaluate, job: Job) -> FolderStore:
         return self._bases.fetch(order, self._jobs.bases(), job.wanted)
 
-    def _folder_of(self, order: Fit | Evaluate) -> ClientFolder:
+    def _folder_of(self, order: Fit | Evaluate) -> ClientStore:
         if order.run != self._session.welcome.run:
             raise ProtocolError(f"an order of run {order.run!r} in run {self._session.welcome.run!r}")
         if order.client not in self._folders:
@@ -215,7 +215,7 @@ class Node:
                 raise ProtocolError(
                     f"an order for client {order.client!r}; this node has {', '.join(self._crew.clients)}"
                 )
-            self._folders[order.client] = ClientFolder(self._client(order.client), order.client, order.run)
+            self._folders[order.client] = ClientStore(self._client(order.client), order.client, order.run)
         return self._folders[order.client]
 
     # -- workers do them ---------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class Session:
             raise ClosedError("the node was told to stop")
 
 
-def told(error: BaseException) -> ClientError:
+def as_client_error(error: BaseException) -> ClientError:
     """What a client's own code raised, in a line with its notes."""
     if isinstance(error, ClientError):
         return error

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
+from arclight.fabric import replacing
 from arclight.fabric.seeding import MAX_SEED, isolate_rng, seed_generators
-from arclight.federated.clients.keeping import Keep, bind, to_measure
 from arclight.federated.clients.learner import Outcome
-from arclight.federated.clients.states import States
-from arclight.federated.clients.turn import ENTRY, Measuring, Position, Taken, Turn
+from arclight.federated.clients.local_policy import LocalPolicy, load_mixed, weights_to_measure
+from arclight.federated.clients.round_callback import ENTRY, EvaluationCallback, ModuleTensors, Position, RoundCallback
 from arclight.federated.errors import FederatedError
-from arclight.federated.masks.travel import MODEL
+from arclight.federated.masks.transfer_mask import MODEL
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.trainer import Trainer
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callback import Callback
     from arclight.trainer.module import Module
 
+
 log = logging.getLogger(__name__)
 
 _QUIET = {
@@ -34,7 +36,7 @@ _QUIET = {
 }  # fmt: skip
 
 
-def trainer_maker(**arguments: Any) -> Callable[[list[Callback], Path], Trainer]:
+def trainer_factory(**arguments: Any) -> Callable[[list[Callback], Path], Trainer]:
     """What makes a client's Trainer from its ``arguments``: quiet, writing nothing and without an end, unless they say otherwise."""
     given = arguments.pop("callbacks", None) or []
     own = list(given) if isinstance(given, (list, tuple)) else [given]
@@ -64,10 +66,10 @@ class TrainerLearner:
         seed: int | None = None,
     ) -> None:
         own = datamodule is None or isinstance(datamodule, DataModule)
-        self.module, self.datamodule, self._seed = module, datamodule if own else Loaders(datamodule), seed
-        self._states = States(Path(folder) / "states")
-        self._turn = Turn()
-        self.trainer = (make_trainer or trainer_maker())([self._turn], Path(folder) / "runs")
+        self.module, self.datamodule, self._seed = module, datamodule if own else LoaderDataModule(datamodule), seed
+        self._states = TrainingCheckpoints(Path(folder) / "states")
+        self._turn = RoundCallback()
+        self.trainer = (make_trainer or trainer_factory())([self._turn], Path(folder) / "runs")
         if self._turn not in self.trainer.callbacks:
             raise FederatedError(
                 "the function that makes a client's Trainer must hand it the callbacks that it is given"
@@ -96,11 +98,11 @@ class TrainerLearner:
                 turn.end()
 
     def evaluate(self, order: Evaluate, weights: Tensors) -> Outcome:
-        given = to_measure(self.module, weights, Keep.of(order))
+        given = weights_to_measure(self.module, weights, LocalPolicy.of(order))
         state, _ = self._newest()
         if isinstance(state, Path):  # the module does not have what is the client's own yet, or not any more
             given = {**checkpoints.load_weights(state), **given}
-        measuring = Measuring(given)
+        measuring = EvaluationCallback(given)
         trainer = self.trainer
         callbacks, trainer.callbacks = trainer.callbacks, [measuring]
         with isolate_rng():
@@ -151,7 +153,13 @@ class TrainerLearner:
         """Callbacks that copy the module when a fit begins, as averages do, see the run's weights and not some first ones."""
         parameters = list(self.module.parameters())  # none yet where they are made in `configure_model`
         if parameters and not any(parameter.is_meta for parameter in parameters):
-            bind(self.module, weights, [key for key in weights if key.startswith(MODEL)], Keep.of(order).travel, 0.0)
+            load_mixed(
+                self.module,
+                weights,
+                [key for key in weights if key.startswith(MODEL)],
+                LocalPolicy.of(order).travel,
+                0.0,
+            )
 
     def _outcome(self, order: Fit) -> Outcome:
         trainer, done = self.trainer, self._turn.position().steps
@@ -166,13 +174,13 @@ class TrainerLearner:
         if trainer.last_loss is not None:
             metrics.setdefault("train/loss", float(trainer.last_loss.detach()))
         try:
-            tensors = Taken(trainer, self._turn.keys(trainer, order), Keep.of(order).travel.experts)
+            tensors = ModuleTensors(trainer, self._turn.keys(trainer, order), LocalPolicy.of(order).travel.experts)
         except KeyError as error:
             raise FederatedError(str(error.args[0])) from error
         return Outcome(tensors=tensors, steps=order.steps, metrics=_finite(metrics), **counts)
 
 
-class Loaders(DataModule):
+class LoaderDataModule(DataModule):
     """A loader to train with, or a pair of one to train and one to validate with, as a data module."""
 
     def __init__(self, loaders: Any) -> None:
@@ -190,3 +198,64 @@ def _finite(metrics: dict[str, float]) -> dict[str, float]:
     if strange := [name for name, value in metrics.items() if not math.isfinite(value)]:
         log.warning("left out of what is reported, as they are no numbers: %s", ", ".join(strange))
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+_NAME = re.compile(r"(?P<number>\d{6,})-.+")
+_KEPT = 2
+"""The newest, and the one before it in case that the newest turns out to be damaged."""
+
+
+class TrainingCheckpoints:
+    """Checkpoint folders ``<number>-<what>`` in ``folder``, which is made when there is something to keep.
+
+    Numbers count saves. (Steps would not do: a client that is set back to the run's clock has fewer later than before.)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._damaged: set[Path] = set()
+        self._next = max((number for number, _ in self._all()), default=0) + 1
+
+    def newest(self) -> Path | None:
+        """The newest whose files are all sound; None where there never was one.
+
+        Tells of newer ones that are damaged. Raises FederatedError where there are some and none is sound.
+        """
+        found = self._all()
+        for _, path in reversed(found):
+            problems = checkpoints.verify(path)
+            if not problems:
+                return path
+            self._damaged.add(path)
+            log.warning("a saved state is damaged, an older one is looked for: %s", problems[0])
+        if found:
+            raise FederatedError(
+                f"none of the {len(found)} saved states in {self.folder} is sound: put one back from a backup, or remove that folder "
+                "to let the client begin anew"
+            )
+        return None
+
+    def next(self, what: str) -> Path:
+        """Where the next state is to be saved. Every process of a client asks as often as the others."""
+        path = self.folder / f"{self._next:06d}-{what}"
+        self._next += 1
+        return path
+
+    def moved_on(self) -> bool:
+        """Whether another process has saved a state since this one last saved or looked."""
+        newest = max((number for number, _ in self._all()), default=0)
+        moved, self._next = newest >= self._next, max(self._next, newest + 1)
+        return moved
+
+    def prune(self) -> None:
+        """Remove all but the newest sound ones, and what killed processes left."""
+        if self.folder.is_dir():
+            replacing.sweep(self.folder)
+        sound = [path for _, path in self._all() if path not in self._damaged]
+        for path in (*sound[:-_KEPT], *self._damaged):
+            replacing.retire(path)
+        self._damaged.clear()
+
+    def _all(self) -> list[tuple[int, Path]]:
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((int(match["number"]), path) for path in entries if (match := _NAME.fullmatch(path.name)))

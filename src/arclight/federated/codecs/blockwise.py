@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from arclight.federated.codecs.target import LARGEST, SMALLEST, Target, chunks_of, narrowed
+from arclight.federated.codecs.error_feedback import LARGEST, SMALLEST, ErrorFeedback, cast_values, chunks_of
 from arclight.federated.errors import BlobError
 
 Parts = dict[str, torch.Tensor]
@@ -21,7 +21,7 @@ _STEPS = 32767
 """Steps from 0 to 1 in which a value is looked up among the levels."""
 
 
-def encode_int8(target: Target) -> Parts:
+def encode_int8(target: ErrorFeedback) -> Parts:
     """round(x / scale) with scale = largest / 127: an error of at most half a scale."""
     values = torch.empty(target.numel, dtype=torch.int8)
     scales = torch.empty(-(-target.numel // target.block))
@@ -42,11 +42,11 @@ def decode_int8(numel: int, dtype: torch.dtype, block: int, parts: Parts) -> tor
     for where in chunks_of(numel, block):
         some = _filled(values[where].to(torch.float32), block)
         some *= scales[_rows(where, block)].unsqueeze(1)
-        out[where] = narrowed(some.view(-1)[: where.stop - where.start], dtype)
+        out[where] = cast_values(some.view(-1)[: where.stop - where.start], dtype)
     return out
 
 
-def encode_int4(target: Target) -> Parts:
+def encode_int4(target: ErrorFeedback) -> Parts:
     """The nearest level times the block's largest value; two values in a byte, the first in its lower half."""
     values = torch.empty((target.numel + 1) // 2, dtype=torch.uint8)
     scales = torch.empty(-(-target.numel // target.block))
@@ -71,7 +71,7 @@ def decode_int4(numel: int, dtype: torch.dtype, block: int, parts: Parts) -> tor
     for where in chunks_of(numel, block):
         some = _filled(_levels_of(values[_bytes(where)]), block)
         some *= scales[_rows(where, block)].unsqueeze(1)
-        out[where] = narrowed(some.view(-1)[: where.stop - where.start], dtype)
+        out[where] = cast_values(some.view(-1)[: where.stop - where.start], dtype)
     return out
 
 

@@ -10,11 +10,10 @@ import torch
 
 from arclight.checkpoint.tensorfile import DTYPES, NAMES
 from arclight.federated.blobs import BlobStore
-from arclight.federated.blobs.opening import open_manifest
-from arclight.federated.blobs.packing import Encoded
+from arclight.federated.blobs.manifest_io import Encoded, open_manifest
 from arclight.federated.codecs import blockwise, sparse
+from arclight.federated.codecs.error_feedback import LARGEST, ErrorFeedback, chunks_of
 from arclight.federated.codecs.settings import BF16, Codec, Int4, Int8, Lossy, Raw, TopK
-from arclight.federated.codecs.target import LARGEST, Target, chunks_of
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol import Manifest
 
@@ -54,7 +53,7 @@ def encode(
     if not isinstance(codec, Lossy) or goes_raw(tensor, codec):
         return Encoded.raw(_raw(key, tensor, residual)), None
     block = _ROW if isinstance(codec, BF16) else codec.block
-    target = Target(key, tensor, residual, codec.feedback, block)
+    target = ErrorFeedback(key, tensor, residual, codec.feedback, block)
     parts, settings = _encoded(target, codec)
     shape = tuple(tensor.shape)
     if isinstance(codec, BF16):
@@ -98,7 +97,7 @@ def for_moments(codec: Codec) -> Codec:
     return codec if isinstance(codec, Raw) else BF16(feedback=0.0)
 
 
-def _encoded(target: Target, codec: Lossy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _encoded(target: ErrorFeedback, codec: Lossy) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if isinstance(codec, Int8):
         return blockwise.encode_int8(target), {"block": codec.block}
     if isinstance(codec, Int4):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from arclight.federated.codecs import bits as packing
-from arclight.federated.codecs.target import LARGEST, Target, check_finite, chunks_of, narrowed
+from arclight.federated.codecs.error_feedback import LARGEST, ErrorFeedback, cast_values, check_finite, chunks_of
 from arclight.federated.errors import BlobError
 
 Parts = dict[str, torch.Tensor]
 
 
-def encode_topk(target: Target, keep: int, bits: int) -> Parts:
+def encode_topk(target: ErrorFeedback, keep: int, bits: int) -> Parts:
     """``keep`` values of a whole block; of a last, shorter one as large a share."""
     indices, codes, levels = [], [], []
     for where, chunk in target.chunks():
@@ -30,12 +29,12 @@ def encode_topk(target: Target, keep: int, bits: int) -> Parts:
             codes.append(code.to(torch.uint8).view(-1))
             levels.append(means.view(-1))
             if left is not None:
-                seen = narrowed(_signed(means).gather(1, code), target.dtype).to(torch.float32)
+                seen = cast_values(_signed(means).gather(1, code), target.dtype).to(torch.float32)
                 begin = rows.start * target.block
                 left[begin : begin + values.numel()].view(values.shape).scatter_(1, index, chosen - seen)
     return {
-        "index": packing.pack(torch.cat(indices), packing.width_for(target.block)),
-        "value": packing.pack(torch.cat(codes), bits),
+        "index": pack_bits(torch.cat(indices), bit_width(target.block)),
+        "value": pack_bits(torch.cat(codes), bits),
         "level": torch.cat(levels),
     }
 
@@ -49,8 +48,8 @@ def decode_topk(numel: int, dtype: torch.dtype, block: int, keep: int, bits: int
         raise BlobError(f"expected {expected} magnitudes, got {tuple(level.shape)} of {level.dtype}")
     if not bool(((level >= 0) & (level <= LARGEST)).all()):
         raise BlobError("a magnitude is no number that one can be")
-    index = packing.unpack(parts["index"], packing.width_for(block), count)
-    code = packing.unpack(parts["value"], bits, count)
+    index = unpack_bits(parts["index"], bit_width(block), count)
+    code = unpack_bits(parts["value"], bits, count)
     out = torch.empty(numel, dtype=dtype)
     first, row = 0, 0
     for where in chunks_of(numel, block):
@@ -64,7 +63,7 @@ def decode_topk(numel: int, dtype: torch.dtype, block: int, keep: int, bits: int
             what = code[first : first + lines * some].view(lines, some).to(torch.int64)
             decoded[part, :width].scatter_(1, there, _signed(means).gather(1, what))
             first, row = first + lines * some, row + lines
-        out[where] = narrowed(decoded.view(-1)[: where.stop - where.start], dtype)
+        out[where] = cast_values(decoded.view(-1)[: where.stop - where.start], dtype)
     return out
 
 
@@ -80,7 +79,7 @@ def _share(rest: int, block: int, keep: int) -> int:
     return -(-keep * rest // block)
 
 
-def _largest(target: Target, values: torch.Tensor, keep: int) -> torch.Tensor:
+def _largest(target: ErrorFeedback, values: torch.Tensor, keep: int) -> torch.Tensor:
     """Rising places of the ``keep`` largest magnitudes of each row.
 
     The keep largest lie in the keep groups with the largest maxima; finding those first leaves far less to sort. Magnitudes are
@@ -120,3 +119,59 @@ def _means(magnitudes: torch.Tensor, group: torch.Tensor, groups: int) -> torch.
 def _signed(means: torch.Tensor) -> torch.Tensor:
     """What each code stands for: the magnitudes, then their negatives."""
     return torch.cat([means, -means], dim=1)
+
+
+_AT_ONCE = 1 << 18
+"""Values that are packed at a time, a multiple of every group; bounds the memory needed besides."""
+
+
+def bit_width(count: int) -> int:
+    """Bits for the numbers 0 to ``count - 1``; beyond 8, even ones, which are quick to pack. ``count`` is at most 65536."""
+    width = max(1, (count - 1).bit_length())
+    return width if width <= 8 else width + width % 2
+
+
+def packed_bytes(count: int, width: int) -> int:
+    """Bytes of ``count`` integers."""
+    return (count * width + 7) // 8
+
+
+def pack_bits(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Bytes (uint8, flat) of integers in [0, 2^width); width 1 to 8, or an even one up to 16."""
+    group, length = _group(width)
+    flat = values.reshape(-1)
+    packed = torch.empty(-(-len(flat) // group) * length, dtype=torch.uint8)
+    shifts = torch.arange(group) * width
+    for start in range(0, len(flat), _AT_ONCE):
+        some = flat[start : start + _AT_ONCE].to(torch.int64)
+        some = torch.nn.functional.pad(some, (0, -len(some) % group)).view(-1, group)
+        words = (some << shifts).sum(1)
+        begin = start // group * length
+        packed[begin : begin + len(words) * length] = words.view(torch.uint8).view(-1, 8)[:, :length].reshape(-1)
+    return packed[: packed_bytes(len(flat), width)].clone()
+
+
+def unpack_bits(packed: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    """Inverse of `pack`, int32. Raises BlobError where the bytes are not those of ``count`` integers."""
+    if packed.dtype != torch.uint8 or packed.shape != (packed_bytes(count, width),):
+        raise BlobError(
+            f"{count} numbers of {width} bits are {packed_bytes(count, width)} bytes, "
+            f"got {tuple(packed.shape)} of {packed.dtype}"
+        )
+    group, length = _group(width)
+    values = torch.empty(count, dtype=torch.int32)
+    shifts = torch.arange(group) * width
+    for start in range(0, count, _AT_ONCE):
+        stop = min(start + _AT_ONCE, count)
+        begin, groups = start // group * length, -(-(stop - start) // group)
+        some = packed[begin : begin + groups * length]
+        some = torch.nn.functional.pad(some, (0, groups * length - len(some))).view(groups, length)
+        words = torch.nn.functional.pad(some, (0, 8 - length)).view(-1).view(torch.int64)
+        values[start:stop] = ((words.unsqueeze(1) >> shifts) & ((1 << width) - 1)).view(-1)[: stop - start]
+    return values
+
+
+def _group(width: int) -> tuple[int, int]:
+    """Values that go into one 64-bit word, and the whole bytes that they take there."""
+    group = 8 if width <= 8 else 4
+    return group, group * width // 8

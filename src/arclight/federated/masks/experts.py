@@ -27,7 +27,7 @@ def expert_of(key: str) -> tuple[str, int] | None:
     return (found["key"], int(found["number"])) if found else None
 
 
-def assigned(experts: Experts, count: int, seed: int, client: int, round: int) -> tuple[int, ...]:
+def assign_experts(experts: Experts, count: int, seed: int, client: int, round: int) -> tuple[int, ...]:
     """Rising numbers of the experts, of ``count``, that the run's ``client``-th client has in ``round``.
 
     Fixed: client i has ``per_client`` consecutive ones from ``i (per_client - overlap)`` on, modulo ``count``. Random: the first
@@ -61,7 +61,7 @@ def split(
             yield expert_key(key, number), tensor[number]
 
 
-class Parts(Mapping[str, "torch.Tensor"]):
+class ExpertParts(Mapping[str, "torch.Tensor"]):
     """Tensors by key that also know each expert of theirs as a key, ``model/w1[3]``; they are iterated over whole."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], numbers: Sequence[int] | None = None) -> None:
@@ -133,7 +133,7 @@ def _stacked(key: str, experts: Mapping[int, torch.Tensor], before: torch.Tensor
     return whole
 
 
-def to_local(tensor: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+def select_experts(tensor: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
     """The stack of a client's own experts, in the order of its ``numbers``, from the stack of all: what a smaller model holds."""
     import torch
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from arclight._intervals import Checked, NonNegativeInt, PositiveInt
+from arclight.federated.errors import FederatedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,3 +88,31 @@ def half_life(beta: float) -> float:
 def period_of(beta: float, local_steps: int) -> int:
     """Rounds of ``local_steps`` steps that fit into the `half_life` of a state, at least one."""
     return max(1, int(half_life(beta) / local_steps))
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches: ``*`` is any part, one that ends with a dot is all below it. Brackets mean themselves."""
+    return any(fnmatchcase(name, _glob(pattern)) for pattern in patterns)
+
+
+def check_patterns(what: str, patterns: Iterable[str], names: Sequence[str]) -> None:
+    """Raises FederatedError for a pattern that matches none of ``names``; it tells the nearest one. ``what``: the setting."""
+    for pattern in patterns:
+        if any(matches(name, (pattern,)) for name in names):
+            continue
+        near = _nearest(pattern, names)
+        raise FederatedError(
+            f"{what} has {pattern!r}, which matches no parameter" + (f"; did you mean {near}?" if near else "")
+        )
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str | None:
+    """A name like the pattern: or, for one that is meant for all below a module, a module like it."""
+    modules = {name[: place + 1] for name in names for place, letter in enumerate(name) if letter == "."}
+    among = sorted(modules) if pattern.endswith(".") else list(names)
+    found = difflib.get_close_matches(pattern.replace("*", ""), among, n=1, cutoff=0.0)
+    return found[0] if found else None
+
+
+def _glob(pattern: str) -> str:
+    return pattern.replace("[", "[[]") + ("*" if pattern.endswith(".") else "")

@@ -26,9 +26,9 @@ from arclight.federated.aggregation.fixed_point import Contribution, Form, measu
 from arclight.federated.aggregation.fold import Fold, SinkFactory, Whole, emit
 from arclight.federated.aggregation.statistics import PREFIX
 from arclight.federated.errors import FederatedError
+from arclight.federated.privacy.random_stream import KEY_BYTES, add_noise
 from arclight.federated.privacy.robust import bounded
 from arclight.federated.privacy.settings import Noise, NormBound
-from arclight.federated.privacy.stream import KEY, add_noise
 
 if TYPE_CHECKING:
     from arclight.federated.settings import Federation
@@ -42,7 +42,7 @@ Former = Callable[[str], torch.Tensor]
 """A key to the weights before the round."""
 
 
-def folding(settings: Noise, secret: bytes | None = None, former: Former | None = None) -> Callable[..., Fold]:
+def noisy_fold(settings: Noise, secret: bytes | None = None, former: Former | None = None) -> Callable[..., Fold]:
     """What makes the fold of a round, called as `Fold` is. ``secret``: 32 bytes for tests; the system's randomness otherwise.
 
     former: with it variances stay variances, see `held`.
@@ -50,7 +50,7 @@ def folding(settings: Noise, secret: bytes | None = None, former: Former | None 
     return partial(NoisyFold, settings, secret, former)
 
 
-def held(key: str, mean: torch.Tensor, former: Former) -> torch.Tensor:
+def clamp_variance(key: str, mean: torch.Tensor, former: Former) -> torch.Tensor:
     """A mean change (former weights less new ones) with which no variance of a normalisation (``running_var``) goes below zero.
 
     Values that noise would push there stay as they were. That looks at what has its noise already and at weights that all may see,
@@ -89,7 +89,7 @@ class NoisyFold(Fold):
         if strange := sorted(key for one in given for key in one.keys if not key.startswith(PREFIX)):
             raise FederatedError(f"noise protects weights only, and {strange[0]} was sent: leave moments empty")
         self._deviation = settings.multiplier * settings.clip if settings.by == "server" else 0.0
-        self._secret, self._former = os.urandom(KEY) if secret is None else secret, former
+        self._secret, self._former = os.urandom(KEY_BYTES) if secret is None else secret, former
         if settings.by == "server":
             given = bounded(given, NormBound(largest=settings.clip), threads=more.get("threads"))
         super().__init__(given, form, **more)
@@ -102,26 +102,26 @@ class NoisyFold(Fold):
         super().each(key, among, mean)
         if mean.tensor.is_floating_point() and self._deviation:
             add_noise(self._secret, key, mean.tensor, self._deviation / len(self._holders(key)))
-        emit(mean.tensor if self._former is None else held(key, mean.tensor, self._former), among, into)
+        emit(mean.tensor if self._former is None else clamp_variance(key, mean.tensor, self._former), among, into)
 
 
-def order(federation: Federation, least: int = 0) -> dict[str, Any]:
+def noise_for_clients(federation: Federation, least: int = 0) -> dict[str, Any]:
     """Return what clients are told to do about noise, as JSON values; nothing where it is the server's business.
 
     least: updates without which the round does not close, as it was opened.
     """
     if federation.noise is None or federation.noise.by != "clients":
         return {}
-    return {"noise": {**asdict(federation.noise), "least": least or expected(federation)}}
+    return {"noise": {**asdict(federation.noise), "least": least or expected_updates(federation)}}
 
 
-def expected(federation: Federation) -> int:
+def expected_updates(federation: Federation) -> int:
     """Count the updates with which a round closes if all that it wants can be drawn."""
     wanted = federation.sampling.per_round or federation.clients
     return max(1, math.ceil(federation.waiting.quorum * wanted - 1e-9))
 
 
-def protect(
+def clip_and_add_noise(
     changes: Callable[[], Iterable[tuple[str, torch.Tensor]]], asked: Mapping[str, Any], secret: bytes | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A client's changes with their norm at most ``clip`` and its part of the noise, tensor by tensor.
@@ -133,7 +133,7 @@ def protect(
     norm = math.hypot(*(measure("this client", {key: tensor}).norm("") for key, tensor in changes()))
     shrink = min(1.0, settings.clip / norm) if norm else 1.0
     deviation = settings.multiplier * settings.clip / math.sqrt(asked["least"])
-    secret = os.urandom(KEY) if secret is None else secret
+    secret = os.urandom(KEY_BYTES) if secret is None else secret
     for key, tensor in changes():
         if not key.startswith(PREFIX):
             raise FederatedError(f"noise protects weights only, and {key} is to be sent: leave moments empty")
@@ -232,7 +232,7 @@ def spent_before(trees: Mapping[str, Any], number: int) -> Ledger:
     return Ledger({Release(multiplier=asked["multiplier"] / math.sqrt(max(1, parts))): number})
 
 
-def budget(federation: Federation, clients: int) -> Budget | None:
+def privacy_budget(federation: Federation, clients: int) -> Budget | None:
     """Return what a run's noise is counted by; None without noise."""
     if federation.noise is None:
         return None

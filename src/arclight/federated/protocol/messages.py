@@ -183,7 +183,7 @@ class Update(Message):
 class Secure(Message):
     """One client's part in a round's secure sum: what it says to the others, and an ask for what it is to know next.
 
-    Binary values are hexadecimal. Each part may be said again; the first counts. See `arclight.federated.privacy.masks`.
+    Binary values are hexadecimal. Each part may be said again; the first counts. See `arclight.federated.privacy.secure_aggregation`.
     """
 
     node: str

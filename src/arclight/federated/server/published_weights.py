@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arclight.fabric.replacing import replace_text
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.codecs.downlink import Chain, advance
+from arclight.federated.codecs.delta_chain import DeltaChain, extend_chain
 from arclight.federated.codecs.settings import Raw
 from arclight.federated.errors import BlobError, FederatedError
 from arclight.federated.protocol import Manifest, digest_of
@@ -26,7 +26,7 @@ class Weights:
     """Weights that clients may begin from, as they see them."""
 
     round: int
-    chain: Chain
+    chain: DeltaChain
 
     @property
     def manifest(self) -> Manifest:
@@ -63,9 +63,9 @@ class PublishedWeights:
         former = next((weights.chain for weights in self.all() if weights.round == number - 1), None)
         plain = isinstance(self._federation.down, Raw) and all_changed
         chain = (
-            Chain(weights=own)
+            DeltaChain(weights=own)
             if plain
-            else advance(former, own, self._federation.down, self._federation.down_changes, self._blobs)
+            else extend_chain(former, own, self._federation.down, self._federation.down_changes, self._blobs)
         )
         if chain.changes or chain.weights != own:
             replace_text(self._file(number), chain.to_json())
@@ -74,9 +74,9 @@ class PublishedWeights:
     def put_back(self, number: int, base: str) -> Weights:
         """A committed round's weights, as they were. Raises FederatedError where the folder does not have them any more."""
         own, file = self._adopted(number), self._file(number)
-        chain = Chain.from_json(file.read_bytes()) if file.exists() else Chain(weights=own)
+        chain = DeltaChain.from_json(file.read_bytes()) if file.exists() else DeltaChain(weights=own)
         if own.digest == base:
-            chain = Chain(weights=own)
+            chain = DeltaChain(weights=own)
         if chain.weights.digest != base:
             raise FederatedError(
                 f"{self._rounds.path(number)} is not what the journal says was committed as round {number} "
@@ -129,7 +129,7 @@ class PublishedWeights:
                 self._blobs.adopt(record.sha256, self._rounds.path(number) / entry)
         return manifest
 
-    def _offer(self, number: int, chain: Chain) -> Weights:
+    def _offer(self, number: int, chain: DeltaChain) -> Weights:
         made = self._weights[chain.weights.digest] = Weights(number, chain)
         return made
 

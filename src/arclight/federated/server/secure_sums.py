@@ -26,11 +26,17 @@ from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fixed_point import Contribution, Scale
 from arclight.federated.aggregation.fold import Fold, SinkFactory, emit, mean_of
 from arclight.federated.errors import FederatedError, RefusedError, UnopenedError
-from arclight.federated.privacy import shamir
-from arclight.federated.privacy.agreement import Circle, Keys, Secret
-from arclight.federated.privacy.masks import LETTER, Revealed, Sum, Unmasking, shift_of
+from arclight.federated.privacy import key_agreement
+from arclight.federated.privacy.key_agreement import Cohort, PrivateKey, PublicKeys
+from arclight.federated.privacy.random_stream import KEY_BYTES
+from arclight.federated.privacy.secure_aggregation import (
+    ENCRYPTED_SHARE_BYTES,
+    MaskedSum,
+    RevealedShares,
+    Unmasking,
+    fixed_point_shift,
+)
 from arclight.federated.privacy.settings import SecureSum
-from arclight.federated.privacy.stream import KEY
 from arclight.federated.protocol import Secure, Secured
 from arclight.federated.settings import Federation
 
@@ -125,9 +131,9 @@ class SecureSumRelay:
         lock = threading.RLock()
         self._settled, self._revealed = threading.Condition(lock), threading.Condition(lock)
         self._since: dict[str, float] = {}
-        self._sum: Sum | None = None
+        self._sum: MaskedSum | None = None
         self._book = _Book(path)
-        self._circle: Circle | None = None
+        self._circle: Cohort | None = None
         self._inbox: dict[str, dict[str, str]] | None = None
         self._look_at = 0.0
         self._closed = False
@@ -199,17 +205,19 @@ class SecureSumRelay:
         return True
 
     def _check_keys(self, client: str, said: Mapping[str, str]) -> None:
-        lengths = {"mask": KEY, "cipher": KEY, "seal": KEY}
+        lengths = {"mask": KEY_BYTES, "cipher": KEY_BYTES, "seal": KEY_BYTES}
         strange = (
             set(said) - {*lengths, "signature"}
             or not set(lengths) <= set(said)
             or len(said.get("signature", "")) > _SIGNATURE
         )
         if strange or not all(_is_hex(said[name], size) for name, size in lengths.items()):
-            raise _Wrong(f"gave keys that are none: {', '.join(lengths)} of {KEY} bytes are needed, in hexadecimal")
+            raise _Wrong(
+                f"gave keys that are none: {', '.join(lengths)} of {KEY_BYTES} bytes are needed, in hexadecimal"
+            )
         for name in ("mask", "cipher"):
             try:
-                Secret().with_other(bytes.fromhex(said[name]), b"")
+                PrivateKey().with_other(bytes.fromhex(said[name]), b"")
             except FederatedError as error:
                 raise _Wrong(f"gave a key of which everybody knows the secrets: {error}") from error
             if any(
@@ -221,9 +229,9 @@ class SecureSumRelay:
         if client not in (self._book.state.circle or ()):
             raise _Wrong("wrote letters and gave no keys")
         partners = self._the_circle().partners_of(client)
-        if set(said) != set(partners) or not all(_is_hex(text, LETTER) for text in said.values()):
+        if set(said) != set(partners) or not all(_is_hex(text, ENCRYPTED_SHARE_BYTES) for text in said.values()):
             raise _Wrong(
-                f"wrote letters that are none: {LETTER} bytes to each of {len(partners)} partners are needed, in hexadecimal"
+                f"wrote letters that are none: {ENCRYPTED_SHARE_BYTES} bytes to each of {len(partners)} partners are needed, in hexadecimal"
             )
 
     def _take_parts(self, client: str, said: dict[str, dict[str, str]]) -> bool:
@@ -328,7 +336,7 @@ class SecureSumRelay:
                     f"round {number} has masked values and what opens them is gone: {self._book.path} is missing or old"
                 )
             keys = {name: _keys(name, state.keys[name]) for name in state.circle}
-            opened = self._sum = Sum(self._the_circle(), keys, state.sure, names)
+            opened = self._sum = MaskedSum(self._the_circle(), keys, state.sure, names)
             for client, told in state.revealed.items():  # of before a restart
                 opened.add(_revealed(client, told))
             self._book.write("here", None, names)
@@ -340,7 +348,7 @@ class SecureSumRelay:
                 self._revealed.wait_for(lambda: self._closed or not opened.silent, self._settings.patience)
             return opened.open()
 
-    def _the_circle(self) -> Circle:
+    def _the_circle(self) -> Cohort:
         if self._circle is None:
             self._circle = circle_of(self._settings, self._run, self._book.state.round, self._book.state.circle or ())
         return self._circle
@@ -378,8 +386,8 @@ def _blamed(bad: Mapping[str, Collection[str]]) -> dict[str, str]:
     return found
 
 
-def circle_of(settings: SecureSum, run: str, number: int, clients: Collection[str]) -> Circle:
-    return Circle(
+def circle_of(settings: SecureSum, run: str, number: int, clients: Collection[str]) -> Cohort:
+    return Cohort(
         run=run, number=number, clients=tuple(clients), partners=settings.partners, threshold=settings.threshold
     )
 
@@ -405,15 +413,15 @@ def refuse_in_the_open(federation: Federation) -> None:
         )
 
 
-def _revealed(client: str, told: dict[str, dict[str, str]]) -> Revealed:
-    if any(len(part) > 2 * shamir.BYTES for parts in told.values() for part in parts.values()):
-        raise ValueError(f"a part has at most {shamir.BYTES} bytes")
+def _revealed(client: str, told: dict[str, dict[str, str]]) -> RevealedShares:
+    if any(len(part) > 2 * key_agreement.SHARE_BYTES for parts in told.values() for part in parts.values()):
+        raise ValueError(f"a part has at most {key_agreement.SHARE_BYTES} bytes")
     seeds, keys = ({name: int(part, 16) for name, part in told[what].items()} for what in ("seeds", "keys"))
-    return Revealed(client=client, seeds=seeds, keys=keys)
+    return RevealedShares(client=client, seeds=seeds, keys=keys)
 
 
-def _keys(client: str, told: dict[str, str]) -> Keys:
-    return Keys(client=client, **{name: bytes.fromhex(told[name]) for name in ("mask", "cipher", "seal")})
+def _keys(client: str, told: dict[str, str]) -> PublicKeys:
+    return PublicKeys(client=client, **{name: bytes.fromhex(told[name]) for name in ("mask", "cipher", "seal")})
 
 
 def _uneven(given: Sequence[Contribution]) -> tuple[str, ...]:
@@ -449,7 +457,7 @@ class SecureFold(Fold):
                 f"{settings.most_weight:,} (secure.most_weight)"
             )
         weights = float(sum(int(one.weight) for one in given))
-        scale = Scale(rule="mean", shift=shift_of(settings, clients), total=weights)
+        scale = Scale(rule="mean", shift=fixed_point_shift(settings, clients), total=weights)
         keys = set().union(*(one.tensors for one in given))
         if uneven := _uneven(given):
             why = f"{', '.join(uneven)} sent other tensors than the others: their secure sum cannot be opened"

@@ -21,7 +21,7 @@ from arclight.federated.rounds.initial_weights import entries_in, entries_of, mo
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.server.server_run import InitialState, Measurement, ServerRun
 from arclight.federated.settings import Federation
-from arclight.federated.transports.in_process import InProcess
+from arclight.federated.transports.link import InProcessLink
 from arclight.trainer.checkpoint.named_state import named_tensors
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Server:
                 raise FederatedError(f"the federation has {self.federation.clients} clients, {len(mine)} were given")
             self._clients = [client.name for client in mine]
         with self.opened() as run:
-            node = Node(InProcess(run.service), mine, self.folder / "node", "here")
+            node = Node(InProcessLink(run.service), mine, self.folder / "node", "here")
             try:
                 node.run()
             except FederatedError:

@@ -25,16 +25,16 @@ from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.aggregation.strategy_step import plain
 from arclight.federated.blobs.folder import FolderStore
-from arclight.federated.blobs.mirrored import MirroredStore
+from arclight.federated.blobs.object_store import MirroredStore
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.coordinator import Coordinator
 from arclight.federated.coordination.journal import Injection, Journal
 from arclight.federated.coordination.run_state import StateSaved
 from arclight.federated.errors import BlobError, FederatedError, RefusedError
-from arclight.federated.masks.travel import Travel
+from arclight.federated.masks.transfer_mask import TransferMask
 from arclight.federated.privacy import noise, robust
-from arclight.federated.privacy.masks import Unmasking
+from arclight.federated.privacy.secure_aggregation import Unmasking
 from arclight.federated.rounds.history import History, contributed
 from arclight.federated.rounds.store import Rounds
 from arclight.federated.rounds.writer import MODULE_ENTRIES
@@ -110,9 +110,9 @@ class ServerRun:
             strategy=federation.strategy,
             form=federation.send,
             folding=self._folding(),
-            is_stack=Travel(masks=federation.masks).is_stack,
+            is_stack=TransferMask(masks=federation.masks).is_stack,
         )
-        self._budget = noise.budget(federation, len(self.coordinator.roster))
+        self._budget = noise.privacy_budget(federation, len(self.coordinator.roster))
         self._spent = noise.Ledger()
         self._progress: dict[str, Any] = {}
         self._since: dict[tuple[str, int], float] = {}
@@ -131,9 +131,15 @@ class ServerRun:
     def _folding(self) -> Callable[..., Fold]:
         asked = self.federation
         if asked.secure is not None:
-            held = partial(noise.held, former=self._former) if asked.noise is not None else lambda key, mean: mean
+            held = (
+                partial(noise.clamp_variance, former=self._former)
+                if asked.noise is not None
+                else lambda key, mean: mean
+            )
             return partial(SecureFold, asked.secure, most(asked), self._unmasking, held)
-        return robust.folding(asked.robust) if asked.noise is None else noise.folding(asked.noise, former=self._former)
+        return (
+            robust.folding(asked.robust) if asked.noise is None else noise.noisy_fold(asked.noise, former=self._former)
+        )
 
     def _former(self, key: str) -> torch.Tensor:
         """A weight of the newest round."""
@@ -379,7 +385,7 @@ class ServerRun:
                 key for one in given for key, entry in one.manifest.tensors.items()
                 if self.federation.secure is not None or DTYPES[entry.dtype].is_floating_point
             )  # fmt: skip
-            least = self.coordinator.state.open[fold.round].least or noise.expected(self.federation)
+            least = self.coordinator.state.open[fold.round].least or noise.expected_updates(self.federation)
             multiplier *= math.sqrt(min(parts.values(), default=len(given)) / least)
         drawn = set(self.coordinator.sampler.draw(fold.round)) == clients
         one = self._budget.release(multiplier, len(clients), all_drawn=drawn)

@@ -18,7 +18,7 @@ from arclight.federated.codecs.encoding import LazyTensors
 from arclight.federated.codecs.settings import to_table
 from arclight.federated.coordination import events
 from arclight.federated.errors import LinkError, ProtocolError, Reason, RefusedError, SessionError
-from arclight.federated.masks.serving import Travels
+from arclight.federated.masks.transfer_mask import ServerMasks
 from arclight.federated.privacy import noise
 from arclight.federated.protocol import (
     Ask,
@@ -85,7 +85,7 @@ class Service:
         self.history = history
         self.driver: Runtime
         self.exchange: secure_sums.SecureSumRelay | None = None
-        self.travels = Travels(federation, seed, self._place)
+        self.travels = ServerMasks(federation, seed, self._place)
         self.shelf = shelf
         self._lock = threading.Lock()
         self._looking = threading.BoundedSemaphore(os.cpu_count() or 1)
@@ -246,7 +246,7 @@ class Service:
             deadline=plan.deadline,
             journal_every=asked.journal_every,
             keep={"reset_optimizer": asked.reset_optimizer, **travel.to_table()},
-            privacy={**noise.order(asked, plan.least), **secure_sums.order(asked, plan.discarded)},
+            privacy={**noise.noise_for_clients(asked, plan.least), **secure_sums.order(asked, plan.discarded)},
             fragment=plan.fragment,
             overlap=asked.overlap,
             lane=asked.lane(plan.round),

@@ -12,12 +12,11 @@ import torch
 from arclight.checkpoint.tensorfile import DTYPES
 from arclight.federated.aggregation.fixed_point import measure
 from arclight.federated.blobs import BlobStore
-from arclight.federated.blobs.opening import open_manifest
+from arclight.federated.blobs.manifest_io import open_manifest
 from arclight.federated.codecs.encoding import LazyTensors
 from arclight.federated.errors import FederatedError, ProtocolError, RefusedError
-from arclight.federated.masks.experts import Parts
-from arclight.federated.masks.serving import sendable
-from arclight.federated.masks.travel import Travel
+from arclight.federated.masks.experts import ExpertParts
+from arclight.federated.masks.transfer_mask import TransferMask, expected_entry
 from arclight.federated.protocol import Ask, Entry, Join, Manifest, Message, Update
 from arclight.federated.protocol.manifest import VERSION
 from arclight.federated.settings import Checks, Federation
@@ -46,7 +45,7 @@ class Expected:
     """The weights that the client began with."""
     weights: Mapping[str, torch.Tensor]
     """These, by key; read only where their values are needed."""
-    travel: Travel
+    travel: TransferMask
     """What the client may send of them; see `arclight.federated.masks`."""
     form: str = "delta"
     """"delta" or "weights"."""
@@ -60,7 +59,7 @@ class Expected:
 
     def entry(self, key: str) -> Entry | None:
         """What a tensor that may be sent is like; None for one that may not."""
-        return sendable(key, self.travel, self.round, self.base)
+        return expected_entry(key, self.travel, self.round, self.base)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +225,7 @@ def most_bytes(weights: Manifest, federation: Federation) -> int:
     return int(federation.checks.bytes_times * whole * (1 + len(federation.moments))) + _SLACK
 
 
-def largest_message(weights: Manifest, federation: Federation, travel: Travel, asked: int) -> int:
+def largest_message(weights: Manifest, federation: Federation, travel: TransferMask, asked: int) -> int:
     """Bytes of the largest message of a node: an update's manifest, or what a client of a secure sum tells the others."""
     parts = {
         key: entry.shape[0] if entry.shape and travel.is_stack(key) else 1 for key, entry in weights.tensors.items()
@@ -247,7 +246,7 @@ def _fits(given: torch.dtype | None, weight: torch.dtype, form: str) -> bool:
 
 def _norm_of_change(tensors: Mapping[str, torch.Tensor], asked: Expected) -> float:
     """Of weights that were sent whole; one tensor at a time."""
-    squares, weights = [], Parts(asked.weights)
+    squares, weights = [], ExpertParts(asked.weights)
     for key in tensors:
         entry = asked.entry(key)
         if key.startswith("model/") and entry is not None and DTYPES[entry.dtype].is_floating_point:

@@ -3,4 +3,4 @@
 `arclight.federated.simulate` is its door; `settings` says what a fleet is like.
 """
 
-from arclight.federated.simulation.settings import Costs, Fleet, Links, Speeds
+from arclight.federated.simulation.fleet import Costs, Fleet, Links, Speeds

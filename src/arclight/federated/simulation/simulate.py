@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arclight.federated.settings import Federation
+from arclight.federated.simulation.fleet import Fleet
 from arclight.federated.simulation.result import Simulated
-from arclight.federated.simulation.settings import Fleet
 
 
 def simulate(

@@ -16,12 +16,9 @@ from arclight.federated.coordination.records import Record, RoundClosed, RoundOp
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Close, Receipt, Wait
 from arclight.federated.settings import Federation
-from arclight.federated.simulation.devices import Device, Job, Nature
-from arclight.federated.simulation.pipes import Cores, Pipe
-from arclight.federated.simulation.result import Simulated
-from arclight.federated.simulation.settings import Fleet
+from arclight.federated.simulation.fleet import Cores, Device, Fleet, FleetSampler, Pipe, SimulatedJob
+from arclight.federated.simulation.result import Simulated, SimulationRecorder
 from arclight.federated.simulation.sizes import Sizes
-from arclight.federated.simulation.telling import Telling
 
 _HELD = math.inf  # asks are held until there is an answer: a simulated line never breaks
 
@@ -33,7 +30,7 @@ class Simulator:
         self.federation, self.sizes, self.fleet = federation, sizes, fleet
         self.coordinator = Coordinator(federation, federation.clients, seed, "simulation")
         self.now, self.events = 0.0, 0
-        self._nature = Nature(fleet, seed)
+        self._nature = FleetSampler(fleet, seed)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._devices: dict[str, Device] = {}
@@ -49,7 +46,7 @@ class Simulator:
         self._ended: ev.RunOver | None = None
         self._answer: Any = None
         self._beaten = -math.inf
-        self._telling = Telling()
+        self._telling = SimulationRecorder()
 
     def run(self) -> Simulated:
         """Until the run has ended. Raises FederatedError for one that does not."""
@@ -194,7 +191,7 @@ class Simulator:
         base = int(plan.base)
         bytes = self.sizes.down(device.has, base)
         device.has = base
-        job = device.jobs[plan.round] = Job(plan, bytes)
+        job = device.jobs[plan.round] = SimulatedJob(plan, bytes)
         self._telling.down(plan.round, bytes)
         there = self._down.send(self.now, bytes, device.down) + self.fleet.links.latency
         dies, fails = self._nature.fate(self._index(device.name), plan.round)
@@ -227,7 +224,7 @@ class Simulator:
         device.gone = True
         self._sessions.pop(device.session, None)
 
-    def _fitted(self, device: Device, job: Job, fails: bool) -> None:
+    def _fitted(self, device: Device, job: SimulatedJob, fails: bool) -> None:
         if device.gone or job.cancelled:
             return
         latency = self.fleet.links.latency
@@ -247,7 +244,7 @@ class Simulator:
 
         self._at(there, arrived)
 
-    def _failed(self, device: Device, job: Job) -> None:
+    def _failed(self, device: Device, job: SimulatedJob) -> None:
         if not device.gone:
             device.jobs.pop(job.plan.round, None)
             self._said(
@@ -255,7 +252,7 @@ class Simulator:
             )
             self._free(device)
 
-    def _delivered(self, device: Device, job: Job, bytes: int) -> None:
+    def _delivered(self, device: Device, job: SimulatedJob, bytes: int) -> None:
         if device.gone or job.cancelled:
             return
         device.jobs.pop(job.plan.round, None)

@@ -25,8 +25,8 @@ from arclight.federated.clients.client import Client
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.errors import FederatedError
 from arclight.federated.transports.detached import Detached, Orders, built
-from arclight.federated.transports.in_process import InProcess
 from arclight.federated.transports.keys import NodeKey, line_of
+from arclight.federated.transports.link import InProcessLink
 from arclight.federated.transports.settings import FLOWER_DEFAULTS
 
 if TYPE_CHECKING:
@@ -244,8 +244,8 @@ def _key_in(folder: Path) -> NodeKey:
 def _work(build: BuildClient, session: Mapping[str, Any], site: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Be a node until the server closes the session; returns why it did."""
     from arclight.federated.clients.node import Node
-    from arclight.federated.clients.securing import Identity
-    from arclight.federated.transports.http_link import HttpLink
+    from arclight.federated.clients.secure_sum_client import Identity
+    from arclight.federated.transports.http_client import HttpLink
 
     names, patience = _clients_of(site), float(config.get("patience", FLOWER_DEFAULTS["patience"]))
     folder = _folder_of(site)
@@ -308,7 +308,7 @@ def _serve_messages(build: str, grid: Any, config: Mapping[str, Any], folder: Pa
                     client = free.pop(0)
                     learner = FlowerLearner(flower, came)
                     clients = [Client(client, learner=lambda folder, learner=learner: learner)]  # type: ignore[misc]
-                    node = Node(InProcess(run.service), clients, folder / "nodes" / client, _name(came))
+                    node = Node(InProcessLink(run.service), clients, folder / "nodes" / client, _name(came))
                     thread = threading.Thread(target=work, args=(node,), name=_name(came), daemon=True)
                     nodes[came] = node, client, thread
                     thread.start()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.extras import require
 from arclight.federated.errors import FederatedError
-from arclight.federated.transports.trust import check_private
+from arclight.federated.transports.tls import check_private
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

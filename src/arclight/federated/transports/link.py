@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from arclight.federated.blobs import BlobStore
-from arclight.federated.protocol import Message
+from arclight.federated.protocol import Message, read
 
 
 class Link(Protocol):
@@ -27,3 +28,41 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Give back connections."""
+
+
+class ServerApi(Protocol):
+    """A server, as transports see it."""
+
+    @property
+    def blobs(self) -> BlobStore:
+        """The server's blobs."""
+
+    @property
+    def run(self) -> str:
+        """The run that is served, as nodes know it."""
+
+    @property
+    def largest_message(self) -> int:
+        """Bytes of the largest message that a node of this run may have to send."""
+
+    def answer(self, message: Message) -> Message:
+        """The reply to a node's message; may take as long as an `Ask` allows. Called from any thread."""
+
+    def taking(self, node: str, session: str, digest: str, size: int) -> AbstractContextManager[None]:
+        """While a node puts a blob, or a part of it. Raises RefusedError where none of its updates needs as much."""
+
+
+class InProcessLink:
+    """A link to a server in this process."""
+
+    def __init__(self, server: ServerApi) -> None:
+        self._server, self.blobs = server, server.blobs
+
+    def send(self, message: Message) -> Message:
+        return read(self._server.answer(read(message.to_json())).to_json())
+
+    def heed(self, stopping: threading.Event) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,1 @@
+"""``arclight federate``: train one model on the data of many sites. Open `federated_run` first."""

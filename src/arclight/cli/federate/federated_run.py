@@ -1,0 +1,354 @@
+"""``arclight federate``: many sites train one model, all in this process or each where its data are."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import logging
+import shutil
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import Parser, UsageError, read_as, recipe_file, recipe_parser, shipped_recipes
+from arclight.cli.federate.recipe import FederatedRecipe
+from arclight.federated.errors import FederatedError
+
+if TYPE_CHECKING:
+    from arclight.cli.federate.progress import Progress
+    from arclight.cli.federate.sites import Measuring
+    from arclight.federated.server.server import Server
+    from arclight.federated.server.server_run import ServerRun
+    from arclight.trainer import RunFolder
+
+VERBS = {
+    "serve": "arclight.cli.federate.network",
+    "join": "arclight.cli.federate.network",
+    "keys": "arclight.cli.federate.keys",
+    "flower": "arclight.cli.federate.flower",
+    "report": "arclight.cli.federate.run_report",
+}
+JOURNAL = "journal.jsonl"
+"""A run that has begun has one."""
+ENDING = 30.0
+"""Seconds between the end that nodes hear of and the server's own."""
+ABOUT = """
+Train one model on the data of many sites, which exchange updates of the weights. This command runs server and clients in one
+process. Across processes and machines: `arclight federate serve` on the server, `arclight federate join` at each site, `arclight
+federate keys` for certificates and keys, `arclight federate flower` for an app that Flower launches, `arclight federate report` to
+write a run's report again; each has a --help of its own.
+"""
+
+
+def federate(arguments: list[str]) -> None:
+    """Whatever the first word says: one of VERBS, or a recipe to run here."""
+    if arguments and arguments[0] in VERBS:
+        module = importlib.import_module(VERBS[arguments[0]])
+        return getattr(module, arguments[0])(arguments[1:])  # type: ignore[no-any-return]
+    if not arguments:
+        raise UsageError(
+            f"name a recipe, as recipes/fed-lm.toml, or one of {', '.join(VERBS)} (see arclight federate --help)"
+        )
+    word = recipe_file(arguments[0])
+    if not word.startswith("-") and ":" not in word and not Path(word).suffix:
+        near = "".join(
+            f"; did you mean {verb}?" for verb in difflib.get_close_matches(word, [*VERBS, *shipped_recipes()], 1)
+        )
+        raise UsageError(f"{word} is neither a recipe, as recipes/fed-lm.toml, nor one of {', '.join(VERBS)}{near}")
+    parser = run_parser("federate", ABOUT)
+    recipe, options = read_as(FederatedRecipe, parser, arguments)
+    return run_here(recipe, options)
+
+
+def run_parser(verb: str, about: str) -> Parser:
+    parser = recipe_parser(verb, about)
+    parser.own_tables = ("federation", "partition")
+    parser.add_argument(
+        "--resume",
+        metavar="last|PATH",
+        help="resume a run: last for the newest run of this name, or the PATH of a run folder",
+    )
+    parser.add_argument(
+        "--beside", type=with_curves, metavar="RUN", help="centralised run to compare with in the report"
+    )
+    parser.add_argument(
+        "--centralised", action="store_true",
+        help="also train the same recipe without a federation, on as many samples, and compare",
+    )  # fmt: skip
+    return parser
+
+
+def with_curves(path: str) -> Path:
+    """The folder of a run that can be shown beside another; one that cannot is told before anything is trained."""
+    if not (Path(path) / "metrics.csv").is_file():
+        raise argparse.ArgumentTypeError(
+            f"{path} has no metrics.csv: give the folder of a run, as runs/<name>/<number>"
+        )
+    return Path(path)
+
+
+def run_here(recipe: FederatedRecipe, options: Namespace) -> None:
+    """Server and clients in this process."""
+    from arclight.cli.federate.progress import Watched
+    from arclight.cli.federate.sites import check_devices, check_division, in_process_node
+
+    check_devices(recipe)
+    check_division(recipe)  # what cannot be divided is told before anything is written
+    folder = folder_of(recipe, options)
+    with opened(recipe, folder, options) as (run, progress):
+        node = in_process_node(recipe, Watched(run.service, progress), folder.path)
+        worker = Worker(node.run)
+        worker.start()
+        try:
+            while not run.driver.wait(1.0):
+                worker.check()
+                if not worker.is_alive() and not run.driver.wait(ENDING):
+                    raise FederatedError(
+                        f"the run goes on, and its clients do not: {node.closed or 'they were told to stop'}"
+                    )
+        finally:
+            node.stop()
+            worker.join(60.0)
+        worker.check()
+        run.wait(0.0)  # raises where the run could not go on
+
+
+class Worker(threading.Thread):
+    """A thread whose error is not lost."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(name="arclight-node", daemon=True)
+        self._function = function
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:  # told to whoever waits, by `check`
+            self._error = error
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread, if something did."""
+        if self._error is not None:
+            raise self._error
+
+
+@contextmanager
+def opened(recipe: FederatedRecipe, folder: RunFolder, options: Namespace) -> Iterator[tuple[ServerRun, Progress]]:
+    """A run that is served until the block ends; what it leaves behind is written afterwards, however it ended."""
+    from arclight.cli.federate.progress import Progress
+    from arclight.cli.federate.sites import Measuring, client_names
+    from arclight.federated.server.server import Server
+
+    begun = (folder.path / JOURNAL).exists()
+    kept = options.resume is not None
+    with unless_begun(folder, kept), Progress(recipe.federation.rounds) as progress, recorded(recipe, folder):
+        measuring = Measuring(recipe, folder.path) if recipe.federation.evaluate_on == "server" else None
+        server = Server(
+            recipe.federation,
+            None if begun else first_weights(recipe, measuring),
+            folder=folder.path,
+            clients=client_names(recipe),
+            evaluate=measuring,
+            run=run_name(recipe, folder),
+            seed=recipe.seed,
+            recipe=as_tables(recipe),
+            told=progress.told,
+        )
+        try:
+            with server.opened() as run:
+                progress.sent_down = run.service.history.sent_down
+                progress.take_up(list(run.coordinator.state.open.values()))
+                with resumable(folder):
+                    yield run, progress
+        except KeyboardInterrupt as error:
+            failed(folder, options, f"It was interrupted. --resume {folder.path} goes on with it.")
+            done = len([here for here in server.history if here.contributors])
+            raise KeyboardInterrupt(
+                f"{done} of {recipe.federation.rounds} rounds are done, and kept in {folder.path} with what clients have sent since. "
+                f"The same command with --resume {folder.path} goes on"
+            ) from error
+        except BaseException as error:
+            failed(folder, options, str(error) or type(error).__name__)
+            raise
+        finish(recipe, folder, server, options, measuring)
+
+
+@contextmanager
+def unless_begun(folder: RunFolder, kept: bool) -> Iterator[None]:
+    """Remove a new run's folder, unless it is ``kept``, if what ends the block comes before the run has begun."""
+    try:
+        yield
+    except BaseException:
+        journal = folder.path / JOURNAL
+        if not kept and not (journal.exists() and journal.stat().st_size):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def resumable(folder: RunFolder) -> Iterator[None]:
+    """What ends a run that has begun says how to go on with it."""
+    try:
+        yield
+    except FederatedError as error:
+        raise FederatedError(
+            f"{error}. What has arrived is kept: the same command with --resume {folder.path} goes on"
+        ) from error
+
+
+def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
+    """What the run begins with: the module as a centralised run would begin with it."""
+    if measuring is not None:
+        return measuring.begin()
+    from arclight.cli.train import build_task
+
+    module, _ = build_task(recipe)
+    if not any(True for _ in module.parameters()):
+        module.configure_model()
+    weights, start = getattr(recipe.task, "weights", None), getattr(module, "start_from", None)
+    if weights is not None and start is not None:  # the module takes them up when a fit begins, and here is none
+        start(weights)
+    return module
+
+
+def finish(
+    recipe: FederatedRecipe, folder: RunFolder, server: Server, options: Namespace, measuring: Measuring | None
+) -> None:
+    """The last weights as a checkpoint for every other verb, and the report."""
+    from arclight.cli.federate.run_report import federated_report
+
+    print(f"\nThe run is in {folder.path}")
+    if measuring is None:
+        newest = server.rounds.newest()
+        assert newest is not None
+        print(f"Its weights are in {server.rounds.path(newest)}")
+    else:
+        print(f"Its weights are in {measuring.keep(server.weights(), server.history[-1].clock)}")
+    beside = centralised(recipe) if options.centralised else options.beside
+    print(f"The report is {federated_report(folder.path, beside=beside)}")
+    if (folder.path / "node").is_dir():
+        print(kept_by(folder.path / "node"))
+
+
+def kept_by(node: Path) -> str:
+    """What a node's folder is for once the run is over. A file with several names counts once."""
+    from arclight.trainer.run.report import size_text
+
+    found = (path.stat() for path in node.rglob("*") if path.is_file())
+    size = sum({facts.st_ino: facts.st_size for facts in found}.values())
+    return (
+        f"{node} keeps {size_text(size)} for a longer run (--resume with more federation.rounds): clients' optimizers, places in "
+        "their data, personal layers; without one it may be removed"
+    )
+
+
+def failed(folder: RunFolder, options: Namespace, why: str) -> None:
+    """Let the report say how the run ended. One that cannot be written does not hide why."""
+    from arclight.cli.federate.run_report import federated_report
+    from arclight.federated.rounds.history import has_history
+
+    try:
+        if has_history(folder.path):
+            federated_report(folder.path, beside=options.beside, failure=why)
+    except OSError as error:
+        logging.getLogger("arclight").warning("the report could not be written: %s", error)
+
+
+def centralised(recipe: FederatedRecipe) -> Path:
+    """Train the same task without a federation; the run's folder."""
+    from arclight.cli.run_record import Preparation, RunRecord
+    from arclight.cli.train import build_task, callbacks, make_trainer
+    from arclight.trainer.callbacks import RunReport
+
+    central = recipe.central()
+    module, data = build_task(central)
+    trainer = make_trainer(central, callbacks=[*callbacks(central), RunRecord(central), RunReport()])
+    with Preparation():
+        trainer.fit(module, datamodule=data)
+    return trainer.run_folder.path
+
+
+# -- the run's folder ----------------------------------------------------------------------------------------------
+
+
+def folder_of(recipe: FederatedRecipe, options: Namespace) -> RunFolder:
+    """A new folder, or the one to go on in."""
+    from arclight.trainer import RunFolder
+
+    if options.resume is None:
+        last = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
+        if last is not None and is_unfinished(last):
+            print(f"{last.path} is not finished: --resume last would go on with it. This is a new run")
+        return RunFolder(recipe.root, recipe.name)
+    if options.resume != "last":
+        if "://" in options.resume:
+            raise UsageError(
+                f"--resume {options.resume}: a run goes on in a folder of this machine: `arclight checkpoint fork "
+                f"{options.resume} FOLDER` makes one of its newest round"
+            )
+        return RunFolder.open(options.resume)
+    found = RunFolder.newest(recipe.root, recipe.name, having=JOURNAL)
+    if found is None:
+        raise UsageError(f"--resume last: {recipe.root / recipe.name} has no run to go on with")
+    return found
+
+
+def is_unfinished(folder: RunFolder) -> bool:
+    """Return True if a run was begun and has not ended: it was killed or interrupted, or is under way."""
+    from arclight.federated.coordination.journal import JournalError, read
+    from arclight.federated.coordination.records import RunEnded, RunOpened
+    from arclight.federated.coordination.run_state import StateSaved
+
+    ended = False
+    try:
+        for record in read(folder.path / JOURNAL):
+            if isinstance(record, StateSaved):
+                ended = record.state.ended is not None
+            elif isinstance(record, RunEnded | RunOpened):
+                ended = isinstance(record, RunEnded)
+    except JournalError:  # nothing goes on with it
+        return False
+    return not ended
+
+
+def run_name(recipe: FederatedRecipe, folder: RunFolder) -> str:
+    """What nodes call the run, so that none takes it for an older one: its name and when it was first started."""
+    import json
+
+    started = json.loads(folder.environment.read_text(encoding="utf-8"))["started"]
+    return f"{recipe.name}-{started.partition('+')[0].replace(':', '')}"
+
+
+def as_tables(recipe: FederatedRecipe) -> dict[str, Any]:
+    """The recipe as nodes are told it."""
+    import tomllib
+
+    from arclight.recipe import write
+
+    return tomllib.loads(write(recipe))
+
+
+@contextmanager
+def recorded(recipe: FederatedRecipe, folder: RunFolder) -> Iterator[None]:
+    """Keep recipe, environment and log in the run's folder."""
+    from arclight.recipe import write
+    from arclight.trainer.run.folder import write_atomically
+
+    log = logging.getLogger("arclight")
+    text = write(recipe)
+    write_atomically(folder.recipe, f"# arclight federate {folder.recipe} repeats this run.\n\n{text}")
+    folder.write_environment(command=sys.argv)
+    handler = folder.log_handler()
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,423 @@
+"""``arclight federate serve|join``: the same run across processes and machines."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from arclight.cli.arguments import Parser, UsageError, problems_listed, read_as
+from arclight.cli.federate.federated_run import folder_of, kept_by, opened, run_parser
+from arclight.cli.federate.recipe import FederatedRecipe
+from arclight.fabric.extras import require
+from arclight.federated.errors import FederatedError, LinkError
+from arclight.federated.protocol import Evaluate, Fit, Leave, Message, Receipt, Update, Wait, Welcome
+from arclight.federated.transports.tls import explain_link_error
+from arclight.trainer.run.report import size_text
+
+if TYPE_CHECKING:
+    from arclight.federated.blobs import BlobStore
+    from arclight.federated.clients import Learner
+    from arclight.federated.clients.client import Client
+    from arclight.federated.transports.link import Link
+    from arclight.federated.transports.settings import Listening
+
+
+SAY_AFTER = 3.0
+"""Seconds after which a node says that it cannot reach its server; it goes on trying."""
+OF_THE_NODE = ("task.", "trainer.")
+"""Settings that a node may have otherwise than the server: where its data lie, what it computes on."""
+
+
+# -- serve ---------------------------------------------------------------------------------------------------------
+
+
+def serve(arguments: list[str]) -> None:
+    parser = run_parser(
+        "federate serve", "Be the server of a federated run; nodes join it with `arclight federate join`."
+    )
+    parser.add_argument(
+        "--address", default=f"127.0.0.1:{DEFAULT_PORT}", metavar="HOST:PORT",
+        help="address to listen on; port 0 picks a free one (default: %(default)s, reachable from this machine only)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="certificate of the server, PEM; see federate keys"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="private key of the certificate, PEM")
+    parser.add_argument("--node-keys", type=Path, metavar="FILE", help="keys of the nodes that may join, one per line")
+    recipe, options = read_as(FederatedRecipe, parser, arguments)
+    where = listening(options)
+
+    from arclight.cli.federate.progress import Watched
+    from arclight.cli.federate.sites import check_devices, check_division
+    from arclight.federated.server.malloc import tune_malloc
+    from arclight.federated.transports.http_server import HttpServer
+
+    if recipe.partition is not None and recipe.federation.evaluate_on == "server":  # else the data need not be here
+        check_division(recipe, "; where every site joins with --data of its own, leave [partition] out")
+    check_devices(recipe)
+    tune_malloc()
+    with closing(bound(where)) as here:
+        folder = folder_of(recipe, options)
+        with (
+            opened(recipe, folder, options) as (run, progress),
+            HttpServer(Watched(run.service, progress), where, run.blobs, here) as server,
+        ):
+            progress.say(f"{recipe.name} is served at {server.address}, and kept in {folder.path}")
+            progress.say(f"  nodes join it with: {join_line(reached_at(server.address, where), server.fingerprint)}")
+            run.wait_for_nodes()
+
+
+# -- join ----------------------------------------------------------------------------------------------------------
+
+
+def join(arguments: list[str]) -> None:
+    options, overrides = join_options(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # classes named as package.module:Class are looked for here too
+
+    from arclight.federated.clients.node import Node
+    from arclight.federated.clients.secure_sum_client import Identity
+    from arclight.federated.clients.worker_processes import ProcessExecutor
+    from arclight.federated.transports.http_client import HttpLink
+    from arclight.federated.transports.keys import NodeKey, Registry
+
+    folder = options.folder or Path("runs") / "nodes" / options.name
+    key = NodeKey.read(options.key) if options.key else None
+    identity = Identity(
+        sign=None if key is None else key.sign, vouches=Registry(options.nodes).vouches if options.nodes else None
+    )
+    ranks = processes(overrides)
+    site = Site(options.data, overrides, options.client, ranks)
+    link = Told(
+        HttpLink(
+            options.address, folder / "blobs", key=key, cafile=options.ca, fingerprint=options.fingerprint,
+            patience=min(SAY_AFTER, options.patience), stores=options.blobs,
+        ),
+        site,
+        options.address,
+    )  # fmt: skip
+
+    def work() -> Node:
+        """Trained beside this process, which stays free to say that the node lives."""
+        crew = ProcessExecutor(site.client, ranks=ranks, names=options.client)
+        node = Node(link, crew, folder, options.name, patience=options.patience, identity=identity)
+        node.run()
+        return node
+
+    with written_down(folder), closing(link):
+        try:
+            while (node := work()).another:
+                print(f"{node.closed}; what was finished for that is kept", flush=True)
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(
+                f"node {options.name} has left. What its clients have done is kept in {folder}: the same command goes on"
+            ) from error
+    if node.failed:
+        back = f". What its clients have done is kept in {folder}: the same command joins again when the server is back"
+        raise FederatedError(f"node {options.name} ends: {node.closed}{back if link.run else ''}")
+    print(f"node {options.name} is done: {node.closed}")
+    print(kept_by(folder))
+
+
+def processes(overrides: list[str]) -> int:
+    """How many train a client together at this node: as many as it was told devices. Raises UsageError where that is no number."""
+    said = dict(pairwise(overrides)).get("--trainer.devices", "1")
+    if not said.isdigit() or int(said) == 0:
+        raise UsageError(
+            f"--trainer.devices {said}: say how many train a client together here, 1 where nothing is said"
+        )
+    return int(said)
+
+
+@contextmanager
+def written_down(folder: Path) -> Iterator[None]:
+    """Keep a node's log in its folder, and say on standard error what a person should know."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kept, seen = logging.FileHandler(folder / "log.txt", encoding="utf-8"), logging.StreamHandler(sys.stderr)
+    kept.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    seen.setFormatter(OneLine())
+    seen.setLevel(logging.WARNING)
+    log = logging.getLogger("arclight")
+    log.setLevel(logging.INFO)
+    log.addHandler(kept)
+    log.addHandler(seen)
+    try:
+        yield
+    finally:
+        log.removeHandler(seen)
+        log.removeHandler(kept)
+        kept.close()
+
+
+class OneLine(logging.Formatter):
+    """A message without where it was raised, which the file has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"arclight: {record.getMessage()}"
+
+
+class Told:
+    """A link that lets the site know the server's recipe, and says in a line what is asked of this node."""
+
+    def __init__(self, link: Link, site: Site, address: str) -> None:
+        self._link, self._site, self._address, self._shown = link, site, address, ""
+        self.run = ""
+        """The one that the node has joined, once it has."""
+
+    @property
+    def blobs(self) -> BlobStore:
+        return self._link.blobs
+
+    def heed(self, stopping: threading.Event) -> None:
+        self._link.heed(stopping)
+
+    def send(self, message: Message) -> Message:
+        try:
+            answer = self._link.send(message)
+        except LinkError as error:
+            raise explain_link_error(error, self._address) from error
+        match answer:
+            case Welcome():
+                try:
+                    self._site.take(answer.recipe)
+                except BaseException as error:
+                    why = str(error) or type(error).__name__
+                    self._link.send(Leave(node=getattr(message, "node", ""), session=answer.session, why=why))
+                    raise
+                self._show(f"joined run {answer.run}" + (" again" if answer.run == self.run else ""))
+                self.run = answer.run
+            case Fit():
+                self._show(f"round {answer.round}: client {answer.client} trains {answer.steps} steps")
+            case Evaluate():
+                self._show(f"round {answer.round}: client {answer.client} measures")
+            case Receipt() if isinstance(message, Update):
+                size = size_text(message.manifest.size)
+                taken = f"{size} sent" if answer.accepted else f"refused ({answer.reason}): {answer.message}"
+                self._show(
+                    f"round {message.round}: client {message.client}, {message.steps} steps in {message.seconds:.1f} s, {taken}"
+                )
+            case Wait() if answer.about:
+                self._show(f"waiting: {answer.about}")
+        return answer
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _show(self, text: str) -> None:
+        """Once, however often it is said."""
+        if text != self._shown:
+            print(text, flush=True)
+            self._shown = text
+
+
+def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
+    about = "Join a federated run as a node: train on local data. The server sends the recipe."
+    usage = "arclight federate join ADDRESS --name NAME [options] [--task.field value ...] [--trainer.field value ...]"
+    parser = Parser(prog="arclight federate join", usage=usage, description=about)
+    parser.add_argument("address", metavar="ADDRESS", help="https://host:port; http:// only on the server's machine")
+    parser.add_argument("--name", required=True, help="name of this node, the same at every join")
+    parser.add_argument(
+        "--client", action="append", default=[], metavar="N",
+        help="client whose data only this node has; may be repeated (default: any that the server assigns)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", metavar="PATH",
+        help="the client's own data, used completely (default: its share of the recipe's data, which must exist here)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="folder for the node's state (default: runs/nodes/NAME)"
+    )
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="certificates to trust, of the server or its CA (default: the system's)"
+    )
+    parser.add_argument(
+        "--fingerprint", metavar="SHA256", help="fingerprint of the server's certificate, instead of --ca"
+    )
+    parser.add_argument(
+        "--blobs", action="append", default=[], metavar="ADDRESS",
+        help="address, such as s3://bucket/folder, from which tensors may be read and written; may be repeated (default: only the server's host)",
+    )  # fmt: skip
+    parser.add_argument("--key", type=Path, metavar="FILE", help="private key of this node; see federate keys")
+    parser.add_argument(
+        "--nodes", type=Path, metavar="FILE",
+        help="keys of all nodes, from a source that you trust: secure sums then mask only with their clients",
+    )  # fmt: skip
+    parser.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS",
+        help="how long to retry a server that does not answer (default: %(default)s)",
+    )  # fmt: skip
+    options, overrides = parser.parse_known_args(arguments)
+    parser.check_spelling(overrides)
+    check_address(options)
+    wrong = [word for word in overrides if word.startswith("--") and not word[2:].startswith(OF_THE_NODE)]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]} is the server's to say: a node may set what begins with --{' or --'.join(OF_THE_NODE)}"
+        )
+    if strange := [name for name in options.client if not name.isdigit()]:
+        raise UsageError(f"--client {strange[0]}: clients are numbered, from 0 to one less than federation.clients")
+    if options.data is not None and len(options.client) != 1:
+        raise UsageError("--data are one client's: say whose with --client N")
+    if options.data is not None and "://" not in options.data and not Path(options.data).exists():
+        raise UsageError(f"--data {options.data}: there is no such file or folder")
+    return options, overrides
+
+
+def check_address(options: Namespace) -> None:
+    """Raise UsageError or FederatedError where a server cannot be reached, or not be believed, as it was typed."""
+    try:
+        parts = urlsplit(options.address)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.path in ("", "/")
+    except ValueError:  # a port that is none
+        usable = False
+    if not usable:
+        raise UsageError(f"{options.address}: write https://host:port, as in https://server.example.org:{DEFAULT_PORT}")
+    known = [
+        flag for flag, value in (("--ca", options.ca), ("--fingerprint", options.fingerprint)) if value is not None
+    ]
+    if len(known) == 2:
+        raise UsageError("--ca and --fingerprint: one of them says whom to believe, leave the other out")
+    if known and parts.scheme == "http":
+        raise UsageError(f"{options.address}: nothing is proved without TLS: write https:// or leave {known[0]} out")
+    if options.fingerprint is not None and not re.fullmatch("[0-9a-fA-F]{64}", options.fingerprint.replace(":", "")):
+        raise UsageError(
+            f"--fingerprint {options.fingerprint}: it has 64 hexadecimal digits, as `arclight federate keys server` and the "
+            "server's first lines say it"
+        )
+
+
+class Site:
+    """What a node trains clients with: the server's recipe, with what is otherwise here. It goes to worker processes as it is."""
+
+    def __init__(self, data: str | None, overrides: list[str], clients: Sequence[str] = (), devices: int = 1) -> None:
+        self._data, self._overrides, self._clients, self._devices = data, overrides, tuple(clients), devices
+        self._recipe: dict[str, Any] = {}
+
+    def take(self, recipe: dict[str, Any]) -> None:
+        """The recipe that the server has sent when the node joined. Raises UsageError where it cannot be used here."""
+        from arclight.cli.federate.sites import check_division
+
+        if recipe == self._recipe:
+            return  # it has joined again
+        self._recipe = recipe
+        for client in self._clients or ("0",) if recipe else ():
+            self._at(client)
+        if recipe and self._data is None:
+            check_division(self._read())
+
+    def client(self, name: str) -> Client:
+        from arclight.federated.clients.client import Client
+
+        return Client(name, learner=partial(self.learner, name))
+
+    def learner(self, client: str, folder: Path) -> Learner:
+        """For a client of the recipe that the server has sent. Raises UsageError where it cannot be used here."""
+        from arclight.cli.federate.sites import learner_at
+
+        return learner_at(self._at(client), folder, self._devices)
+
+    def _at(self, client: str) -> FederatedRecipe:
+        from arclight.cli.federate.sites import at_site, with_data
+
+        if not self._recipe:
+            raise UsageError(
+                "the server has sent no recipe: it was not started by `arclight federate serve`, but by a program of its own"
+            )
+        recipe = self._read()
+        return at_site(recipe, int(client)) if self._data is None else with_data(recipe, self._data)
+
+    def _read(self) -> FederatedRecipe:
+        from arclight.recipe import read
+
+        with problems_listed("the server's recipe cannot be used here"):
+            return read(FederatedRecipe, self._recipe, self._overrides)
+
+
+DEFAULT_PORT = 8470
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with, not listened at
+
+
+def bound(where: Listening) -> socket.socket:
+    """A socket that listens there. Raises UsageError where that cannot be, before anything of the run is made."""
+    from arclight.federated.transports.http_server import bind
+
+    try:
+        return bind(where.host, where.port)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:
+            # numbers below 0 are those of names that cannot be resolved
+            why = "this machine has no such name or address; name one of its own, or 0.0.0.0 for all of them"
+        else:
+            why = f"{os.strerror(error.errno or 0)}; name another port, or 0 for a free one"
+        raise UsageError(f"--address {where.host}:{where.port}: {why}") from error
+
+
+def listening(options: Namespace) -> Listening:
+    """Where to listen. Raises UsageError for an address that is none, and off this machine for what is missing."""
+    from arclight.federated.transports.settings import Listening, is_loopback
+
+    host, colon, port = options.address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        named = options.address.rstrip(":") or "127.0.0.1"
+        raise UsageError(f"--address {options.address}: write host:port, as in {named}:{DEFAULT_PORT}")
+    flags = {"--tls-cert": options.tls_cert, "--tls-key": options.tls_key, "--node-keys": options.node_keys}
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing and not is_loopback(host):
+        raise UsageError(
+            f"--address {options.address}: other machines can reach it, so that it needs TLS and registered nodes: "
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. `arclight federate keys server FOLDER NAME` "
+            "makes a certificate and its key, `arclight federate keys node FILE NAME --client N --into NODES` a node's; "
+            "on this machine alone 127.0.0.1 needs none of them"
+        )
+    try:
+        where = Listening(
+            host=host.strip("[]"), port=int(port), certificate=options.tls_cert, private_key=options.tls_key, nodes=options.node_keys
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(f"--address {options.address}: {error}") from error
+    check_means(where)
+    return where
+
+
+def check_means(where: Listening) -> None:
+    """Raise FederatedError for files that a server cannot listen with, MissingExtraError where it cannot listen at all."""
+    for module in ("uvicorn", "httptools", "starlette"):
+        require(module, extra="federated")
+    if where.certificate is not None and where.private_key is not None:
+        from arclight.federated.transports.tls import check_certificate
+
+        check_certificate(where.certificate, where.private_key)
+    if where.nodes is not None:
+        from arclight.federated.transports.keys import Registry
+
+        Registry(where.nodes)
+
+
+def reached_at(address: str, where: Listening) -> str:
+    """The address for others: of a server that listens at every one, that with a name which its certificate has."""
+    if where.host not in _EVERYWHERE or where.certificate is None:
+        return address
+    from arclight.federated.transports.settings import is_loopback
+    from arclight.federated.transports.tls import certificate_names
+
+    names = [name for name in certificate_names(where.certificate.read_bytes()) if not is_loopback(name)]
+    name = names[0] if names else socket.gethostname()
+    return f"https://{f'[{name}]' if ':' in name else name}:{address.rpartition(':')[2]}"
+
+
+def join_line(address: str, fingerprint: str | None) -> str:
+    tls = f" --fingerprint {fingerprint} --key node.key" if fingerprint else ""
+    return f"arclight federate join {address} --name NAME{tls}"

@@ -1,0 +1,251 @@
+"""A federated run as it goes on, for a person at a terminal or whoever reads a log later: a line for each round."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO
+
+from arclight.cli.style import bold, dim
+from arclight.federated.coordination import events
+from arclight.federated.coordination import records as r
+from arclight.federated.protocol import Beat
+from arclight.trainer.callbacks.progress_clock import clock_text
+from arclight.trainer.run.curves import number_text
+from arclight.trainer.run.report import size_text
+
+if TYPE_CHECKING:
+    from arclight.federated.coordination.run_state import RoundState
+    from arclight.federated.protocol import Message
+    from arclight.federated.transports.link import ServerApi
+
+MOST_NAMED = 4
+"""Clients that a line names; of more it says how many."""
+QUIET = 30.0
+"""Seconds of silence after which a log is told who is waited for."""
+EVERY = 0.5
+
+
+@dataclass
+class _Open:
+    """A round under way."""
+
+    number: int
+    clients: dict[str, None]
+    steps: int
+    began: float
+    done: dict[str, int] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    arrived: dict[str, r.UpdateAccepted] = field(default_factory=dict)
+
+
+class Progress:
+    """Prints what a `Server` tells (`told`) and what nodes say while they work (`beat`). Use as a context.
+
+    A terminal has one line that moves, with every client's steps; everything else is said once, and then stands.
+    """
+
+    def __init__(self, rounds: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._rounds, self._clock = stream or sys.stdout, rounds, clock
+        self._moves = self._stream.isatty()
+        self._lock = threading.Lock()
+        self._open: dict[int, _Open] = {}
+        """Rounds under way; of streamed ones there are several."""
+        self._failed: dict[tuple[int, str], list[str]] = {}
+        """Clients that have just failed, by round and why: said unless the run ends of it, which says it too."""
+        self._waiting, self._said, self._drawn = "", clock(), ""
+        self._metrics: dict[int, dict[str, float]] = {}
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.sent_down: Callable[[int], int] = lambda number: 0
+        """Bytes that nodes have fetched for a round."""
+
+    def __enter__(self) -> Progress:
+        self._thread = threading.Thread(target=self._keep, name="arclight-progress", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._say_failed()
+            self._clear()
+
+    # -- what is heard -------------------------------------------------------------------------------------------------
+
+    def take_up(self, rounds: Iterable[RoundState]) -> None:
+        """Rounds that were under way when the run was taken up again."""
+        with self._lock:
+            for one in rounds:
+                here = self._begin(one.round, one.drawn, one.steps)
+                here.arrived = {**one.accepted, **here.arrived}
+
+    def told(self, what: Any) -> None:
+        """A record of the journal or a command of the coordinator."""
+        with self._lock:
+            if isinstance(what, r.ClientFailed):
+                self._failed.setdefault((what.round, what.message), []).append(what.client)
+                if (here := self._open.get(what.round)) is not None:
+                    here.arrived.pop(what.client, None)
+                return
+            if isinstance(what, r.RunEnded) and what.failed:
+                self._failed.clear()
+            self._say_failed()
+            match what:
+                case r.RoundOpened():
+                    self._waiting = ""
+                    self._begin(what.round, what.clients, what.steps)
+                case r.UpdateAccepted() if (here := self._open.get(what.round)) is not None:
+                    here.arrived[what.client] = what
+                case r.UpdateRefused():
+                    self._say(f"round {what.round}: client {what.client} is refused ({what.reason}): {what.message}")
+                case r.RoundDiscarded():
+                    self._say(f"round {what.round} is discarded, and tried again: {what.why}")
+                    if (here := self._open.get(what.round)) is not None:
+                        here.arrived = {}
+                case r.RoundSkipped():
+                    self._open.pop(what.round, None)
+                    self._say(f"round {what.round} is skipped, its weights are those of the round before: {what.why}")
+                case r.RoundCommitted() if (here := self._open.pop(what.round, None)) is not None:
+                    self._committed(here, what)
+                case r.RoundEvaluated(client=None):
+                    values = ", ".join(f"{name} {number_text(value)}" for name, value in what.metrics.items())
+                    self._say(
+                        f"round {what.round}: {bold(values)}" if values else f"round {what.round}: nothing to measure"
+                    )
+                case events.NodeLost() | events.ClientMoved() | events.ClientNotEvaluated():
+                    self._say(str(what))
+                case events.LogMessage():
+                    self._waiting = what.text
+                case _:
+                    return
+            self._draw()
+
+    def beat(self, beat: Beat) -> None:
+        with self._lock:
+            for one in beat.doing:
+                here = self._open.get(one.round)
+                if one.kind == "fit" and here is not None and one.client in here.clients:
+                    here.done[one.client] = one.steps
+                    if one.loss is not None:
+                        here.losses[one.client] = one.loss
+
+    def say(self, text: str) -> None:
+        """A line that stands."""
+        with self._lock:
+            self._say(text)
+            self._draw()
+
+    # -- what is printed -----------------------------------------------------------------------------------------------
+
+    def _begin(self, number: int, clients: tuple[str, ...], steps: int) -> _Open:
+        """A round, or one that is asked for once more: what has arrived stays."""
+        here = self._open.setdefault(number, _Open(number, {}, steps, self._clock()))
+        here.clients = dict.fromkeys(clients)
+        return here
+
+    def _say_failed(self) -> None:
+        for (number, message), clients in self._failed.items():
+            who = f"client{'s' * (len(clients) > 1)} {_named(clients)}"
+            self._say(f"round {number}: {who} {'are' if len(clients) > 1 else 'is'} left out: {message}")
+        self._failed.clear()
+
+    def _committed(self, here: _Open, record: r.RoundCommitted) -> None:
+        updates = list(here.arrived.values())
+        losses = [u.metrics["train/loss"] for u in updates if "train/loss" in u.metrics]
+        parts = [
+            f"train/loss {number_text(sum(losses) / len(losses))}" if losses else "",
+            f"{len(updates)} of {len(here.clients)} clients",
+            f"{sum(u.steps for u in updates):,} steps",
+            f"{size_text(sum(u.bytes for u in updates))} up, {size_text(self.sent_down(here.number))} down",
+            f"agreement {sum(record.drift.values()) / len(record.drift):.2f}" if record.drift else "",
+            clock_text(self._clock() - here.began),
+        ]
+        self._waiting = ""
+        self._say(f"{bold(f'round {here.number}/{self._rounds}')}  " + "  ".join(part for part in parts if part))
+
+    def _say(self, text: str) -> None:
+        self._clear()
+        print(text, file=self._stream, flush=True)
+        self._said = self._clock()
+
+    def _status(self) -> str:
+        """Who is at work, and who is waited for."""
+        if not self._open:
+            return self._waiting
+        first, *later = (self._open[number] for number in sorted(self._open))
+        return "  |  ".join([self._of(first), *filter(None, map(self._ahead, later))])
+
+    def _of(self, here: _Open) -> str:
+        shares = [self._whereabouts(here, client) for client in here.clients if client not in here.arrived]
+        waited = f"waiting for client{'s' * (len(shares) > 1)} {_named(shares)}" if shares else "folding"
+        return f"round {here.number}/{self._rounds}  {waited}"
+
+    def _ahead(self, here: _Open) -> str:
+        """A round while an older one is under way; nothing of one that nobody has begun."""
+        arrived = [f"{len(here.arrived)} of {len(here.clients)} here"] if here.arrived else []
+        begun = [x for x in here.clients if here.done.get(x) and x not in here.arrived]
+        parts = [*arrived, *([_named([self._whereabouts(here, client) for client in begun])] if begun else [])]
+        return f"round {here.number}  {', '.join(parts)}" if parts else ""
+
+    @staticmethod
+    def _whereabouts(here: _Open, client: str) -> str:
+        """A client, and how far it is where it has begun."""
+        done, loss = here.done.get(client, 0), here.losses.get(client)
+        begun = f" at {done} of {here.steps}" if done else ""
+        return client + begun + (f" (loss {loss:.3f})" if begun and loss is not None else "")
+
+    def _draw(self) -> None:
+        if self._moves:
+            status = self._status()[: _columns() - 1]
+            if status != self._drawn:
+                self._clear()
+                self._stream.write(dim(status))
+                self._stream.flush()
+                self._drawn = status
+
+    def _clear(self) -> None:
+        if self._drawn:
+            self._stream.write("\r\x1b[2K")
+            self._drawn = ""
+
+    def _keep(self) -> None:
+        while not self._ended.wait(EVERY):
+            with self._lock:
+                self._say_failed()
+                self._draw()
+                if not self._moves and self._clock() - self._said > QUIET and (status := self._status()):
+                    self._say(status)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def _columns() -> int:
+    import shutil
+
+    return shutil.get_terminal_size((120, 24)).columns
+
+
+class Watched:
+    """A server whose nodes' beats are seen on their way."""
+
+    def __init__(self, server: ServerApi, progress: Progress) -> None:
+        self._server, self._progress, self.blobs = server, progress, server.blobs
+        self.taking, self.run = server.taking, server.run
+
+    @property
+    def largest_message(self) -> int:
+        return self._server.largest_message
+
+    def answer(self, message: Message) -> Message:
+        if isinstance(message, Beat):
+            self._progress.beat(message)
+        return self._server.answer(message)

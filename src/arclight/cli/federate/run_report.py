@@ -1,0 +1,420 @@
+"""A federated run as one page: what was learned beside a centralised run, who contributed, and what it cost."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from arclight.cli.arguments import Parser, UsageError
+from arclight.cli.federate.federated_run import with_curves
+from arclight.federated.rounds.history import has_history, read_history
+from arclight.federated.rounds.store import Rounds
+from arclight.trainer.loggers.csv_logger import read_metrics
+from arclight.trainer.run.curves import Chart, last_finite, number_text
+from arclight.trainer.run.report import Section, chart_figure, size_text, table, write_report
+from arclight.trainer.run.svg import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Point,
+    Series,
+    nice_ticks,
+    tick_texts,
+)
+
+Round = Mapping[str, Any]
+"""A round as history.jsonl tells it."""
+MOST_CLIENTS = 8
+"""Clients that have curves of their own; of more the range is shown."""
+PHASES = {"waiting": "sites at work", "fold": "server", "evaluate": "evaluation"}
+"""In the order in which they come: until the updates are there, until the weights are committed, until they are measured."""
+_BEST = "val/loss"
+
+
+def report(arguments: list[str]) -> None:
+    """``arclight federate report``: a run's page anew, at any time, also of a run that is going on."""
+    parser = Parser(prog="arclight federate report", description="Write the report of a federated run again.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument(
+        "--beside", type=with_curves, metavar="RUN", help="centralised run to compare with in the report"
+    )
+    options = parser.parse_args(arguments)
+    if not has_history(options.run):
+        raise UsageError(f"{options.run} has no history.jsonl: give the folder of a federated run")
+    print(f"The report is {federated_report(options.run, beside=options.beside)}")
+
+
+def federated_report(folder: str | Path, *, beside: str | Path | None = None, failure: str | None = None) -> Path:
+    """Write ``report.html`` of the run in ``folder`` from its ``history.jsonl``; ``beside`` is the folder of a centralised run."""
+    folder = Path(folder)
+    rounds: list[Round] = [*read_history(folder)]
+    central = read_metrics(Path(beside) / "metrics.csv") if beside is not None else {}
+    curves, settings = metric_curves(rounds), settings_of(folder)
+    sections = [
+        Section("Clients", clients(rounds)),
+        Section("Traffic and time", costs(rounds)),
+        Section("Privacy", privacy(rounds, settings.get("noise") or {})),
+        Section("Rounds", round_table(rounds)),
+        Section("Left out", left_out(rounds)),
+    ]
+    return write_report(
+        folder,
+        sections=sections,
+        headline=headline(rounds, curves, central),
+        failure=failure,
+        kept=curves,
+        charts=learning(curves, central, str(beside or "")),
+        about=who_and_how(settings, rounds),
+    )
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The federation's, as the newest round keeps them, with the strategy's name; nothing where there is no round."""
+    rounds = Rounds(folder)
+    newest = rounds.newest()
+    if newest is None:
+        return {}
+    kept = rounds.trees(newest, "federation")["federation"]
+    return {**kept["settings"], "strategy": kept["strategy"]}
+
+
+def who_and_how(settings: Mapping[str, Any], rounds: Sequence[Round]) -> dict[str, str]:
+    """What the head of the page says of a federation."""
+    done = {"rounds": f"{sum(bool(here['contributors']) for here in rounds):,}"}
+    if not settings:
+        return done
+    drawn = settings["sampling"]["per_round"]
+    some = f", {drawn:,} a round" if drawn not in (None, settings["clients"]) else ""
+    return {"clients": f"{settings['clients']:,}{some}", "strategy": settings["strategy"], **done}
+
+
+# -- what was learned ----------------------------------------------------------------------------------------------
+
+
+def metric_curves(rounds: Sequence[Round]) -> dict[str, list[Point]]:
+    """Metrics of evaluations, and the mean training loss of clients, by the run's optimizer steps."""
+    curves: dict[str, list[Point]] = {}
+    for here in rounds:
+        for name, value in here["metrics"].items():
+            curves.setdefault(name, []).append((here["clock"], value))
+        if (loss := train_loss(here)) is not None:
+            curves.setdefault("train/loss", []).append((here["clock"], loss))
+    return curves
+
+
+def train_loss(here: Round) -> float | None:
+    """The clients' training loss, weighed by samples."""
+    losses = {client: said["train/loss"] for client, said in here["train"].items() if "train/loss" in said}
+    weight = sum(here["samples"].get(client, 0) for client in losses)
+    return sum(loss * here["samples"].get(client, 0) for client, loss in losses.items()) / weight if weight else None
+
+
+def last_of_both(one: Sequence[Point], other: Sequence[Point]) -> tuple[float, float, float] | None:
+    """The last step at which both curves have a finite value, with those: after as many samples; None without one."""
+    there = {step: value for step, value in other if math.isfinite(value)}
+    both = [(step, value, there[step]) for step, value in one if step in there and math.isfinite(value)]
+    return both[-1] if both else None
+
+
+def headline(
+    rounds: Sequence[Round], curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]]
+) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    for name in sorted((name for name in curves if name.startswith("val/")), key=lambda name: name != _BEST)[:2]:
+        found[name] = last_finite(curves[name])
+        if (pair := last_of_both(curves[name], central.get(name, ()))) is not None:
+            step, federated, alone = pair
+            at = "" if step == curves[name][-1][0] else f" at step {step:,.0f}"
+            found[f"{name} beside centralised{at}"] = f"{(federated - alone) / abs(alone):+.2%}" if alone else "-"
+    if "val/loss" not in found and "train/loss" in curves:
+        found["train/loss"] = last_finite(curves["train/loss"])
+    if spent := [here["epsilon"] for here in rounds if here.get("epsilon") is not None]:
+        found["ε"] = spent[-1]
+    up, down = (sum(sum(here[way].values()) for here in rounds) for way in ("bytes_up", "bytes_down"))
+    return found | {"sent to the server": size_text(up), "sent to clients": size_text(down)}
+
+
+def learning(curves: Mapping[str, Sequence[Point]], central: Mapping[str, Sequence[Point]], place: str) -> str:
+    """Each metric over the run's steps, with the centralised run's where that has it."""
+    charts = []
+    for name in sorted(curves, key=lambda name: (name != _BEST, not name.startswith("val/"), name)):
+        series = [line(name, curves[name], 0, label="federated")]
+        if central.get(name):
+            series.append(line(name, central[name], 1, label="centralised"))
+        charts.append(Chart(name, series, last_finite(curves[name])))
+    said = (
+        f"The centralised run ({escape(place)}) takes in a step as many samples as all clients of a round together do."
+        if central
+        else ""
+    )
+    figures = "".join(chart_figure(chart) for chart in charts)
+    return (f'<p class="legend">{said}</p>' if said else "") + f'<div class="charts">{figures}</div>'
+
+
+def line(name: str, points: Sequence[Point], colour: int, label: str) -> Series:
+    return Series(name=label, points=points, colour=colour, dots=len(points) <= 40)
+
+
+# -- who contributed -----------------------------------------------------------------------------------------------
+
+
+def names_of(rounds: Sequence[Round]) -> list[str]:
+    found = {client for here in rounds for client in [*here["norms"], *here["failed"], *here["samples"]]}
+    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+
+
+def per_client(rounds: Sequence[Round], field: str, inner: str | None = None) -> list[Series]:
+    """A value of each client over the rounds; where there are many, the smallest, the median and the largest."""
+
+    def value(here: Round, client: str) -> float | None:
+        said = here[field].get(client)
+        found = said.get(inner) if inner is not None and said is not None else said
+        return float(found) if found is not None and math.isfinite(found) else None
+
+    clients = names_of(rounds)
+    if len(clients) <= MOST_CLIENTS:
+        curves = [
+            [(here["clock"], found) for here in rounds if (found := value(here, client)) is not None]
+            for client in clients
+        ]
+        return [
+            Series(name=f"client {client}", points=points, colour=number, dots=len(points) <= 40)
+            for number, (client, points) in enumerate(zip(clients, curves, strict=True))
+            if points
+        ]
+    spread: dict[str, list[Point]] = {"smallest": [], "median": [], "largest": []}
+    for here in rounds:
+        values = sorted(one for client in clients if (one := value(here, client)) is not None)
+        for name, place in (("smallest", 0), ("median", len(values) // 2), ("largest", len(values) - 1)):
+            if values:
+                spread[name].append((here["clock"], values[place]))
+    return [
+        Series(name=f"{name} of all clients", points=points, colour=0 if name == "median" else 7)
+        for name, points in spread.items()
+        if points
+    ]
+
+
+def clients(rounds: Sequence[Round]) -> str:
+    charts = []
+    for field, inner, title in (
+        ("drift", None, "agreement with the mean (cosine)"),
+        ("norms", None, "size of the change (L2 norm)"),
+        ("train", "train/loss", "train/loss by client"),
+        ("metrics_by_client", _BEST, f"{_BEST} by client"),
+    ):
+        series = per_client(rounds, field, inner)
+        if series:
+            charts.append(Chart(title, series, last_finite(series[0].points)))
+    figures = "".join(without_last(chart_figure(chart)) for chart in charts)
+    return (f'<div class="charts">{figures}</div>' if figures else "") + client_table(rounds)
+
+
+def without_last(figure: str) -> str:
+    """A figure of several clients' curves has no one last value."""
+    before, mark, after = figure.partition('<span class="value">')
+    return before + mark + after.partition("</span>")[2].join(["</span>", ""]) if mark else figure
+
+
+def client_table(rounds: Sequence[Round]) -> str:
+    rows = []
+    for client in names_of(rounds)[:200]:
+        took = [here for here in rounds if client in here["contributors"]]
+        drift = [here["drift"][client] for here in rounds if client in here["drift"]]
+        rows.append([
+            f'<span class="mono">{escape(client)}</span>',
+            f"{len(took):,}",
+            f"{sum(here['steps'].get(client, 0) for here in took):,}",
+            f"{sum(here['samples'].get(client, 0) for here in took):,}",
+            f"{sum(here['tokens'].get(client, 0) for here in took):,}",
+            f"{sum(drift) / len(drift):.3f}" if drift else "",
+            size_text(sum(here["bytes_up"].get(client, 0) for here in rounds)),
+            size_text(sum(here["bytes_down"].get(client, 0) for here in rounds)),
+            f"{sum(here['seconds_by_client'].get(client, 0.0) for here in rounds):,.1f} s",
+            f"{sum(client in here['failed'] for here in rounds) + sum(r['client'] == client for here in rounds for r in here['refused']):,}",
+        ])  # fmt: skip
+    header = [
+        "client",
+        "rounds",
+        "steps",
+        "samples",
+        "tokens",
+        "agreement",
+        "sent",
+        "received",
+        "trained for",
+        "left out",
+    ]
+    hidden = {4: all(row[4] == "0" for row in rows), 7: not each_fetched(rounds), 9: all(row[9] == "0" for row in rows)}
+    used = [column for column in range(len(header)) if not hidden.get(column)]
+    shown = [[row[column] for column in used] for row in rows]
+    return f"<h3>In all</h3>{table([header[column] for column in used], shown, numbers=range(1, len(used)))}"
+
+
+def each_fetched(rounds: Sequence[Round]) -> bool:
+    """Whether every client has fetched weights by itself: clients of one node share them, and count as fetched by the first."""
+    return all(any(here["bytes_down"].get(client) for here in rounds) for client in names_of(rounds))
+
+
+# -- what it cost --------------------------------------------------------------------------------------------------
+
+
+def costs(rounds: Sequence[Round]) -> str:
+    rounds = [here for here in rounds if here["contributors"]]
+    ups = [sum(here["bytes_up"].values()) for here in rounds]
+    downs = [sum(here["bytes_down"].values()) for here in rounds]
+    numbers = [here["round"] for here in rounds]
+    traffic = [Stack("to the server", 0, ups), Stack("to clients", 1, downs)]
+    known = dict.fromkeys(phase for here in rounds for phase in here["seconds"] if phase != "round")
+    phases = [*(phase for phase in PHASES if phase in known), *(phase for phase in known if phase not in PHASES)]
+    times = [
+        Stack(PHASES.get(phase, phase), colour, [here["seconds"].get(phase, 0.0) for here in rounds])
+        for colour, phase in enumerate(phases)
+    ]
+    figures = [
+        stacked_bars("bytes per round", numbers, traffic, lambda size: size_text(round(size))),
+        stacked_bars("seconds per round", numbers, times, lambda seconds: f"{seconds:,.1f} s"),
+    ]
+    return f'<div class="charts">{"".join(figure for figure in figures if figure)}</div>'
+
+
+def privacy(rounds: Sequence[Round], noise: Mapping[str, Any]) -> str:
+    """What the run has spent of its privacy budget, where it keeps one, and what that means."""
+    spent = [here for here in rounds if here.get("epsilon") is not None]
+    if not spent:
+        return ""
+    points = [(here["clock"], float(here["epsilon"])) for here in spent]
+    chart = Chart("ε spent", [Series(name="ε", points=points, dots=len(points) <= 40)], points[-1][1])
+    said = ""
+    if noise:
+        budget = "no bound was set" if noise["epsilon"] is None else f"its bound is {noise['epsilon']:g}"
+        said = (
+            f"After {len(spent):,} rounds ε is {points[-1][1]:.3g} at δ = {noise['delta']:g} ({budget}): what the weights of all "
+            "rounds tell of whether a client took part. The norms, losses and names on this page are not covered. Changes were clipped to "
+            f"a norm of {noise['clip']:g}; the noise on their sum is {noise['multiplier']:g} times that, added by the {noise['by']}."
+        )
+    return (f'<p class="legend">{said}</p>' if said else "") + f'<div class="charts">{chart_figure(chart)}</div>'
+
+
+def round_table(rounds: Sequence[Round]) -> str:
+    metrics = list(dict.fromkeys(name for here in rounds for name in here["metrics"]))[:3]
+    header = ["round", "step", "train/loss", *metrics, "contributors", "left out", "norm", "up", "down", "time"]
+    rows = []
+    for here in rounds:
+        who, loss = here["contributors"], train_loss(here)
+        named = escape(", ".join(who)) if len(who) <= 6 else f"{len(who):,} clients"
+        rows.append([
+            f"{here['round']:,}",
+            f"{here['clock']:,}",
+            number_text(loss) if loss is not None else "",
+            *(number_text(here["metrics"][name]) if name in here["metrics"] else "" for name in metrics),
+            named,
+            f"{len(here['refused']) + len(here['failed']):,}" if here["refused"] or here["failed"] else "",
+            number_text(here["norm"]) if who and here["norm"] is not None else "",
+            size_text(sum(here["bytes_up"].values())) if who else "",
+            size_text(sum(here["bytes_down"].values())) if who else "",
+            f"{here['seconds']['round']:,.1f} s" if "round" in here["seconds"] else "",
+        ])  # fmt: skip
+    text = 3 + len(metrics)
+    return table(header, rows, numbers=[column for column in range(len(header)) if column != text])
+
+
+def left_out(rounds: Sequence[Round]) -> str:
+    """Updates that were refused, and clients that failed: who, when and why."""
+    rows = []
+    for here in rounds:
+        if here.get("skipped"):
+            rows.append([f"{here['round']:,}", "all", f"the round was skipped: {escape(here['skipped'])}"])
+        for refused in here["refused"]:
+            why = f'{escape(refused["message"])} <span class="tag">{escape(refused["reason"])}</span>'
+            rows.append([f"{here['round']:,}", f'<span class="mono">{escape(refused["client"])}</span>', why])
+        for client, message in here["failed"].items():
+            rows.append([f"{here['round']:,}", f'<span class="mono">{escape(client)}</span>', escape(message)])
+    return table(["round", "client", "why"], rows, numbers=(0,)) if rows else ""
+
+
+MOST_BARS = 120
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One part of every bar."""
+
+    name: str
+    colour: int
+    values: Sequence[float]
+
+
+def stacked_bars(title: str, rounds: Sequence[int], stacks: Sequence[Stack], text: Callable[[float], str]) -> str:
+    """A figure with a bar for each round; an empty string where there is nothing to show.
+
+    text: a value as it is written above the figure and in the read-out of a bar.
+    """
+    if not rounds or not any(value for stack in stacks for value in stack.values):
+        return ""
+    group = -(-len(rounds) // MOST_BARS)
+    first = list(rounds[::group])
+    parts = [_means(stack.values, group) for stack in stacks]
+    tops = [sum(column) for column in zip(*parts, strict=True)]
+    y_axis = Axis(0.0, max(tops) * 1.06, HEIGHT - BOTTOM, TOP)
+    x_axis = Axis(-0.5, len(first) - 0.5, LEFT, WIDTH - RIGHT)
+    width = max(1.0, 0.72 * (x_axis(1) - x_axis(0)) if len(first) > 1 else 40.0)
+    body = [_grid(y_axis), *_numbers(first, x_axis)]
+    for place in range(len(first)):
+        low = 0.0
+        label = ", ".join(f"{stack.name} {text(values[place])}" for stack, values in zip(stacks, parts, strict=True))
+        bars = []
+        for stack, values in zip(stacks, parts, strict=True):
+            top, bottom = y_axis(low + values[place]), y_axis(low)
+            bars.append(
+                f'<rect class="bar c{stack.colour % 8}" x="{x_axis(place) - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
+                f'height="{max(bottom - top, 0.0):.1f}"/>'
+            )
+            low += values[place]
+        body.append(f"<g><title>round {first[place]}: {escape(label)}</title>{''.join(bars)}</g>")
+    keys = "".join(f'<span><i class="c{stack.colour % 8}"></i>{escape(stack.name)}</span>' for stack in stacks)
+    mean = text(sum(tops) / len(tops))
+    return (
+        f'<figure><header><span class="name">{escape(title)}</span><span class="value">{escape(mean)} on average</span></header>'
+        f'<svg class="bars" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
+        f'<div class="legend">{keys}</div></figure>'
+    )
+
+
+def _means(values: Sequence[float], group: int) -> list[float]:
+    """Of so many values each, one after the other."""
+    pieces = [values[at : at + group] for at in range(0, len(values), group)]
+    return [sum(piece) / len(piece) for piece in pieces]
+
+
+def _grid(y_axis: Axis) -> str:
+    parts = []
+    ticks = nice_ticks(y_axis.low, y_axis.high, 5)
+    for value, label in zip(ticks, tick_texts(ticks), strict=True):
+        y = y_axis(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')
+    return "".join(parts)
+
+
+def _numbers(rounds: Sequence[int], x_axis: Axis) -> list[str]:
+    base = HEIGHT - BOTTOM
+    stride = max(1, -(-len(rounds) // 8))
+    ticks = [
+        f'<text class="tick" x="{x_axis(place):.1f}" y="{base + 17}" text-anchor="middle">{rounds[place]}</text>'
+        for place in range(0, len(rounds), stride)
+    ]
+    return [
+        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>',
+        f'<text class="tick name" x="{LEFT - 14}" y="{base + 17}" text-anchor="end">round</text>',
+        *ticks,
+    ]

@@ -1,0 +1,141 @@
+"""A blob that comes in piece by piece, and goes on from where a broken attempt ended."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from arclight.fabric import replacing
+from arclight.federated.blobs.blob_store import PIECE_BYTES, wrong_content
+from arclight.federated.errors import BlobError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class BusyError(BlobError):
+    """Someone else is just sending the same blob; it may be there soon."""
+
+
+class PartialBlob:
+    """One attempt to complete the file ``partial`` and to move it to ``target``; holds a lock on it until `close`.
+
+    Raises BusyError where another attempt holds the lock.
+    """
+
+    def __init__(self, digest: str, partial: Path, target: Path, *, durable: bool = True) -> None:
+        self._digest, self._partial, self._target, self._durable = digest, partial, target, durable
+        self._file = _lock(partial)
+        if self._file < 0:
+            raise BusyError(f"blob {digest[:12]} is just being received from someone else: ask again in a moment")
+        try:
+            self._hash = hashlib.sha256()
+            self._moved = False
+            self.offset = 0
+            """Bytes that are there; the next piece goes here."""
+            while piece := os.pread(self._file, PIECE_BYTES, self.offset):
+                self._hash.update(piece)
+                self.offset += len(piece)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> PartialBlob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Add pieces. Raises OSError (ENOSPC and kin) where there is no room for them, and gives up what was there."""
+        try:
+            with explain_no_space(self._target.parent, f"blob {self._digest[:12]}"):
+                for piece in pieces:
+                    rest = memoryview(piece)
+                    while rest:
+                        count = os.pwrite(self._file, rest, self.offset)
+                        self._hash.update(rest[:count])
+                        self.offset += count
+                        rest = rest[count:]
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self.restart()
+            raise
+
+    def restart(self) -> None:
+        """Forget all that came."""
+        os.ftruncate(self._file, 0)
+        self._hash, self.offset = hashlib.sha256(), 0
+
+    def finish(self) -> None:
+        """All has come: the blob is seen from now on. Raises BlobError, and forgets what came, where it is not the one named."""
+        found, size = self._hash.hexdigest(), self.offset
+        if found != self._digest:
+            self.restart()
+            raise wrong_content(self._digest, found, size)
+        if self._durable:
+            os.fsync(self._file)
+        self._partial.replace(self._target)
+        self._moved = True
+        if self._durable:
+            replacing.sync_folder(self._target.parent)
+
+    def give_up(self) -> None:
+        """Forget all that came, and let others go on: the blob is there already, or is not wanted."""
+        self.restart()
+        self.close()
+
+    def close(self) -> None:
+        """Let others go on; what came is kept for the next attempt."""
+        if self._file < 0:
+            return
+        if self.offset == 0 and not self._moved:
+            self._partial.unlink()
+        os.close(self._file)
+        self._file = -1
+
+    @staticmethod
+    def drop(partial: Path) -> bool:
+        """Remove what came of a blob; False where someone is at work on it."""
+        file = _lock(partial)
+        if file >= 0:
+            partial.unlink()
+            os.close(file)
+        return file >= 0
+
+
+def _lock(partial: Path) -> int:
+    """The file, open and locked; -1 where someone else has it locked."""
+    while True:
+        file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file), partial.stat()):
+                return file
+        except BlockingIOError:
+            os.close(file)
+            return -1
+        except FileNotFoundError:
+            pass
+        os.close(file)  # it was finished or dropped between the two calls: there is a new one to be made
+
+
+@contextmanager
+def explain_no_space(folder: Path, what: str) -> Iterator[None]:
+    """An OSError that means a full disk says which, for what, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        free = shutil.disk_usage(folder).free
+        raise OSError(
+            error.errno,
+            f"no room for {what} in {folder} ({error.strerror}; {free} bytes are free on that disk): nothing of it was kept; "
+            f"make room or raise the limit, then try again",
+        ) from error

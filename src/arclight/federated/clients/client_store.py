@@ -1,0 +1,339 @@
+"""What a client leaves on its site's disk: what it is at, for people and restarts, and updates until the server has them for good.
+
+    client.json             whose folder it is, and the rounds that it has begun: written by the node alone
+    states/                 its training: see `States`
+    finished/<round>/       update.json and its blobs, the residuals that encoding left, and `taken` once the server has it
+    residuals/<lane>/       those that the next encoding of the lane goes on from: see `Residuals`
+
+Whoever trains the client puts a finished round there, with all that is of it, by one rename: it is there or it is not, and nothing
+else has to be written down. From then on it is the node's, which sends and removes it, maybe while the next round is trained.
+``states/`` wait for the disk. An update does not where nothing was left unsaid and the next round has not begun: one that a power
+failure has damaged is not there either, and is made again from the client's state when the server asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
+
+from arclight import checkpoint as checkpoints
+from arclight.fabric import replacing
+from arclight.fabric.replacing import replace_text
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.protocol import Held, Update, read
+
+if TYPE_CHECKING:
+    import torch
+
+    from arclight.federated.protocol import Fit
+
+
+log = logging.getLogger(__name__)
+
+VERSION = 2
+_FILE, _UPDATE, _TAKEN = "client.json", "update.json", "taken"
+
+
+@dataclass(frozen=True)
+class ClientRecord:
+    """The content of ``client.json``."""
+
+    client: str
+    run: str
+    begun: tuple[int, ...] = ()
+    """Rounds that the client was asked for and that are not finished."""
+    version: int = VERSION
+    about: str = field(
+        default="the state of a client of an arclight federation; its files are explained in arclight.federated.clients.client_store"
+    )
+
+
+class FinishedUpdates:
+    """A client's finished rounds, each a folder. Used by who trains the client and by its node, each of which touches its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """``folder``: the client's."""
+        self._folder = folder / "finished"
+        self._residuals = folder / "residuals"
+
+    def rounds(self) -> list[int]:
+        """Those that are there, oldest first."""
+        entries = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(int(path.name) for path in entries if path.name.isdigit())
+
+    def of(self, order: Fit) -> Update | None:
+        """The update of that round, from those weights, if it is there."""
+        if not (self._place(order.round) / _UPDATE).exists():
+            return None
+        update = self.update(order.round)
+        return update if (update.manifest.base, update.fragment) == (order.base, order.fragment) else None
+
+    @contextmanager
+    def making(self, order: Fit, *, durable: bool) -> Iterator[Path]:
+        """A folder to write ``update.json``, ``blobs`` and ``residuals/<lane>`` into; it is the round's when the block ends.
+
+        durable: whether a power failure may not lose it: residuals cannot be made again once the server has the update, nor anything
+        once the client is at its next round.
+        """
+        place = self._place(order.round)
+        staging = replacing.make_staging(place)
+        try:
+            yield staging
+            replacing.publish(staging, place, durable=durable)
+        finally:
+            replacing.discard(staging)
+
+    def residuals(self, lane: int) -> Residuals:
+        """What updates of a lane that the server has taken left unsaid."""
+        return Residuals(self._residuals / str(lane))
+
+    def update(self, round: int) -> Update:
+        """One that was finished. Raises FederatedError where it is not there, or damaged."""
+        path = self._place(round) / _UPDATE
+        try:
+            update = read(path.read_bytes(), stored=True)
+        except (OSError, ProtocolError) as error:
+            raise FederatedError(f"{path} cannot be read ({error})") from error
+        if not isinstance(update, Update):
+            raise FederatedError(f"{path} is no update but a message {update.kind!r}")
+        return update
+
+    def blobs(self, round: int) -> FolderStore:
+        return FolderStore(self._place(round) / "blobs", durable="none")
+
+    # -- what became of it ---------------------------------------------------------------------------------------------
+
+    def is_taken(self, round: int) -> bool:
+        """Whether the server has it; it is kept until the round is committed all the same."""
+        return (self._place(round) / _TAKEN).exists()
+
+    def is_in_doubt(self, round: int, session: str) -> bool:
+        """Whether the server may have lost since what it had, and it matters: it said so in another session, and more goes on from it."""
+        try:
+            return (self._place(round) / _TAKEN).read_text() != session and any(
+                lane.has(round) for lane in self._lanes()
+            )
+        except FileNotFoundError:
+            return False
+
+    def take(self, round: int, session: str) -> None:
+        """The server has said, in that session, that it has the update: what that left unsaid is what the next one of its lane adds."""
+        place = self._place(round)
+        for lane in (place / "residuals").iterdir() if (place / "residuals").is_dir() else ():
+            self.residuals(int(lane.name)).take_over(lane, round)
+        with suppress(FileNotFoundError):  # it is over already
+            # lost, the update is sent once more, and the server says that it has it
+            (place / _TAKEN).write_text(session)
+
+    def drop(self, round: int) -> None:
+        """Forget an update, which the server does not want."""
+        for lane in self._lanes():
+            lane.take_back(round)
+        self._remove(round)
+
+    def committed(self, round: int, session: str) -> list[int]:
+        """Rounds up to this one are part of the server's weights, or never will be; those of which it is to be asked which."""
+        over = [one for one in self.rounds() if one <= round and self._is_over(one)]
+        asked = [one for one in over if self.is_in_doubt(one, session)]
+        for one in over:
+            if one not in asked:
+                for lane in self._lanes():
+                    lane.settle(one)
+                self._remove(one)
+        return asked
+
+    def _is_over(self, committed: int) -> bool:
+        try:
+            return self.is_taken(committed) or self.update(committed).secure
+        except FederatedError:  # it was dropped just now, or is damaged
+            return True
+
+    def _lanes(self) -> list[Residuals]:
+        return [Residuals(lane) for lane in self._residuals.iterdir()] if self._residuals.is_dir() else []
+
+    def _remove(self, round: int) -> None:
+        with suppress(FileNotFoundError):
+            replacing.retire(self._place(round), durable=False)
+
+    def sweep(self) -> None:
+        """Remove what killed processes left half done, and what a power failure has damaged."""
+        replacing.sweep(self._folder)
+        for round in self.rounds():
+            try:
+                needed, blobs = self.update(round).manifest.blobs, self.blobs(round)
+                lost = "".join(
+                    [f"blob {digest[:12]}" for digest, size in needed.items() if blobs.size(digest) != size][:1]
+                )
+            except FederatedError as error:
+                lost = str(error)
+            if lost:
+                log.warning("round %d in %s is lost here: %s", round, self._folder, lost)
+                self._remove(round)  # the server may have it
+
+    def _place(self, round: int) -> Path:
+        return self._folder / f"{round:06d}"
+
+
+class ClientStore:
+    """One client's folder for one run, as its node sees it; one node at a time. All methods may be called from any thread."""
+
+    def __init__(self, folder: Path, client: str, run: str) -> None:
+        self.folder, self.finished = folder, FinishedUpdates(folder)
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        replacing.sweep(folder)
+        self.finished.sweep()
+        found = self._read(client, run)
+        self._account = found or ClientRecord(client=client, run=run)
+        if found is None:
+            self._write()
+
+    def begin(self, round: int) -> None:
+        """Note that the client was asked for a round: after a restart its node offers to go on with it."""
+        with self._lock:
+            if round not in self._account.begun:
+                self._account = replace(self._account, begun=(*self._account.begun, round))
+                self._write()
+
+    def ended(self, round: int) -> None:
+        """The client is not at a round any more. Written with the next one: until then a restart offers one too many."""
+        with self._lock:
+            self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one != round))
+
+    def committed(self, round: int, session: str) -> list[int]:
+        """As `FinishedUpdates.committed`."""
+        asked = self.finished.committed(round, session)
+        with self._lock:
+            self._account = replace(self._account, begun=tuple(one for one in self._account.begun if one > round))
+        return asked
+
+    def held(self) -> list[Held]:
+        """What a node says of this client when it joins."""
+        with self._lock:
+            client, begun = self._account.client, self._account.begun
+        done = self.finished.rounds()
+        held = [Held(client=client, round=round, finished=True) for round in done]
+        return held + [Held(client=client, round=round, finished=False) for round in sorted(set(begun) - set(done))]
+
+    # -- client.json ---------------------------------------------------------------------------------------------------
+
+    def _read(self, client: str, run: str) -> ClientRecord | None:
+        path = self.folder / _FILE
+        try:
+            said = json.loads(path.read_bytes())
+            version = said["version"]
+            if version != VERSION:
+                raise FederatedError(
+                    f"{path} is of version {version}, this arclight writes {VERSION}: use that which wrote it"
+                )
+            account = ClientRecord(**{**said, "begun": tuple(map(int, said["begun"]))})
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("%s is damaged (%r): what this client had begun may go to others", path, error)
+            return None
+        if (account.client, account.run) != (client, run):
+            raise FederatedError(
+                f"{path} belongs to client {account.client!r} of run {account.run!r}, not to {client!r} of {run!r}: choose another folder"
+            )
+        return account
+
+    def _write(self) -> None:
+        replace_text(self.folder / _FILE, json.dumps(asdict(self._account), indent=1), durable=False)
+
+
+def folder_name(name: str) -> str:
+    """A name as part of a path."""
+    return quote(name, safe="").replace(".", "%2E") or "%"
+
+
+def list_clients(folder: Path) -> list[str]:
+    """Names of the clients whose folders lie in ``folder``."""
+    return (
+        [unquote(path.name) for path in sorted(folder.iterdir()) if (path / _FILE).exists()] if folder.is_dir() else []
+    )
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """A small file's table; empty where there is none. Raises FederatedError for a damaged one."""
+    try:
+        said = json.loads(path.read_bytes())
+        if not isinstance(said, dict):
+            raise ValueError("it is no table")
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise FederatedError(f"{path} is damaged ({error}): remove it") from error
+    return said
+
+
+_ENTRY = "residuals"
+
+
+class Residuals:
+    """Those of one lane, in ``<folder>/<round>``: what the update of that round left, which the server has taken.
+
+    The newest counts. The one before it is kept until it is known that the update is part of the server's weights: a server that
+    has lost it, and went on without it, leaves no trace of it here either.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, round: int) -> dict[str, torch.Tensor]:
+        """What the update of a round adds, by key; none before there are any. Raises FederatedError where they are damaged."""
+        former = [one for one in self._rounds() if one < round]
+        if not former:
+            return {}
+        newest = self._of(former[-1])
+        try:
+            found: dict[str, torch.Tensor] = checkpoints.load(newest, only=_ENTRY)[_ENTRY]
+        except checkpoints.CheckpointError as error:
+            raise FederatedError(
+                f"{error}. Without {newest} the client's next update leaves out what its last one could not say; remove that "
+                "folder to accept it"
+            ) from error
+        return found
+
+    @staticmethod
+    def save(folder: Path, left: Mapping[str, torch.Tensor]) -> None:
+        """Beside an update. Nothing is written where nothing was left."""
+        if left:
+            checkpoints.save(folder, {_ENTRY: dict(left)})
+
+    def take_over(self, folder: Path, round: int) -> None:
+        """Those beside a round's update are what the next one adds, by one rename; a crash anywhere here changes nothing."""
+        self.take_back(round)  # it was made again
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folder.rename(self._of(round))
+        replacing.sync_folder(self.folder)
+        replacing.sync_folder(folder.parent)
+
+    def has(self, round: int) -> bool:
+        return self._of(round).exists()
+
+    def take_back(self, round: int) -> None:
+        """The round's update counts for nothing: the next one adds what it has added."""
+        with suppress(FileNotFoundError):
+            replacing.retire(self._of(round))
+
+    def settle(self, round: int) -> None:
+        """The round's update counts: what others left before it is said."""
+        for former in self._rounds():
+            if former < round and self.has(round):
+                replacing.retire(self._of(former), durable=False)
+
+    def _of(self, round: int) -> Path:
+        return self.folder / str(round)
+
+    def _rounds(self) -> list[int]:
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(int(path.name) for path in entries if path.name.isdigit())

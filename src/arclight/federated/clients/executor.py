@@ -1,0 +1,274 @@
+"""Those who train a node's clients: here, in this process; `worker` has processes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+
+from arclight.fabric.replacing import replace_text
+from arclight.federated.blobs import BlobStore
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.manifest_io import open_manifest, write_blobs
+from arclight.federated.clients.client_store import FinishedUpdates, Residuals, folder_name
+from arclight.federated.codecs.encoding import decode, encode_all
+from arclight.federated.codecs.settings import Raw, from_table
+from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.masks.experts import expert_of
+from arclight.federated.privacy.noise import clip_and_add_noise
+from arclight.federated.protocol import Evaluate, Evaluated, Failed, Fit, Manifest, Update
+
+if TYPE_CHECKING:
+    from arclight.federated.clients.client import Client
+    from arclight.federated.clients.learner import Learner, Progress
+
+
+class Executor(Protocol):
+    """Trains some clients, as many at once as it has slots; called from one thread for each slot."""
+
+    clients: tuple[str, ...]
+    """Those whose data are here alone; empty for a crew that trains any client of the run."""
+    slots: int
+
+    def open(self, folder: Path, run: str) -> None:
+        """Be ready for a run whose clients' folders lie in ``folder``. May be called again, with the same or another run."""
+
+    def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
+        """Train a round (``order.weights`` lie in ``weights``); its update is then in the client's folder.
+
+        Raises what the training raised, CancelledError where ``progress`` said so.
+        """
+
+    def evaluate(self, order: Evaluate, weights: FolderStore) -> Evaluated:
+        """Measure weights."""
+
+    def close(self) -> None:
+        """Give back processes and memory."""
+
+
+class InProcessExecutor:
+    """Clients that are trained here, one at a time: they share this process's random number generators."""
+
+    slots = 1
+    _one_at_a_time = threading.Lock()
+
+    def __init__(self, clients: Sequence[Client], *, resident: int | None = None) -> None:
+        """``resident``: how many clients' learners stay in memory, by default all."""
+        self._made = {client.name: client for client in clients}
+        if len(self._made) != len(clients):
+            raise FederatedError(f"two clients have one name: {', '.join(client.name for client in clients)}")
+        self.clients = tuple(self._made)
+        self._works = ClientRunners(self._learner, resident)
+
+    def open(self, folder: Path, run: str) -> None:
+        self._works.open(folder, run)
+
+    def fit(self, order: Fit, weights: FolderStore, progress: Progress) -> Update:
+        with self._one_at_a_time:
+            update = self._works.fit(order, weights, progress)
+        assert update is not None
+        return update
+
+    def evaluate(self, order: Evaluate, weights: FolderStore) -> Evaluated:
+        with self._one_at_a_time:
+            evaluated = self._works.evaluate(order, weights)
+        assert evaluated is not None
+        return evaluated
+
+    def close(self) -> None:
+        self._works.close()
+
+    def _learner(self, client: str, folder: Path) -> Learner:
+        if client not in self._made:
+            raise FederatedError(f"this node has no client {client!r}; it has {', '.join(self.clients)}")
+        return self._made[client].learner(folder)
+
+
+class AnyClientExecutor(InProcessExecutor):
+    """Any client of a run whose data every node can read: ``make`` gives the client of a name when it is first asked for."""
+
+    def __init__(self, make: Callable[[str], Client], *, resident: int | None = None) -> None:
+        super().__init__([], resident=resident)
+        self._make = make
+
+    def _learner(self, client: str, folder: Path) -> Learner:
+        if client not in self._made:
+            self._made[client] = self._make(client)
+        return super()._learner(client, folder)
+
+
+log = logging.getLogger(__name__)
+
+
+class DecodedTensors(Mapping[str, torch.Tensor]):
+    """A manifest's tensors as values: each mapped, or decoded, when it is asked for, and not kept."""
+
+    def __init__(self, manifest: Manifest, store: BlobStore) -> None:
+        self._opened = open_manifest(manifest, store)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return decode(key, self._opened[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._opened)
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+
+class ClientRunner:
+    """One client's work. ``leads``: whether this process speaks for the client, where several train it together."""
+
+    def __init__(self, learner: Learner, folder: Path, client: str, leads: bool = True) -> None:
+        self.learner, self._client, self._finished, self._leads = learner, client, FinishedUpdates(folder), leads
+
+    def fit(self, order: Fit, store: BlobStore, progress: Progress) -> Update | None:
+        """Train a round and leave its update in the client's folder; that update, without node and session, on the one that leads.
+
+        ``order.weights`` lie in ``store``. What was finished before is not trained again.
+        """
+        if unknown := sorted(set(order.privacy) - {"noise", "secure"}):
+            raise ProtocolError(f"this client cannot do what the order asks of privacy: {', '.join(unknown)}")
+        if (done := self._finished.of(order)) is not None:
+            return done if self._leads else None
+        weights, began = DecodedTensors(order.weights, store), time.monotonic()
+        outcome = self.learner.fit(order, weights, progress)
+        seconds = time.monotonic() - began
+        if not self._leads:
+            for _ in range(2 if "noise" in order.privacy else 1):  # as often as the one that leads
+                for key in outcome.tensors:  # each is gathered by all processes together
+                    outcome.tensors[key]
+            return None
+        changes = _changes(order, outcome.tensors, weights)
+        if "noise" in order.privacy:
+            changes = clip_and_add_noise(lambda: _changes(order, outcome.tensors, weights), order.privacy["noise"])
+        left: dict[str, torch.Tensor] = {}
+        codec = from_table(order.codec)
+        durable = order.overlap > 0 or not isinstance(codec, Raw)  # else it can be made again
+        with self._finished.making(order, durable=durable) as staging:
+            encoded = encode_all(changes, codec, self._finished.residuals(order.lane).load(order.round), left)
+            blobs = FolderStore(staging / "blobs", durable="all" if durable else "none")
+            manifest = write_blobs(encoded, blobs, kind="update", base=order.base)
+            if not manifest.tensors:
+                raise FederatedError(
+                    f"client {self._client} has nothing to send: no weight of its module is trained and sent"
+                )
+            Residuals.save(staging / "residuals" / str(order.lane), left)
+            update = Update(
+                node="",
+                session="",
+                client=order.client,
+                round=order.round,
+                manifest=manifest,
+                samples=outcome.samples,
+                tokens=outcome.tokens,
+                steps=outcome.steps,
+                seconds=seconds,
+                metrics=outcome.metrics,
+                fragment=order.fragment,
+                secure="secure" in order.privacy,
+            )
+            replace_text(staging / "update.json", update.to_json(), durable=durable)
+        return update
+
+    def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:
+        """Measure weights, as `fit` trains."""
+        outcome = self.learner.evaluate(order, DecodedTensors(order.weights, store))
+        if not self._leads:
+            return None
+        return Evaluated(
+            node="",
+            session="",
+            client=order.client,
+            round=order.round,
+            samples=outcome.samples,
+            metrics=outcome.metrics,
+        )
+
+    def close(self) -> None:
+        self.learner.close()
+
+
+class ClientRunners:
+    """The works of a process's clients, made when they are first asked for.
+
+    resident: how many stay in memory; of more, those that have waited longest are closed and go on from the disk. A client whose
+    progress is not saved stays.
+    """
+
+    def __init__(
+        self, learner: Callable[[str, Path], Learner], resident: int | None = None, leads: bool = True
+    ) -> None:
+        self._learner, self._resident, self._leads = learner, resident, leads
+        self._folder, self._run = Path(), ""
+        self._works: dict[str, ClientRunner] = {}
+        self._saved: set[str] = set()
+
+    def open(self, folder: Path, run: str) -> None:
+        """From here on clients' folders lie in ``folder``."""
+        if (folder, run) != (self._folder, self._run):
+            self.close()
+            self._folder, self._run = folder, run
+
+    def fit(self, order: Fit, store: BlobStore, progress: Progress) -> Update | None:
+        update = self._of(order.client).fit(order, store, progress)
+        if order.journal_every:
+            self._saved.add(order.client)
+        return update
+
+    def evaluate(self, order: Evaluate, store: BlobStore) -> Evaluated | None:
+        return self._of(order.client).evaluate(order, store)
+
+    def forget(self, client: str) -> None:
+        """Close a client's learner; its next work goes on from the disk."""
+        self._saved.discard(client)
+        if (work := self._works.pop(client, None)) is not None:
+            work.close()
+
+    def close(self) -> None:
+        for client in list(self._works):
+            self.forget(client)
+
+    def _of(self, client: str) -> ClientRunner:
+        work = self._works.pop(client, None)
+        if work is None:
+            waiting = [one for one in self._works if one in self._saved]
+            while self._resident is not None and len(self._works) >= self._resident and waiting:
+                self.forget(waiting.pop(0))
+            folder = self._folder / folder_name(client)
+            work = ClientRunner(self._learner(client, folder), folder, client, leads=self._leads)
+        self._works[client] = work  # the last is the one that was asked for last
+        return work
+
+
+M = TypeVar("M", Update, Evaluated, Failed)
+
+
+def addressed(message: M, node: str, session: str) -> M:
+    """A message that was made without knowing who sends it."""
+    return dataclasses.replace(message, node=node, session=session)
+
+
+def _changes(
+    order: Fit, after: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What goes into the update, tensor by tensor: values, or what was before minus what is now.
+
+    Differences are taken in float32 at least: those of 16-bit weights would lose what is small beside the weight. Local states
+    are sent as they are: small values beside large ones count in them.
+    """
+    for key in after:
+        value = after[key]
+        whole, expert = expert_of(key) or (key, None)
+        if order.form == "weights" or whole not in before or not key.startswith("model/"):
+            yield key, value
+            continue
+        wide = torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
+        began = before[whole] if expert is None else before[whole][expert]
+        yield key, began.to(wide) - value.to(wide)

@@ -1,0 +1,205 @@
+"""What came of a node's jobs, on its way to the server: blobs, then the message, until there is a receipt."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.transfer import transfer
+from arclight.federated.clients.client_store import ClientStore
+from arclight.federated.clients.executor import addressed
+from arclight.federated.clients.job_queue import Job, JobQueue
+from arclight.federated.clients.secure_sum_client import Identity, SecureSumClient
+from arclight.federated.clients.session import ClosedError, Session, as_client_error
+from arclight.federated.errors import CancelledError, FederatedError, LinkError, ProtocolError, RefusedError
+from arclight.federated.protocol import Close, Evaluated, Failed, Fit, Message, Receipt, Update
+
+if TYPE_CHECKING:
+    from arclight.federated.transports.link import Link
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS = 3
+"""Times that an update which arrives damaged is sent."""
+
+
+class ResultReporter:
+    """Tells the server what jobs came to. Any number of threads may, of different clients."""
+
+    def __init__(
+        self,
+        node: str,
+        session: Session,
+        link: Link,
+        jobs: JobQueue,
+        stopping: threading.Event,
+        ask: float = 20.0,
+        identity: Identity | None = None,
+    ) -> None:
+        self._node, self._session, self._link, self._jobs, self._stopping = node, session, link, jobs, stopping
+        self._ask, self._identity = ask, identity
+        self._lock = threading.Lock()
+        self._committed = -1
+        self._keeping = set[ClientStore]()
+        """Of clients whose updates the server has, and may still ask for again."""
+
+    def keeps(self, folder: ClientStore) -> None:
+        """An update that the server has lies in a client's folder."""
+        with self._lock:
+            self._keeping.add(folder)
+
+    def hear(self, committed: int) -> None:
+        """Rounds up to this one are committed: what is kept for them goes, also of clients that are not drawn for long."""
+        with self._lock:
+            if committed <= self._committed:
+                return
+            self._committed = committed
+            folders, self._keeping = self._keeping, set()
+        for folder in folders:
+            self._over(folder, committed)
+
+    def _over(self, folder: ClientStore, committed: int) -> None:
+        """Rounds up to this one are committed; whether with this client's updates is asked where a server may have lost them."""
+        for round in folder.committed(committed, self._session.welcome.session):
+            self.ask_about(folder, round)
+        if folder.finished.rounds():
+            self.keeps(folder)
+
+    def ask_about(self, folder: ClientStore, round: int) -> None:
+        """Have the server say whether an update that it once had is part of its weights."""
+        try:
+            update = folder.finished.update(round)
+        except FederatedError as error:  # it was dropped just now, or is damaged
+            log.warning("node %s cannot ask whether an update counts: %s", self._node, error)
+            return
+        self._jobs.left(Job(update.client, round, folder, stage="done", outcome=update, steps=update.steps))
+
+    def before(self, order: Fit, folder: ClientStore) -> None:
+        """Ask what an order's round hangs on, before it begins."""
+        for round in folder.finished.rounds():
+            if round < order.round - order.overlap and folder.finished.is_in_doubt(
+                round, self._session.welcome.session
+            ):
+                self.ask_about(folder, round)
+
+    def tell(self, job: Job) -> None:
+        """Say a job's outcome. What it raises ends the node: it cannot reach its server, or is not to go on."""
+        match job.outcome:
+            case Update() as update:
+                self.send(job, update, job.folder.finished.blobs(job.round))
+            case Evaluated() as evaluated:
+                about = f"measurement of {job.client}"
+                self._receipt(lambda session: addressed(evaluated, self._node, session), about)
+            case Failed() as failed:
+                self._receipt(lambda session: addressed(failed, self._node, session), f"failure of {job.client}")
+
+    def tell_masked(self, job: Job, sent: Callable[[], None]) -> None:
+        """As `tell`, for an update of a secure sum: clients wait for each other in it. ``sent``: called when its values are there."""
+        assert isinstance(job.order, Fit)
+        assert isinstance(job.outcome, Update)
+        place, finished = job.folder.folder / "masked", job.folder.finished
+        securing = SecureSumClient(self._node, job.order, self._session.say, self._stopping, self._ask, self._identity)
+        try:
+            masked = securing.masked(job.outcome, finished.blobs(job.round), place)
+            if not self.send(job, masked, FolderStore(place)):
+                return
+        except (ClosedError, LinkError):
+            raise
+        except Exception as error:  # whatever went wrong with this one's values, the others' go on
+            job.outcome = failure_of(job, error)
+            log.error("node %s: %s has failed in round %d: %s", self._node, job.client, job.round, error, exc_info=True)
+            self.tell(job)
+            return
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        sent()
+        try:
+            securing.reveal()
+        except (ClosedError, LinkError):
+            raise
+        except FederatedError as error:
+            log.error("node %s: %s gives no parts in round %d: %s", self._node, job.client, job.round, error)
+
+    def send(self, job: Job, update: Update, blobs: FolderStore) -> bool:
+        """Put an update's blobs and say so until there is a receipt; then what becomes of it here. Whether it was taken."""
+        finished, about = job.folder.finished, f"{update.client}, round {update.round}"
+
+        def wanted() -> None:
+            if self._stopping.is_set():
+                raise ClosedError("the node was told to stop")
+            job.wanted()
+
+        known = job.order is None and finished.is_taken(update.round)  # what is asked is only whether it counts
+        said_in = list[str]()
+
+        def said(session: str) -> Update:
+            said_in.append(session)
+            return addressed(update, self._node, session)
+
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                if not known:
+                    self._session.patiently(partial(self._put, update, blobs, wanted))
+            except CancelledError as error:
+                log.info("node %s does not send the update of %s: %s", self._node, about, error)
+                finished.drop(update.round)
+                return False
+            except RefusedError as error:
+                job.outcome = failure_of(job, error)
+                self.tell(job)
+                receipt = Receipt(accepted=False, reason=error.reason, message=str(error))
+                break
+            receipt, known = self._receipt(said, f"update of {about}"), False
+            if receipt.accepted:
+                finished.take(update.round, said_in[-1])
+                self._over(job.folder, receipt.committed)
+                self.hear(receipt.committed)
+                return True
+            if receipt.reason != "damaged":
+                break
+            log.warning(
+                "the update of %s arrived damaged (attempt %d of %d): %s", about, attempt, _ATTEMPTS, receipt.message
+            )
+        if not update.secure:  # its round may be asked for again, and another sum of it masked
+            finished.drop(update.round)
+        if receipt.reason in ("stale", "duplicate"):  # of another process's, then: this one leaves nothing unsaid
+            log.warning("the update of %s came too late: %s", about, receipt.message)
+        else:
+            log.error("the server refuses the update of %s (%s): %s", about, receipt.reason, receipt.message)
+        return False
+
+    def _put(self, update: Update, blobs: FolderStore, wanted: Callable[[], None]) -> None:
+        try:
+            transfer(update.manifest.blobs, blobs, self._link.blobs, wanted)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise LinkError(f"there is no room for the update of {update.client}: {error}") from error
+
+    def _receipt(self, make: Callable[[str], Message], about: str) -> Receipt:
+        answer = self._session.say(make)
+        if isinstance(answer, Close):
+            raise self._session.closed(answer)
+        if not isinstance(answer, Receipt):
+            raise ProtocolError(f"the server answered {answer.kind!r} to the {about}")
+        return answer
+
+
+def failure_of(job: Job, error: BaseException) -> Failed:
+    """What the server is to know of an error, without node and session."""
+    what = as_client_error(error)
+    return Failed(
+        node="",
+        session="",
+        client=job.client,
+        round=job.round,
+        error=str(what),
+        again=what.again,
+        attempt=job.sum if job.kind == "fit" else None,
+    )

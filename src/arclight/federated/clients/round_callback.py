@@ -1,0 +1,283 @@
+"""A client's round within a fit: take the server's weights up, save progress, stop, and give back what has become of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.fabric.batches import counts_of
+from arclight.fabric.spread import own_part
+from arclight.federated.clients.local_policy import (
+    LocalPolicy,
+    clamp_adam_moments,
+    keys_to_load,
+    load_mixed,
+    moments_by_state,
+    reset_randomised,
+    select_for_module,
+    trained_names,
+)
+from arclight.federated.errors import CancelledError
+from arclight.federated.masks.experts import ExpertParts
+from arclight.federated.masks.settings import matches
+from arclight.federated.masks.transfer_mask import MODEL
+from arclight.trainer.callback import Callback
+from arclight.trainer.callbacks.pause import Pause
+from arclight.trainer.checkpoint.named_state import (
+    gather_optimizer_state,
+    gather_parameters,
+    load_optimizer_state,
+    load_parameters,
+    named_tensors,
+    optimizer_state_names,
+)
+from arclight.trainer.loop.progress import StopRun
+from arclight.trainer.loop.schedulers import StepSync
+
+if TYPE_CHECKING:
+    from arclight.federated.clients.learner import Progress, Tensors
+    from arclight.federated.protocol import Fit
+    from arclight.trainer.module import Module
+    from arclight.trainer.trainer import Trainer
+
+ENTRY = "federated"
+"""What a checkpoint calls the round that it was made in."""
+_LOSS_EVERY = 0.5
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in which round a client's state was made."""
+
+    run: str
+    round: int
+    base: str
+    fragment: int | None
+    steps: int = 0
+    """Steps of the round that are done."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Samples and tokens (of this process) before the round."""
+
+    @classmethod
+    def of(cls, order: Fit) -> Position:
+        return cls(run=order.run, round=order.round, base=order.base, fragment=order.fragment)
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any] | None) -> Position | None:
+        return None if entry is None else cls(**entry)
+
+    def is_of(self, order: Fit) -> bool:
+        """Whether this lies within the round that is asked for, begun from the same weights."""
+        return (self.run, self.round, self.base, self.fragment) == (order.run, order.round, order.base, order.fragment)
+
+
+class RoundCallback(Pause):
+    """One client's part of a federation, as a callback. It is told of each round before the fit that trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: Fit | None = None
+        self.cancelled: CancelledError | None = None
+        """Why the round was ended early, where it was."""
+
+    def begin(
+        self,
+        order: Fit,
+        weights: Tensors,
+        at: Position | None,
+        last: Position | None,
+        progress: Progress,
+        save: Callable[[Trainer, Position], None],
+    ) -> None:
+        """``at``: where in the round the state lies that the next fit goes on from; None if it is older, or there is none.
+
+        ``last``: where its newest state was made, None before the client's first round. ``save`` writes the client's state.
+        """
+        self._order, self._weights, self._last, self._progress, self._save = order, weights, last, progress, save
+        self._at, self._keep = at, LocalPolicy.of(order)
+        self._done, self._frozen = (at.steps if at is not None else 0), list[torch.nn.Parameter]()
+        self.cancelled = None
+        self.steps = max(order.steps - self._done, 1)
+
+    def end(self) -> None:
+        """Let go of the round."""
+        for parameter in self._frozen:
+            parameter.requires_grad = True
+        self._order, self._weights, self._frozen = None, {}, []
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._clock = StepSync(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        order = self._order
+        if order is None:
+            raise RuntimeError("this trainer belongs to a federation's client: its fits are begun by Turn.begin")
+        if self._at is None:
+            self._take_up(trainer, pl_module, order)
+        self._freeze(pl_module)
+        if self._done >= order.steps:
+            self.state = None  # random states are not taken up yet: the file has what this would be
+            raise StopRun
+        self._loss_at, self._seen = 0.0, trainer.global_step
+        self._start = trainer.global_step - self._done
+        super().on_train_start(trainer, pl_module)
+
+    def _take_up(self, trainer: Trainer, module: Module, order: Fit) -> None:
+        progress = trainer.progress
+        self._at = Position(
+            **{**asdict(Position.of(order)), "counts": {"samples": progress.samples, "tokens": progress.tokens}}
+        )
+        last, travel = self._last, self._keep.travel
+        before = None if last is None else last.round if last.run == order.run else order.round
+        taken = keys_to_load(self._weights, self._keep, order.round, before)
+        mix = travel.streaming.mix if travel.streaming is not None and before is not None else 0.0
+        load_mixed(module, self._weights, [key for key in taken if key.startswith(MODEL)], travel, mix)
+        if travel.masks.randomised and order.round % travel.masks.randomise_every == 0:
+            load_parameters(module, reset_randomised(module, self._keep, order.seed))
+        if self._keep.reset_optimizer:
+            for optimizer in trainer.optimizers:
+                optimizer.state.clear()
+        moment_keys = [key for key in taken if not key.startswith(MODEL)]
+        came = moments_by_state(select_for_module(module, self._weights, moment_keys, travel))
+        for state, moments in came.items():
+            load_optimizer_state(trainer, state, moments, order.clock)
+        if came:
+            clamp_adam_moments(trainer.optimizers)
+        self._clock.set(order.clock)
+
+    def _freeze(self, module: Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and matches(name, self._keep.masks.frozen):
+                parameter.requires_grad = False
+                self._frozen.append(parameter)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stepped(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Module) -> None:
+        self._stepped(trainer)
+        super().on_train_epoch_end(trainer, pl_module)
+
+    def _stepped(self, trainer: Trainer) -> None:
+        if trainer.global_step == self._seen or self._order is None:
+            return
+        before, self._seen = self._done, trainer.global_step
+        self._done, every = self._seen - self._start, self._order.journal_every
+        if every and (self._done >= self._order.steps or self._done // every > before // every):
+            self._save(trainer, self.position())
+        if self._done < self._order.steps:
+            self._tell(trainer)
+
+    def _tell(self, trainer: Trainer) -> None:
+        loss, now = None, time.monotonic()
+        if now >= self._loss_at and trainer.last_loss is not None:
+            loss, self._loss_at = float(trainer.last_loss.detach()), now + _LOSS_EVERY
+        try:
+            self._progress(self._done, loss)
+        except CancelledError as error:
+            self.cancelled = error
+            trainer.strategy.request_stop("cancelled")  # all processes of the client at one step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        if self._order is not None:
+            checkpoint[ENTRY] = asdict(self.position())
+
+    def position(self) -> Position:
+        assert self._at is not None
+        return Position(**{**asdict(self._at), "steps": self._done})
+
+    # -- what comes out ----------------------------------------------------------------------------------------------
+
+    def keys(self, trainer: Trainer, order: Fit) -> list[str]:
+        """What is to be sent, in an order that all processes have alike."""
+        names, travel = trained_names(trainer.lightning_module), self._keep.travel
+        moments = [f"{s}/{n}" for s in travel.moments for n in optimizer_state_names(trainer, s) if n in set(names)]
+        return travel.up([*(MODEL + name for name in names), *moments], order.round)
+
+    def counts(self, trainer: Trainer) -> dict[str, int]:
+        """Samples and tokens of the round, of all processes. A collective."""
+        assert self._at is not None
+        done = {"samples": trainer.progress.samples, "tokens": trainer.progress.tokens}
+        mine = {name: done[name] - self._at.counts.get(name, 0) for name in done}
+        if not trainer.strategy.counts:
+            return mine
+        return {name: sum(each[name] for each in trainer.strategy.all_gather_object(mine)) for name in mine}
+
+
+class ModuleTensors(Mapping[str, torch.Tensor]):
+    """Weights and moments by key as they are in a trainer, each copied out when it is asked for; all processes ask alike."""
+
+    def __init__(self, trainer: Trainer, keys: list[str], experts: Sequence[int] | None = None) -> None:
+        """``experts``: those that a client has, of which a smaller model may hold only these."""
+        self._keys, self._parts = keys, ExpertParts(_Whole(trainer), experts)
+        for key in keys:
+            if key not in self._parts:
+                raise KeyError(f"{key} was asked for, and this client's model and optimizer have no such tensor")
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._parts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class _Whole(Mapping[str, torch.Tensor]):
+    """All weights and moments of a trainer, by key; of tensors that several processes share, only rank 0 gets the values."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._weights = trainer, named_tensors(trainer.lightning_module)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        state, _, name = key.partition("/")
+        found = (
+            gather_parameters(self._trainer, [name])
+            if state == "model"
+            else gather_optimizer_state(self._trainer, state, [name])
+        )
+        value, shape = next(found)[1], self._weights[name].shape
+        return value if value.shape == shape else value.new_zeros(()).expand(shape)
+
+    def __contains__(self, key: object) -> bool:
+        state, _, name = str(key).partition("/")
+        return name in self._weights and (state == "model" or name in optimizer_state_names(self._trainer, state))
+
+    def __iter__(self) -> Iterator[str]:
+        return (MODEL + name for name in self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+class EvaluationCallback(Callback):
+    """Lets a validation see given weights; the module's own are put back by `put_back`."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights, self._own = weights, dict[str, torch.Tensor]()
+        self.samples = 0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
+        own = dict(pl_module.named_parameters(remove_duplicate=False)) | named_tensors(pl_module)
+        self._own = {name: own_part(own[name]).detach().clone() for name in self._weights if name in own}
+        load_parameters(pl_module, self._weights)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.samples += counts_of(batch)[0]
+
+    @torch.no_grad()
+    def put_back(self, module: Module) -> None:
+        own = dict(module.named_parameters(remove_duplicate=False)) | named_tensors(module)
+        for name, value in self._own.items():
+            own_part(own[name]).copy_(value)
+        self._own = {}

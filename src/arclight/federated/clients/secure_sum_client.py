@@ -1,0 +1,189 @@
+"""A client's side of a round's secure sum: its update leaves the node masked, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from arclight.checkpoint.tensorfile import DTYPES
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.manifest_io import open_manifest, write_blobs
+from arclight.federated.clients.session import ClosedError
+from arclight.federated.codecs.encoding import decode
+from arclight.federated.errors import ClientError, ProtocolError
+from arclight.federated.privacy.key_agreement import Cohort, PublicKeys
+from arclight.federated.privacy.secure_aggregation import Participant, fixed_point_shift, fixed_point_terms
+from arclight.federated.privacy.settings import SecureSum
+from arclight.federated.protocol import Close, Fit, Manifest, Message, Secure, Secured, Update, keys_text
+
+_PAUSE = 1.0
+"""Seconds between messages to a server that holds no answers back."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a node signs its clients' keys with, and how it knows that others' are theirs."""
+
+    sign: Callable[[bytes], str] | None = None
+    """A text to the signature by the node's key; None where it has none."""
+    vouches: Callable[[str, str, bytes, str], bool] | None = None
+    """Whether a node may speak for a client and has signed a text so: `Registry.vouches`. None: the server is believed."""
+
+
+class SecureSumClient:
+    """One client in one round. ``say`` sends a message made for the session of the moment; ``order`` is what asked for it.
+
+    ask: seconds for which the server may hold an answer.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        order: Fit,
+        say: Callable[[Callable[[str], Message]], Message],
+        stopping: threading.Event,
+        ask: float = 20.0,
+        identity: Identity | None = None,
+    ) -> None:
+        asked = dict(order.privacy["secure"])
+        self._clients, self._attempt = int(asked.pop("clients")), int(asked.pop("attempt"))
+        self._settings = SecureSum(**asked)
+        self._node, self._order, self._say, self._stopping, self._ask = node, order, say, stopping, ask
+        self._identity = identity or Identity()
+        self._me = Participant(order.client)
+
+    def masked(self, update: Update, blobs: FolderStore, into: Path) -> Update:
+        """The update with its values masked, their blobs below ``into``. Raises ClientError where the others do not come."""
+        mine = self._me.keys
+        own = {"mask": mine.mask.hex(), "cipher": mine.cipher.hex(), "seal": mine.seal.hex()}
+        if self._identity.sign is not None:
+            own["signature"] = self._identity.sign(self._text(self._order.client, own))
+        said = self._until("circle", "the other clients' keys", keys=own)
+        circle = Cohort(
+            run=self._order.run,
+            number=self._order.round,
+            clients=said.circle or (),
+            partners=self._settings.partners,
+            threshold=self._settings.threshold,
+        )
+        keys = {name: self._keys(name, told) for name, told in said.keys.items()}
+        letters = {name: text.hex() for name, text in self._me.share(circle, keys).items()}
+        said = self._until("letters", "the other clients' letters", letters=letters)
+        received = {name: bytes.fromhex(text) for name, text in (said.letters or {}).items()}
+        said = self._until("sure", "the other clients to read their letters", bad=self._me.unreadable(received))
+        received = {name: text for name, text in received.items() if name in (said.sure or ())}
+        values = _Terms(
+            update, blobs, self._weight(update), fixed_point_shift(self._settings, self._clients), self._settings
+        )
+        masked = self._me.mask(received, values)
+        shapes = {key: update.manifest.tensors[key].shape for key in values}
+        manifest: Manifest = write_blobs(
+            ((key, sums.view(shapes[key])) for key, sums in masked),
+            FolderStore(into),
+            kind="update",
+            base=update.manifest.base,
+        )
+        cut = sum(values.cut.values())
+        metrics = {**update.metrics, "privacy/cut": float(cut)}
+        return dataclasses.replace(update, manifest=manifest, metrics=metrics, attempt=self._attempt)
+
+    def _text(self, client: str, keys: Mapping[str, str]) -> bytes:
+        return keys_text(self._order.run, self._order.round, self._attempt, client, keys)
+
+    def _keys(self, client: str, told: Mapping[str, str]) -> PublicKeys:
+        """A client's keys as the server passes them on. Raises ClientError where its node has not signed them."""
+        vouches, node = self._identity.vouches, told.get("node", "")
+        if vouches is not None and not vouches(node, client, self._text(client, told), told.get("signature", "")):
+            raise ClientError(
+                f"the keys of client {client} that the server has passed on are not signed by a node that may speak for it "
+                f"({node!r} is said to have given them): nothing is sent. Either the file of nodes here is old, or the server or "
+                "somebody behind it wants to read what is masked"
+            )
+        return PublicKeys(client=client, **{what: bytes.fromhex(told[what]) for what in ("mask", "cipher", "seal")})
+
+    def reveal(self) -> None:
+        """Wait until the server says whose values have come, and give this client's parts of their secrets."""
+        said = self._until("here", "the round to be closed", patience=None)
+        if said.here is None or said.over:
+            return
+        parts = self._me.reveal(said.here)
+        self._hear(
+            seeds={name: f"{part:x}" for name, part in parts.seeds.items()},
+            parts={name: f"{part:x}" for name, part in parts.keys.items()},
+        )
+
+    def _weight(self, update: Update) -> int:
+        by, most = self._order.weigh_by, self._settings.most_weight
+        whole = {"samples": update.samples, "tokens": update.tokens, "equal": 1}[by]
+        if whole > most:
+            raise ClientError(
+                f"{update.client} has {whole:,} {by} in round {update.round}, and a secure sum weighs up to {most:,}: raise "
+                'secure.most_weight, or set weigh_by = "equal"'
+            )
+        return whole
+
+    def _until(
+        self,
+        settled: Literal["circle", "letters", "sure", "here"],
+        what: str,
+        patience: float | None = 3.0,
+        **said: Any,
+    ) -> Secured:
+        """Say it, and ask until the server has settled what is waited for.
+
+        patience: times the settings' that is waited; None waits for ever, and then the round may be over without it.
+        """
+        until = None if patience is None else time.monotonic() + patience * self._settings.patience
+        while True:
+            began = time.monotonic()
+            told = self._hear(until=settled, wait=self._ask, **said)
+            if told.over and patience is not None:
+                raise ClientError(f"the secure sum of round {self._order.round} goes on without {self._order.client}")
+            if told.over or getattr(told, settled) is not None:
+                return told
+            if self._stopping.wait(max(0.0, min(_PAUSE, self._ask) - (time.monotonic() - began))):
+                raise ClosedError("the node was told to stop")
+            if until is not None and time.monotonic() > until:
+                raise ClientError(f"{self._order.client} has waited for {what} in round {self._order.round} in vain")
+            said = {}
+
+    def _hear(self, **said: Any) -> Secured:
+        answer = self._say(
+            lambda session: Secure(
+                node=self._node,
+                session=session,
+                client=self._order.client,
+                round=self._order.round,
+                attempt=self._attempt,
+                **said,
+            )
+        )
+        if isinstance(answer, Close):
+            raise ClosedError(answer.why)
+        if not isinstance(answer, Secured):
+            raise ProtocolError(f"the server answered {answer.kind!r} to a client of a secure sum")
+        return answer
+
+
+class _Terms(Mapping[str, torch.Tensor]):
+    """A client's terms in fixed point by key, each made when it is asked for. Integers are not sent."""
+
+    def __init__(self, update: Update, blobs: FolderStore, weight: int, shift: int, settings: SecureSum) -> None:
+        self._opened, self._how = open_manifest(update.manifest, blobs), (weight, shift, settings)
+        self.cut: dict[str, int] = {}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        made, self.cut[key] = fixed_point_terms(decode(key, self._opened[key]), *self._how)
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, entry in self._opened.manifest.tensors.items() if DTYPES[entry.dtype].is_floating_point)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

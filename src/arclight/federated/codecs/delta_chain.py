@@ -1,0 +1,188 @@
+"""The way down: nodes that have weights are told what has changed since, those that have none get them whole.
+
+The server keeps the weights *as clients see them*. With a codec that cannot say everything they trail behind the server's own:
+each change is encode(own - seen), and seen becomes seen + decode(change). What a change leaves unsaid is thereby still in the
+next difference, which is error feedback without a residual to be kept (EF21, Richtarik et al. 2021). Server and nodes go from
+one to the next by the same arithmetic and write the outcome into the same blobs, so that its digest proves them equal.
+
+In a manifest of kind "delta", tensors under a lossy codec are added, raw ones are the new values; what it lacks stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from arclight.checkpoint.tensorfile import as_bytes
+from arclight.federated.blobs.blob_store import BlobStore
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.blobs.manifest_io import Encoded, LocalStore, ManifestReader, open_manifest, write_blobs
+from arclight.federated.blobs.memory import MemoryStore
+from arclight.federated.blobs.transfer import transfer
+from arclight.federated.codecs.encoding import decode, encode, goes_raw
+from arclight.federated.codecs.settings import Codec, Lossy, Raw
+from arclight.federated.errors import BlobError, ProtocolError
+from arclight.federated.protocol import Manifest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaChain:
+    """Weights as clients see them, and the changes that lead to them from older ones. Lasts as JSON, and with its blobs."""
+
+    weights: Manifest
+    """Whole."""
+    changes: tuple[Manifest, ...] = ()
+    """Oldest first: each goes from its ``base`` to the next one's, the last to ``weights``."""
+
+    @property
+    def blobs(self) -> set[str]:
+        """Digests of all blobs that nodes may ask for."""
+        return {digest for manifest in (self.weights, *self.changes) for digest in manifest.blobs}
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> DeltaChain:
+        """Inverse of `to_json`. Raises ProtocolError."""
+        try:
+            said = json.loads(text)
+            weights, changes = said["weights"], said["changes"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProtocolError(f"this is no chain of changes: {error!r}") from error
+        return cls(weights=Manifest.from_dict(weights), changes=tuple(Manifest.from_dict(one) for one in changes))
+
+
+def extend_chain(
+    chain: DeltaChain | None, weights: Manifest, codec: Codec, longest: int, store: LocalStore
+) -> DeltaChain:
+    """What nodes are told of the server's new ``weights`` (whole, in ``store``): the chain one change further.
+
+    At most ``longest`` changes are kept; 0 keeps none, so that all see the weights themselves. Nothing is added where `Raw`
+    would say most of them again (the weights' own blobs do, and no second copy is written), where nothing has changed, or
+    where names, shapes or types are others than before. Tensor by tensor; the same again after a crash in between.
+    """
+    if chain is None or longest < 1 or not _alike(chain.weights, weights):
+        return DeltaChain(weights=weights)
+    seen, own = open_manifest(chain.weights, store), open_manifest(weights, store)
+    changed = [key for key in sorted(own) if not _same(own[key].parts[""], seen[key].parts[""])]
+    if not changed:
+        return chain
+    if isinstance(codec, Raw) and 2 * sum(own[key].bytes for key in changed) > sum(own[key].bytes for key in own):
+        return DeltaChain(weights=weights)
+    told = ((key, encode_change(key, own[key].parts[""], seen[key].parts[""], codec)) for key in changed)
+    delta = write_blobs(told, store, kind="delta", base=chain.weights.digest)
+    after = write_blobs(_changed(seen, [open_manifest(delta, store)]), store, kind="weights")
+    return DeltaChain(weights=after, changes=(*chain.changes, delta)[-longest:])
+
+
+def encode_change(key: str, weight: torch.Tensor, seen: torch.Tensor, codec: Codec) -> Encoded:
+    """What to tell those who see ``seen`` of ``weight``. Local moments are told as they are, see `encoding.for_moments`."""
+    if not isinstance(codec, Lossy) or goes_raw(weight, codec) or not key.startswith("model/"):
+        return encode(key, weight, Raw())[0]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return encode(key, weight.to(wide) - seen.to(wide), replace(codec, feedback=0.0))[0]
+
+
+def apply_change(key: str, seen: torch.Tensor, told: Encoded) -> torch.Tensor:
+    """What those who saw ``seen`` see after a `change`. Raises BlobError for one of something else."""
+    value = decode(key, told)
+    if value.shape != seen.shape or (told.codec == "raw" and value.dtype != seen.dtype):
+        raise BlobError(
+            f"a change of {key} is {list(value.shape)} of {value.dtype}, it is {list(seen.shape)} of {seen.dtype}"
+        )
+    if told.codec == "raw":
+        return value
+    wide = torch.promote_types(seen.dtype, torch.float32)
+    return (seen.to(wide) + value.to(wide)).to(seen.dtype)
+
+
+class WeightsReplica:
+    """The newest weights that a node has, as blobs in a store of their own, which outlives the process.
+
+    store: for nothing else: `tidy` removes what is no longer needed. remote: where the server's blobs are.
+    """
+
+    def __init__(self, store: FolderStore | MemoryStore, remote: BlobStore) -> None:
+        self._store, self._remote = store, remote
+        self._needed: Set[str] | None = None
+
+    def take(
+        self, weights: Manifest, changes: Sequence[Manifest] = (), wanted: Callable[[], None] = lambda: None
+    ) -> ManifestReader:
+        """The tensors of ``weights``, made from what is here and the shortest way to them, or fetched.
+
+        wanted: called before each blob that is fetched whole; what it raises ends that. Raises BlobError where blobs cannot be
+        fetched or are not what their manifests say.
+        """
+        digest = weights.digest
+        if self._known(digest) is None:
+            route = self._route(weights, changes)
+            if not route or not self._follow(route, digest):
+                transfer(weights.blobs, self._remote, self._store, wanted)
+            self._store.put(digest, weights.to_json().encode())
+        self._needed = {digest, *weights.blobs}
+        return open_manifest(weights, self._store)
+
+    def tidy(self) -> None:
+        """Remove what is not of the weights that were taken last; apart from `take`, as removing a large file takes its time."""
+        if self._needed is not None:
+            for other in set(self._store) - self._needed:
+                self._store.remove(other)
+
+    def _known(self, digest: str) -> Manifest | None:
+        """The manifest with that digest, if it and all of its blobs are here."""
+        if self._store.size(digest) is None:
+            return None
+        manifest = Manifest.from_json(b"".join(self._store.read(digest)))
+        return manifest if all(self._store.size(blob) == size for blob, size in manifest.blobs.items()) else None
+
+    def _route(self, weights: Manifest, changes: Sequence[Manifest]) -> Sequence[Manifest]:
+        """The changes to apply; none where the weights themselves are fewer bytes, or nothing here is a beginning."""
+        for first in reversed(range(len(changes))):
+            if self._known(str(changes[first].base)) is not None:
+                route = changes[first:]
+                return route if sum(one.size for one in route) < weights.size else ()
+        return ()
+
+    def _follow(self, route: Sequence[Manifest], digest: str) -> bool:
+        """Go from the weights here to those called ``digest``; False, and a warning, where others come of it."""
+        held = self._known(str(route[0].base))
+        assert held is not None  # the route begins with what is here
+        told = [open_manifest(one, self._remote) for one in route]
+        after = write_blobs(_changed(open_manifest(held, self._store), told), self._store, kind="weights")
+        for blob in {blob for one in route for blob in one.blobs}:
+            self._remote.forget(blob)
+        if after.digest == digest:
+            return True
+        log.warning("changes led to weights %s, not to %s: they are fetched whole", after.digest[:12], digest[:12])
+        return False
+
+
+def _changed(seen: Mapping[str, Encoded], told: Sequence[Mapping[str, Encoded]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors after some changes, by name: the same order, and so the same blobs, wherever this is done."""
+    if strange := sorted({key for one in told for key in one} - set(seen)):
+        raise BlobError(f"a change names {strange[0]}, which is none of the weights ({len(strange)} such tensors)")
+    for key in sorted(seen):
+        value = seen[key].parts[""]
+        for one in told:
+            if key in one:
+                value = apply_change(key, value, one[key])
+        yield key, value
+
+
+def _alike(one: Manifest, other: Manifest) -> bool:
+    def layout(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {key: (entry.dtype, entry.shape) for key, entry in manifest.tensors.items()}
+
+    return layout(one) == layout(other)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(as_bytes(one), as_bytes(other))

@@ -1,0 +1,273 @@
+"""What travels between the server and one client in a round: a function of settings, names and rounds that both can compute.
+
+Keys are those of manifests: ``model/<name>`` and ``<state>/<name>`` for local moments. What goes up is also what the server
+folds; what goes down is what a client takes up. The two differ: frozen weights only go down, a client's own do neither, and
+what has a period goes down in the round after it went up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+from arclight.federated.coordination.settings import Streaming
+from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.masks.experts import assign_experts, expert_key, expert_of
+from arclight.federated.masks.settings import Masks, check_patterns, matches
+from arclight.federated.protocol import Entry, Manifest
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+    from arclight.federated.settings import Federation
+
+
+MODEL = "model/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferMask:
+    """The masks of a federation, as one client has them in one round."""
+
+    masks: Masks = field(default_factory=Masks)
+    moments: tuple[str, ...] = ()
+    """Local optimizer states that are averaged."""
+    streaming: Streaming | None = None
+    experts: tuple[int, ...] | None = None
+    """This client's experts in this round; None: all."""
+
+    names: tuple[str, ...] = ()
+    """All weights of the server's model, by which fragments are dealt."""
+
+    @classmethod
+    def of(cls, federation: Federation, names: Iterable[str], experts: tuple[int, ...] | None = None) -> TransferMask:
+        """A federation's, for the model whose weights have these names."""
+        return cls(
+            masks=federation.masks,
+            moments=federation.moments,
+            streaming=federation.streaming,
+            experts=experts,
+            names=tuple(names),
+        )
+
+    def to_table(self) -> dict[str, Any]:
+        """As a message says it; without names, which are those of its manifest."""
+        return {name: value for name, value in asdict(self).items() if name != "names"}
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], names: Iterable[str]) -> TransferMask:
+        """Inverse of `to_table`. Raises ProtocolError for what cannot be, or is not known here."""
+        from pydantic import ValidationError
+
+        try:
+            made = _adapter().validate_json(json.dumps(dict(table)), strict=True)
+        except (ValidationError, ValueError, TypeError) as error:
+            raise ProtocolError(f"masks that cannot be: {error}") from error
+        if (unknown := _unknown(table, made)) is not None:
+            raise ProtocolError(f"there are no masks {unknown!r} here; install the same arclight on both sides")
+        return replace(made, names=tuple(names))
+
+    # -- up ----------------------------------------------------------------------------------------------------------
+
+    def up(self, keys: Iterable[str], round: int) -> list[str]:
+        """Those of ``keys`` that a client sends at the end of ``round`` and the server folds, in their order.
+
+        ``keys``: what the client has trained: its parameters and saved buffers, and the local moments that it can give.
+        Stacked experts become one key for each expert that the client has.
+        """
+        return [part for key in keys if self._sends(key) and self._due(key, round) for part in self._parts(key)]
+
+    def _sends(self, key: str) -> bool:
+        state, _, name = key.partition("/")
+        masks = self.masks
+        if state != "model" and state not in self.moments:
+            return False
+        kept = (*masks.leave_out, *masks.frozen, *masks.personal, *masks.randomised)
+        return matches(name, masks.send) and not matches(name, kept)
+
+    def _due(self, key: str, round: int) -> bool:
+        fragment = self._fragments.get(key.partition("/")[2])
+        first = 1 <= round <= max(1, len(self._dealt)) and not key.startswith(MODEL)
+        return self._meet(1 if first else self.period(key), fragment, round)
+
+    def _meet(self, period: int, fragment: int | None, round: int) -> bool:
+        return round % period == 0 and (fragment is None or round % len(self._dealt) == fragment)
+
+    def period(self, key: str) -> int:
+        """Rounds from one exchange of a tensor to the next, fragments aside; see `Masks.periods`."""
+        state, _, name = key.partition("/")
+        found = [(1, 1)]
+        for pattern, every in self.masks.periods.items():
+            if "/" in pattern and matches(key, (pattern,)):
+                found.append((4 << 16 | len(pattern), every))
+            elif pattern == state:
+                found.append((3 << 16, every))
+            elif "/" not in pattern and matches(name, (pattern,)):
+                found.append((2 << 16 | len(pattern), every))
+        return max(found)[1]
+
+    @cached_property
+    def _dealt(self) -> list[list[str]]:
+        """Names of each fragment, see `optim.outer.fragments_of`; none where nothing is streamed."""
+        if self.streaming is None:
+            return []
+        from arclight.optim.outer import fragments_of
+
+        names = sorted((name for name in self.names if self._sends(MODEL + name)), key=_by_number)
+        try:
+            return fragments_of(names, self.streaming.fragments)
+        except ValueError as error:
+            raise FederatedError(f"streaming.fragments does not fit this model: {error}") from error
+
+    @cached_property
+    def _fragments(self) -> dict[str, int]:
+        return {name: number for number, dealt in enumerate(self._dealt) for name in dealt}
+
+    def _parts(self, key: str) -> list[str]:
+        if self.experts is None or not self.is_stack(key):
+            return [key]
+        return [expert_key(key, number) for number in self.experts]
+
+    def is_stack(self, key: str) -> bool:
+        """Whether the tensor holds a model's experts, one after another."""
+        experts = self.masks.experts
+        return experts is not None and matches(key.partition("/")[2], experts.tensors)
+
+    # -- down --------------------------------------------------------------------------------------------------------
+
+    def down(self, keys: Iterable[str], round: int, since: int | None) -> list[str]:
+        """Those of ``keys`` (whole tensors) whose values a client takes up when ``round`` begins, in their order.
+
+        ``since``: the last round that this client has trained; None: it never has, and takes everything. Personal and
+        randomised weights stay with the client, and so does what has not been exchanged since.
+        """
+        keys = list(keys)
+        if since is None:
+            return keys
+        own = (*self.masks.personal, *self.masks.randomised)
+        lag = self.streaming.overlap if self.streaming is not None else 0
+        folded = range(max(since - lag, 1), round - lag)
+        telling = {
+            *folded[-self.cycle :],
+            *(n for n in folded[: len(self._dealt) or 1] if n <= (len(self._dealt) or 1)),
+        }
+        taken = (key for key in keys if not matches(key.partition("/")[2], own))
+        return [key for key in taken if not self._sends(key) or any(self._due(key, number) for number in telling)]
+
+    @cached_property
+    def cycle(self) -> int:
+        """Rounds after which everything that ever travels has travelled, and the order repeats."""
+        fragments = self.streaming.fragments if self.streaming is not None else 1
+        return math.lcm(fragments, *self.masks.periods.values())
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises FederatedError where the settings do not fit the model."""
+        masks, names = self.masks, self.names
+        for what in ("send", "leave_out", "frozen", "personal", "randomised"):
+            check_patterns(f"masks.{what}", getattr(masks, what), names)
+        keys = [f"{state}/{name}" for state in ("model", *self.moments) for name in names]
+        for pattern in masks.periods:
+            if pattern not in ("model", *self.moments):
+                check_patterns("masks.periods", [pattern], keys if "/" in pattern else [*names, *self.moments])
+        if masks.experts is not None:
+            check_patterns("masks.experts.tensors", masks.experts.tensors, names)
+        sent = [key for key in keys if self._sends(key)]
+        if not sent:
+            raise FederatedError(
+                "nothing would ever be sent: leave_out, frozen, personal and randomised cover all of masks.send"
+            )
+        turns = {(self.period(key), self._fragments.get(key.partition("/")[2])): key for key in sent}
+        for (period, fragment), key in turns.items():
+            if not any(self._meet(period, fragment, number) for number in range(1, self.cycle + 1)):
+                raise FederatedError(
+                    f"{key} would never travel: the rounds of its period ({period}) are never those of its fragment; "
+                    "choose a period that has no divisor in common with streaming.fragments"
+                )
+        for number in range(1, self.cycle + 1):
+            if not any(self._meet(*turn, number) for turn in turns):
+                raise FederatedError(
+                    f"nothing would travel in round {number}: some part of masks.periods must be due in each"
+                )
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Orders ``blocks.9`` before ``blocks.10``: the same order wherever the names come from."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _unknown(table: Mapping[str, Any], made: Any) -> str | None:
+    """A name in the table that is no field of what was made from it."""
+    known = {one.name for one in fields(made)}
+    for name, value in table.items():
+        inner = getattr(made, name) if name in known else None
+        deeper = _unknown(value, inner) if isinstance(value, Mapping) and is_dataclass(inner) else None
+        if name not in known or deeper is not None:
+            return deeper or name
+    return None
+
+
+@cache
+def _adapter() -> TypeAdapter[TransferMask]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(TransferMask)
+
+
+class ServerMasks:
+    """What travels, for every client of a run. ``place``: a client's position among the run's clients, None for none of them."""
+
+    def __init__(self, federation: Federation, seed: int, place: Callable[[str], int | None]) -> None:
+        self._federation, self._seed, self._place = federation, seed, place
+        self._whole: TransferMask | None = None
+
+    def whole(self, weights: Manifest) -> TransferMask:
+        """Of all clients together. Raises FederatedError where the settings do not fit the model; see `TransferMask.check`."""
+        names = tuple(key.removeprefix(MODEL) for key in weights.tensors if key.startswith(MODEL))
+        if self._whole is None or self._whole.names != names:
+            travel = TransferMask.of(self._federation, names)
+            travel.check()
+            self._whole = travel
+        return self._whole
+
+    def of(self, client: str, round: int, weights: Manifest) -> TransferMask:
+        """A client's in a round."""
+        travel, experts = self.whole(weights), self._federation.masks.experts
+        if experts is None:
+            return travel
+        place = self._place(client)
+        if place is None:
+            raise FederatedError(f"{client!r} is no client of this run")
+        return replace(travel, experts=assign_experts(experts, expert_count(travel, weights), self._seed, place, round))
+
+
+def expert_count(travel: TransferMask, weights: Manifest) -> int:
+    """How many experts a model has. Raises FederatedError where its stacks do not agree."""
+    counts = {
+        entry.shape[0] if entry.shape else 0: key for key, entry in weights.tensors.items() if travel.is_stack(key)
+    }
+    if len(counts) > 1 or 0 in counts:
+        said = ", ".join(f"{key} has {count}" for count, key in counts.items())
+        raise FederatedError(f"masks.experts.tensors must hold as many experts each: {said}")
+    return next(iter(counts))
+
+
+def expected_entry(key: str, travel: TransferMask, round: int, weights: Manifest) -> Entry | None:
+    """What a tensor that a client may send in a round is like; None for one that it may not.
+
+    Moments that the server has never had are like their weights; an expert is like a part of its stack.
+    """
+    found = expert_of(key)
+    stack, number = found if found is not None and travel.is_stack(found[0]) else (key, None)
+    if key not in travel.up([stack], round):
+        return None
+    like = weights.tensors.get(stack) or weights.tensors.get(MODEL + stack.partition("/")[2])
+    if like is None or number is None:
+        return like
+    return replace(like, shape=like.shape[1:]) if like.shape and number < like.shape[0] else None

@@ -1,0 +1,352 @@
+"""Secure sums: the server learns the sum of the clients' integers modulo 2^64, and of a single client only that it took part.
+
+After Bonawitz et al. (2017, "Practical Secure Aggregation", protocol for a server that is curious but follows the protocol)
+with the sparse partners of Bell et al. (2020). A round goes:
+
+1. Each client makes keys and says the public ones (`Participant.keys`); those that do are the round's `Cohort`.
+2. Each writes to every partner, sealed, a part of two secrets: its mask key and the seed of its own mask (`share`). Whoever
+   finds a letter that it cannot open says so (`unreadable`), and one of the two is left out before anything is masked.
+3. Each adds to its values a mask of its own and, for every partner, one that the partner subtracts (`mask`).
+4. The server says whose masked values it has. Each client gives its parts of these clients' own seeds, and of the mask keys of
+   those that dropped out (`reveal`), never both of one client. From enough parts the server takes the masks away (`MaskedSum`).
+
+Values are terms in fixed point as in `aggregation.scale`, of a shift that is fixed in advance (`fixed_point_shift`); their sum has the
+bits of a plain fold's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from arclight.federated.aggregation.chunks import Chunked, lanes
+from arclight.federated.errors import FederatedError
+from arclight.federated.privacy import key_agreement
+from arclight.federated.privacy.key_agreement import (
+    NONCE,
+    TAG,
+    Cohort,
+    PrivateKey,
+    PublicKeys,
+    decrypt_share,
+    encrypt_share,
+)
+from arclight.federated.privacy.random_stream import KEY_BYTES, add_random_words
+from arclight.federated.privacy.settings import SecureSum
+
+log = logging.getLogger(__name__)
+
+_BITS = 62
+"""Of the largest sum; the sign is one more."""
+
+OWN_MASK = "own"
+
+ENCRYPTED_SHARE_BYTES = NONCE + 2 * key_agreement.SHARE_BYTES + TAG
+"""Bytes of what a client writes to a partner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevealedShares:
+    """Parts that a client gives at the end, by the client whose secrets they are of."""
+
+    client: str
+    seeds: dict[str, int] = field(default_factory=dict)
+    """Of clients whose values have come."""
+    keys: dict[str, int] = field(default_factory=dict)
+    """Of clients whose values have not."""
+
+
+class Participant:
+    """A client's side of one round. Its secrets are used once and never leave it but as parts."""
+
+    def __init__(self, client: str) -> None:
+        self.client = client
+        self._mask, self._cipher, self._seed = PrivateKey(), PrivateKey(), os.urandom(KEY_BYTES)
+        self._held: dict[str, tuple[int, int]] = {}
+        self._revealed: frozenset[str] | None = None
+
+    @property
+    def keys(self) -> PublicKeys:
+        seal = hashlib.sha256(self._seed).digest()
+        return PublicKeys(client=self.client, mask=self._mask.public, cipher=self._cipher.public, seal=seal)
+
+    def share(self, circle: Cohort, keys: Mapping[str, PublicKeys]) -> dict[str, bytes]:
+        """For every partner, sealed, its parts of this client's secrets. keys: those of the circle's clients, by name."""
+        mine = keys.get(self.client)
+        if mine != self.keys:
+            raise FederatedError(f"the keys of {self.client} are not those that it gave: somebody changes what is sent")
+        partners = circle.partners_of(self.client)
+        if lost := [name for name in partners if name not in keys or keys[name].client != name]:
+            raise FederatedError(f"{self.client} has no keys of its partner {lost[0]} in round {circle.number}")
+        if len({(keys[name].mask, keys[name].cipher) for name in (*partners, self.client)}) <= len(partners):
+            raise FederatedError(f"two partners of {self.client} have the same keys: somebody stands in for another")
+        self._circle, self._keys = circle, {name: keys[name] for name in partners}
+        holders, needed = circle.holders(self.client), circle.needed(self.client)
+        seeds = key_agreement.split_secret(self._seed, len(holders), needed)
+        masks = key_agreement.split_secret(self._mask.raw, len(holders), needed)
+        sent = {}
+        for place, holder in enumerate(holders, 1):
+            if holder == self.client:
+                self._held[holder] = (seeds[place], masks[place])
+            else:
+                text = b"".join(
+                    part.to_bytes(key_agreement.SHARE_BYTES, "big") for part in (seeds[place], masks[place])
+                )
+                sent[holder] = encrypt_share(self._with(holder), text, self._about(self.client, holder))
+        return sent
+
+    def unreadable(self, received: Mapping[str, bytes]) -> tuple[str, ...]:
+        """Name the senders whose letters are not what they should be: this client masks with none of them."""
+        return tuple(sender for sender in received if self._read(sender, received[sender]) is None)
+
+    def _read(self, sender: str, sealed: bytes) -> tuple[int, int] | None:
+        text = (
+            decrypt_share(self._with(sender), sealed, self._about(sender, self.client))
+            if sender in self._keys
+            else None
+        )
+        if text is None or len(text) != 2 * key_agreement.SHARE_BYTES:
+            return None
+        return int.from_bytes(text[: key_agreement.SHARE_BYTES], "big"), int.from_bytes(
+            text[key_agreement.SHARE_BYTES :], "big"
+        )
+
+    def mask(
+        self, received: Mapping[str, bytes], values: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every key's int64 values with the masks added modulo 2^64, as flat tensors, one at a time.
+
+        received: what partners wrote to this client; those that are not among them have left and share no masks.
+        Raises FederatedError where a letter was changed on its way, or too few partners are left for anything to be hidden.
+        """
+        for sender, sealed in received.items():
+            if sender not in self._keys:
+                raise FederatedError(f"{sender} is no partner of {self.client} and wrote to it")
+            if (parts := self._read(sender, sealed)) is None:
+                raise FederatedError(
+                    f"what {sender} wrote to {self.client} was changed on its way, or is not for this round"
+                )
+            self._held[sender] = parts
+        needed = self._circle.needed(self.client)
+        if len(self._held) < needed:
+            raise FederatedError(
+                f"{self.client} has {len(self._held) - 1} partners left in round {self._circle.number}, "
+                f"{needed - 1} are needed to hide its values: nothing is sent"
+            )
+        pairs = {name: self._pair(name) for name in received}
+
+        def masked() -> Iterator[tuple[str, torch.Tensor]]:
+            for key, tensor in values.items():
+                sums = tensor.to(torch.int64).reshape(-1).clone()
+                add_random_words(self._seed, f"{OWN_MASK}|{key}", sums)
+                for partner, secret in pairs.items():
+                    add_random_words(secret, key, sums, 1 if self.client < partner else -1)
+                yield key, sums
+
+        return masked()
+
+    def reveal(self, here: Collection[str]) -> RevealedShares:
+        """Parts of the seeds of those whose values are ``here``, and of the mask keys of all others that this client heard of.
+
+        Raises FederatedError if asked again with other names, which would give both secrets of a client away, or where so few
+        are left that a sum would tell too much.
+        """
+        names = frozenset(here)
+        if self._revealed is not None and names != self._revealed:
+            raise FederatedError(
+                f"{self.client} was asked twice whose values have come, with different names: it refuses"
+            )
+        known = names & set(self._held)
+        if self.client not in names or len(known) < self._circle.needed(self.client):
+            raise FederatedError(
+                f"{self.client} is to help to take masks away from {len(known)} values of its circle, "
+                f"{self._circle.needed(self.client)} and its own are needed: it refuses"
+            )
+        self._revealed = names
+        return RevealedShares(
+            client=self.client,
+            seeds={name: seed for name, (seed, _) in self._held.items() if name in names},
+            keys={name: key for name, (_, key) in self._held.items() if name not in names},
+        )
+
+    def _with(self, partner: str) -> bytes:
+        return self._cipher.with_other(self._keys[partner].cipher, self._circle.about("letters", self.client, partner))
+
+    def _pair(self, partner: str) -> bytes:
+        return self._mask.with_other(self._keys[partner].mask, self._circle.about("mask", self.client, partner))
+
+    def _about(self, sender: str, receiver: str) -> bytes:
+        return self._circle.about("letters", sender, receiver) + f"|{sender}>{receiver}".encode()
+
+
+class MaskedSum:
+    """The server's end of one round: whose masked values it has, and what takes the masks away.
+
+    here: clients whose masked values are in the sum. written: those who wrote letters, `here` among them: their partners masked
+    for them. Raises FederatedError naming a client too few of whose partners are left.
+    """
+
+    def __init__(
+        self, circle: Cohort, keys: Mapping[str, PublicKeys], written: Iterable[str], here: Iterable[str]
+    ) -> None:
+        self._circle, self._keys = circle, dict(keys)
+        self.here, self._written = frozenset(here), frozenset(written)
+        if strange := sorted(self.here - self._written):
+            raise FederatedError(f"{strange[0]} sent masked values and had not shared its secrets")
+        self._seeds: dict[str, dict[int, int]] = {}
+        self._parts: dict[str, dict[int, int]] = {}
+        self._heard: set[str] = set()
+        self._wrong: set[str] = set()
+        """Partners that gave wrong parts."""
+        for client in sorted(self._concerned()):
+            left = sum(holder in self.here for holder in circle.holders(client))
+            if left < circle.needed(client):
+                raise FederatedError(
+                    f"the secure sum of round {circle.number} cannot be opened: {left} of {client}'s circle have sent their values, "
+                    f"{circle.needed(client)} are needed; {len(self._written) - len(self.here)} of {len(self._written)} dropped out"
+                )
+
+    def _concerned(self) -> set[str]:
+        """Clients whose masks are in the sum: all that are here, and those who dropped out and have a partner here."""
+        partners = {partner for client in self.here for partner in self._circle.partners_of(client)}
+        return set(self.here) | (partners & self._written)
+
+    def add(self, revealed: RevealedShares) -> None:
+        """A client's parts. Raises FederatedError for one who is not of the sum, or gives what it was not asked for."""
+        if revealed.client not in self.here:
+            raise FederatedError(f"{revealed.client} is not of this sum")
+        for parts, of_here, found in ((revealed.seeds, True, self._seeds), (revealed.keys, False, self._parts)):
+            for client, part in parts.items():
+                holders = self._circle.holders(client)
+                if (client in self.here) != of_here or revealed.client not in holders:
+                    raise FederatedError(f"{revealed.client} gave a part of {client} that it was not asked for")
+                found.setdefault(client, {})[holders.index(revealed.client) + 1] = part
+        self._heard.add(revealed.client)
+
+    @property
+    def silent(self) -> list[str]:
+        """Clients of the sum that have given no parts."""
+        return sorted(self.here - self._heard)
+
+    def missing(self) -> dict[str, int]:
+        """Clients of whose secrets parts are still missing, and how many."""
+        found = {}
+        for client in self._concerned():
+            parts = (self._seeds if client in self.here else self._parts).get(client, {})
+            if len(parts) < self._circle.needed(client):
+                found[client] = self._circle.needed(client) - len(parts)
+        return found
+
+    def open(self) -> Unmasking:
+        """What takes the masks away. Raises FederatedError naming whose secrets are incomplete or wrong."""
+        if short := sorted(self.missing().items()):
+            client, count = short[0]
+            silent = ", ".join(self.silent) or "nobody"
+            raise FederatedError(
+                f"{count} more parts of {client}'s secret are needed to open round {self._circle.number}'s sum; not heard of: {silent}"
+            )
+        seeds: dict[str, bytes] = {}
+        pairs: list[tuple[bytes, int]] = []
+        for client in sorted(self._concerned()):
+            public = self._keys[client]
+            if client in self.here:
+                seeds[client] = self._joined(client, _sealed(public.seal))
+                continue
+            raw = self._joined(client, _of_key(public.mask))
+            for partner in self._circle.partners_of(client):
+                if partner in self.here:
+                    about = self._circle.about("mask", client, partner)
+                    pairs.append(
+                        (PrivateKey(raw).with_other(self._keys[partner].mask, about), 1 if partner < client else -1)
+                    )
+        return Unmasking(list(seeds.values()), pairs)
+
+    def _joined(self, client: str, is_right: Callable[[bytes], bool]) -> bytes:
+        """Put a client's secret together, without a partner that gives wrong parts if there are enough others.
+
+        Raises FederatedError where no one partner's absence makes it right.
+        """
+        holders, needed = self._circle.holders(client), self._circle.needed(client)
+        parts = (self._seeds if client in self.here else self._parts)[client]
+        trusted = [place for place in parts if holders[place - 1] not in self._wrong] or list(parts)
+        for without in (None, *trusted[:needed]):
+            chosen = [place for place in trusted if place != without][:needed]
+            if len(chosen) < needed:
+                continue
+            secret = key_agreement.join_shares({place: parts[place] for place in chosen}, KEY_BYTES)
+            if secret is not None and is_right(secret):
+                if without is not None:
+                    self._wrong.add(holders[without - 1])
+                    log.warning(
+                        "round %d: %s gave a wrong part of %s's secret",
+                        self._circle.number,
+                        holders[without - 1],
+                        client,
+                    )
+                return secret
+        what, other = ("seed", "what it sealed") if client in self.here else ("key", "its public key")
+        raise FederatedError(f"the parts of {client}'s {what} do not give {other}: a partner gave a wrong one")
+
+
+def _sealed(seal: bytes) -> Callable[[bytes], bool]:
+    return lambda seed: hashlib.sha256(seed).digest() == seal
+
+
+def _of_key(public: bytes) -> Callable[[bytes], bool]:
+    return lambda raw: PrivateKey(raw).public == public
+
+
+class Unmasking:
+    """Takes masks away from sums, key by key; made by `MaskedSum.open`."""
+
+    def __init__(self, seeds: list[bytes], pairs: list[tuple[bytes, int]]) -> None:
+        self._seeds, self._pairs = seeds, pairs
+
+    def take_away(self, key: str, sums: torch.Tensor) -> None:
+        """From the flat int64 sum of one key's masked values, in place."""
+        for seed in self._seeds:
+            add_random_words(seed, f"{OWN_MASK}|{key}", sums, -1)
+        for secret, sign in self._pairs:
+            add_random_words(secret, key, sums, -sign)
+
+
+def fixed_point_shift(settings: SecureSum, clients: int) -> int:
+    """The shift at which the sum of so many clients' largest terms fits: the same for all, known before any value is."""
+    return _BITS - math.ceil(math.log2(clients * settings.most_weight * settings.largest))
+
+
+def fixed_point_terms(
+    tensor: torch.Tensor, weight: int, shift: int, settings: SecureSum, threads: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """A client's flat int64 terms ``round(x * weight * 2^shift)``, and how many values were cut off at the settings' largest.
+
+    Raises FederatedError for values that are not finite, and for a weight that is no count within the settings.
+    """
+    if not 1 <= weight <= settings.most_weight:
+        raise FederatedError(f"a weight in a secure sum is from 1 to {settings.most_weight}, got {weight}")
+    values = Chunked(tensor)
+    made = torch.empty(values.elements, dtype=torch.int64)
+    flat, factor, largest = made.numpy(), math.ldexp(weight, shift), settings.largest
+
+    def work(start: int, stop: int, scratch: Any) -> int:
+        wide = values.wide(start, stop, scratch.wide, scratch)
+        if not np.isfinite(wide).all():
+            raise FederatedError(
+                "a value that is not finite cannot go into a secure sum: this client's training has gone wrong"
+            )
+        cut = int(np.count_nonzero(np.abs(wide, out=scratch.other[: stop - start]) > largest))
+        np.clip(wide, -largest, largest, out=wide)
+        wide *= factor
+        np.copyto(flat[start:stop], np.rint(wide, out=wide), casting="unsafe")
+        return cut
+
+    with lanes(threads) as among:
+        return made, sum(among.over(values.elements, work))

@@ -1,0 +1,189 @@
+"""Links, speeds and failures of a simulated fleet (no torch here)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import numpy as np
+
+from arclight._intervals import (
+    Checked,
+    Fraction,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from arclight.data.permutation import keys_of
+from arclight.federated.coordination.events import FitPlan
+from arclight.federated.protocol import Doing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links(Checked):
+    """Clients' lines. A client's rates are the median times exp(spread z) with z of the standard normal distribution, drawn once."""
+
+    up: PositiveFloat = 20e6
+    """Median rate to the server, bits per second."""
+    down: PositiveFloat = 100e6
+    """Median rate from the server, bits per second."""
+    latency: NonNegativeFloat = 0.04
+    """Seconds from one end to the other, for every message and transfer."""
+    spread: NonNegativeFloat = 0.0
+    """Of rates between clients; 0.5 is a factor of 1.6 for one in three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds(Checked):
+    """How long clients take for a step of training."""
+
+    step: PositiveFloat = 0.1
+    """Median seconds per optimizer step."""
+    measured: tuple[PositiveFloat, ...] = ()
+    """Seconds per step as measured on some clients: each client has one of them, instead of ``step`` and ``spread``."""
+    spread: NonNegativeFloat = 0.0
+    """Between clients, as that of links."""
+    jitter: NonNegativeFloat = 0.0
+    """Between a client's rounds, as that of links."""
+    start: NonNegativeFloat = 0.0
+    """Seconds of a client's round besides steps and transfers: decoding, binding weights, encoding."""
+    stragglers: Fraction = 0.0
+    """Share of the clients' rounds that are slowed down by others' work on the same machine."""
+    slowdown: Annotated[float, Interval(ge=1, lt=math.inf)] = 5.0
+    """By which factor."""
+    evaluate: NonNegativeFloat = 0.0
+    """Seconds of an evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs(Checked):
+    """What a server takes for its work. The defaults are of two cores of a common server; `measuring.measured_costs`
+    gives those of this machine.
+    """
+
+    check: NonNegativeFloat = 1.5e-9
+    """Seconds per byte of an update that arrives: hashing, writing, checking values."""
+    fold: NonNegativeFloat = 2.5e-9
+    """Seconds per byte of a contributor's decoded tensors."""
+    step: NonNegativeFloat = 8e-9
+    """Seconds per byte of the model: server step, and the round's checkpoint on disk."""
+    round: NonNegativeFloat = 0.02
+    """Seconds per round besides."""
+    threads: PositiveInt = 4
+    """Updates that are checked at the same time."""
+    rate: PositiveFloat = 10e9
+    """Bits per second of the server's own line, each way, which all clients share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet(Checked):
+    """A simulated world."""
+
+    links: Links = field(default_factory=Links)
+    speeds: Speeds = field(default_factory=Speeds)
+    costs: Costs = field(default_factory=Costs)
+    vanish: Fraction = 0.0
+    """Chance that a client falls silent for good in a round that it has begun, at any moment of it alike."""
+    fail: Fraction = 0.0
+    """Chance that a client says, at the end of its steps, that it could not."""
+    connected: NonNegativeInt = 10_000
+    """Fleets of at most as many clients stay connected; in larger ones a client connects when it is drawn."""
+
+
+@dataclass(slots=True)
+class SimulatedJob:
+    """A round that a client is at."""
+
+    plan: FitPlan
+    down: int
+    begun: float = math.inf
+    ended: float = math.inf
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class Device:
+    """A client that is connected, or was."""
+
+    name: str
+    up: float
+    down: float
+    step: float
+    session: str = ""
+    asking: bool = False
+    gone: bool = False
+    """It has fallen silent."""
+    has: int = -1
+    """The round whose weights it has; -1: none."""
+    worker: float = 0.0
+    """When its worker is free."""
+    line: float = 0.0
+    """When its line to the server is."""
+    beats: int = 0
+    jobs: dict[int, SimulatedJob] = field(default_factory=dict)
+
+    def doing(self) -> tuple[Doing, ...]:
+        """As nodes say it; that time goes by is progress."""
+        return tuple(Doing(client=self.name, round=round, steps=self.beats) for round in self.jobs)
+
+
+class FleetSampler:
+    """What chance has given to each client, and to each of its rounds: a function of the seed."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self._fleet, self._seed = fleet, seed % 2**63
+
+    def device(self, index: int, name: str) -> Device:
+        draw = self._draw(index, 0)
+        links, speeds = self._fleet.links, self._fleet.speeds
+        up, down, slow = draw.standard_normal(3)
+        step = speeds.step * math.exp(speeds.spread * slow)
+        if speeds.measured:
+            step = speeds.measured[int(draw.integers(len(speeds.measured)))]
+        return Device(name, links.up * math.exp(links.spread * up), links.down * math.exp(links.spread * down), step)
+
+    def fit_seconds(self, device: Device, index: int, plan: FitPlan) -> float:
+        draw, speeds = self._draw(index, 2 * plan.round + 1), self._fleet.speeds
+        slow = speeds.slowdown if draw.random() < speeds.stragglers else 1.0
+        return speeds.start + plan.steps * device.step * slow * math.exp(speeds.jitter * draw.standard_normal())
+
+    def fate(self, index: int, round: int) -> tuple[float | None, bool]:
+        """At which part of its work a client falls silent, if it does, and whether it fails otherwise."""
+        draw = self._draw(index, 2 * round + 2)
+        vanishes, when, fails = draw.random(3)
+        return (float(when) if vanishes < self._fleet.vanish else None), bool(fails < self._fleet.fail)
+
+    def _draw(self, index: int, what: int) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64(int(keys_of(self._seed, index, what)[0])))
+
+
+class Pipe:
+    """A line that transfers share: each begins when the ones before it are through, and goes no faster than its own end."""
+
+    def __init__(self, rate: float) -> None:
+        """rate: bits per second."""
+        self._rate, self._free = rate, 0.0
+
+    def send(self, now: float, bytes: int, rate: float) -> float:
+        """When a transfer that begins now is through, with a client's ``rate`` in bits per second."""
+        self._free = max(self._free, now) + 8 * bytes / self._rate
+        return max(self._free, now + 8 * bytes / rate)
+
+
+class Cores:
+    """Threads that work off what comes."""
+
+    def __init__(self, count: int) -> None:
+        self._free = [0.0] * count
+        self.busy = 0.0
+
+    def work(self, now: float, seconds: float) -> float:
+        """When work that comes now is done."""
+        done = max(heapq.heappop(self._free), now) + seconds
+        heapq.heappush(self._free, done)
+        self.busy += seconds
+        return done

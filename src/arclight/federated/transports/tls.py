@@ -1,0 +1,170 @@
+"""Why one side does not believe the other, in words that say what to do: certificates, private keys, TLS or none."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from arclight.fabric.extras import require
+from arclight.federated.errors import FederatedError, LinkError, UntrustedError
+
+_PROBE = 3.0
+"""Seconds to find out whether the other side speaks TLS."""
+_EXPIRED, _NOT_YET, _OTHER_NAME, _OTHER_ADDRESS = 10, 9, 62, 64
+"""OpenSSL's numbers for what is wrong with a certificate."""
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+def check_private(path: str | Path) -> None:
+    """Raise FederatedError for a private key of ours that others on this machine can read."""
+    found = os.stat(path)
+    if hasattr(os, "getuid") and found.st_uid == os.getuid() and found.st_mode & 0o077:
+        raise FederatedError(
+            f"{path} is a private key that others on this machine may read or write: `chmod 600 {path}`, and if they may have "
+            "done so, make a new one"
+        )
+
+
+def check_certificate(certificate: str | Path, private_key: str | Path) -> None:
+    """Raise FederatedError unless a server can show this certificate today, and prove it with this key."""
+    for path, what in ((certificate, "certificate"), (private_key, "private key")):
+        if not Path(path).is_file():
+            raise FederatedError(f"there is no {what} {path}; `arclight federate keys server` makes both")
+    begins, ends = _valid(certificate)
+    if not begins <= datetime.now(UTC) <= ends:
+        raise FederatedError(
+            f"{certificate} is good from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, and no node believes it today: make a new one "
+            "with `arclight federate keys server`, and let nodes know it"
+        )
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, private_key, password=_no_password)
+    except ssl.SSLError as error:
+        raise FederatedError(
+            f"{private_key} is not the private key of {certificate} ({error.reason or error}): give the two files that "
+            "`arclight federate keys server` wrote together"
+        ) from error
+    check_private(private_key)
+
+
+def client_context(cafile: str | Path | None) -> ssl.SSLContext:
+    """Make a node's context: it believes servers that the file's certificates vouch for, the system's by default, and speaks TLS 1.3."""
+    context = ssl.create_default_context(cafile=cafile)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if cafile is not None:  # a server's own certificate need not be an authority's
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def check_ca_file(cafile: str | Path) -> None:
+    """Raise FederatedError for a file without certificates that could vouch for a server."""
+    try:
+        ssl.create_default_context(cafile=cafile)
+    except FileNotFoundError as error:
+        raise FederatedError(
+            f"there is no file {cafile}: the server's own certificate is the server.pem of its keys"
+        ) from error
+    except ssl.SSLError as error:
+        raise FederatedError(
+            f"{cafile} has no PEM certificate ({error.reason or error}): the server's own is the server.pem of its keys"
+        ) from error
+
+
+def certificate_names(certificate: bytes) -> list[str]:
+    """The host names and addresses that a PEM certificate is for."""
+    x509 = require("cryptography.x509", extra="federated")
+    read = x509.load_pem_x509_certificate(certificate)
+    try:
+        names = read.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def _valid(certificate: str | Path) -> tuple[datetime, datetime]:
+    x509 = require("cryptography.x509", extra="federated")
+    try:
+        read = x509.load_pem_x509_certificate(Path(certificate).read_bytes())
+    except ValueError as error:
+        raise FederatedError(
+            f"{certificate} has no PEM certificate: `arclight federate keys server` makes one"
+        ) from error
+    return read.not_valid_before_utc, read.not_valid_after_utc
+
+
+def _no_password() -> str:
+    raise FederatedError(
+        "the server's private key has a password, which nobody could type when the server is started again: take it off "
+        "(`openssl pkey`), and let nobody else read the file"
+    )
+
+
+# -- the other side ------------------------------------------------------------------------------------------------
+
+
+def explain_link_error(error: LinkError, address: str) -> LinkError:
+    """The error for a node's user, where more can be said of why ``address`` cannot be reached or is not believed."""
+    parts = urlsplit(address)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    if isinstance(error, UntrustedError):
+        fault = _verification(error)
+        return UntrustedError(_disbelief(fault, address, host, port)) if fault is not None else error
+    tls = speaks_tls(host, port)
+    if tls is None or tls == (parts.scheme == "https"):
+        return error
+    if tls:
+        return UntrustedError(
+            f"{address} speaks TLS: join https://{parts.netloc}, with the server's --ca or --fingerprint"
+        )
+    return UntrustedError(
+        f"{address} does not speak TLS: either another program has that port, or the server was started without --tls-cert, "
+        f"and is then joined from its own machine alone, as http://{parts.netloc}"
+    )
+
+
+def speaks_tls(host: str, port: int) -> bool | None:
+    """Whether who listens there answers a TLS greeting in kind; None where nobody can be reached, or it says neither."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, port), _PROBE) as plain, context.wrap_socket(plain):
+            return True
+    except ssl.SSLError as error:
+        return False if error.reason in ("WRONG_VERSION_NUMBER", "UNKNOWN_PROTOCOL", "HTTP_REQUEST") else None
+    except OSError:
+        return None
+
+
+def _verification(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _disbelief(fault: ssl.SSLCertVerificationError, address: str, host: str, port: int) -> str:
+    why = {
+        _EXPIRED: "its certificate has expired: the server needs a new one (`arclight federate keys server`), and nodes to know it",
+        _NOT_YET: "its certificate is not valid yet: see that this machine's clock is right",
+    }
+    if fault.verify_code in (_OTHER_NAME, _OTHER_ADDRESS):
+        names = ", ".join(_shown_names(host, port)) or "no host at all"
+        told = f"its certificate is not for {host}, but for {names}: join it by such a name, or know it by its --fingerprint"
+    else:
+        told = why.get(
+            fault.verify_code,
+            f"nothing here vouches for its certificate ({fault.verify_message}): give the server.pem that it uses as --ca, or "
+            "its --fingerprint as `arclight federate keys server` printed it",
+        )
+    return f"{address} did not prove to be the server, and nothing was sent to it: {told}"
+
+
+def _shown_names(host: str, port: int) -> list[str]:
+    try:
+        return certificate_names(ssl.get_server_certificate((host, port), timeout=_PROBE).encode())
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,139 @@
+"""What a killed process leaves in a client's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.federated.clients.sites import fit_order
+
+from arclight.fabric import replacing
+from arclight.federated.clients.client_store import ClientStore, FinishedUpdates, Residuals
+from arclight.federated.protocol import Fit, Held, Manifest, Update
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_at(number: int, function: Callable[..., object]) -> Callable[..., object]:
+    """Dies when it is called for the n-th time."""
+    calls = [0]
+
+    def instead(*arguments: object, **options: object) -> object:
+        calls[0] += 1
+        if calls[0] == number:
+            raise Killed
+        return function(*arguments, **options)
+
+    return instead
+
+
+def finish(finished: FinishedUpdates, order: Fit, left: float | None = None) -> None:
+    with finished.making(order, durable=False) as staging:
+        manifest = Manifest(kind="update", tensors={}, blobs={}, base=order.base)
+        update = Update(
+            node="", session="", client=order.client, round=order.round, manifest=manifest, samples=1, tokens=0, steps=order.steps,
+            seconds=1.0, fragment=order.fragment,
+        )  # fmt: skip
+        if left is not None:
+            Residuals.save(staging / "residuals" / str(order.lane), {"model/w": torch.tensor([left])})
+        (staging / "update.json").write_text(update.to_json())
+
+
+def rounds(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "finished").iterdir())
+
+
+def test_what_is_begun_is_offered_until_it_is_finished(tmp_path: Path) -> None:
+    folder = ClientStore(tmp_path, "a", "run")
+    for round in (1, 2):
+        folder.begin(round)
+    finish(FinishedUpdates(tmp_path), fit_order(1, 4, 0))  # as another process does, which writes nothing else
+    again = ClientStore(tmp_path, "a", "run")
+    held = [Held(client="a", round=1, finished=True), Held(client="a", round=2, finished=False)]
+    assert folder.held() == again.held() == held
+    again.ended(2)
+    again.begin(3)
+    assert [one.round for one in ClientStore(tmp_path, "a", "run").held()] == [1, 3]
+
+
+def test_a_round_is_there_or_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished, order = FinishedUpdates(tmp_path), fit_order(1, 4, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(replacing, "publish", killed_at(1, replacing.publish))
+        with pytest.raises(Killed):
+            finish(finished, order)
+    assert (finished.rounds(), finished.of(order)) == ([], None)
+    finish(finished, order)
+    update = finished.of(order)
+    assert update is not None
+    assert (update.round, update.steps) == (1, 4)
+    assert finished.of(fit_order(1, 4, 0, base="f" * 64)) is None, "from other weights"
+
+
+def test_a_round_that_was_forgotten_half_way_is_forgotten_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = ClientStore(tmp_path, "a", "run").finished
+    for round in (1, 2):
+        finish(finished, fit_order(round, 4, 4 * round - 4))
+    with monkeypatch.context() as patched:
+        patched.setattr(replacing, "discard", killed_at(1, replacing.discard))
+        with pytest.raises(Killed):
+            finished.drop(1)
+    assert finished.rounds() == [2]
+    finished.take(2, "s")
+    finished.committed(1, "s")
+    assert finished.rounds() == [2], "the server has it, and may ask for it again"
+    finished.committed(2, "s")
+    ClientStore(tmp_path, "a", "run")
+    assert not [name for name in rounds(tmp_path) if not name.startswith(".")]
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+@pytest.mark.parametrize("step", ["rename", "sync_folder", "retire", "write_text"])
+def test_residuals_are_those_of_the_newest_taken_update_wherever_a_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, at: int
+) -> None:
+    """Two lanes; the update of lane 0 comes for the second time."""
+    folder = ClientStore(tmp_path, "a", "run")
+    for number, lane in enumerate((0, 1, 0), 1):
+        finish(folder.finished, fit_order(number, 4, 0, lane=lane), left=float(number))
+    for number in (1, 2):
+        folder.finished.take(number, "s")
+    assert not folder.finished.is_taken(3)
+    owner = Path if step in ("rename", "write_text") else replacing
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, step, killed_at(at, getattr(owner, step)))
+        try:
+            folder.finished.take(3, "s")
+        except Killed:
+            pass
+    again = ClientStore(tmp_path, "a", "run").finished
+    if not again.is_taken(3):  # it is sent again, and the server says again that it has it
+        again.take(3, "s")
+    assert [again.residuals(lane).load(4)["model/w"].item() for lane in (0, 1)] == [3.0, 2.0]
+    again.take(3, "s")
+    assert again.residuals(0).load(4)["model/w"].item() == 3.0
+
+
+def test_an_update_that_does_not_count_leaves_no_trace_in_the_residuals(tmp_path: Path) -> None:
+    finished = ClientStore(tmp_path, "a", "run").finished
+    for number in (1, 2):
+        finish(finished, fit_order(number, 4, 0), left=float(number))
+        finished.take(number, "s")
+        assert finished.committed(number - 1, "s") == []
+    assert finished.committed(2, "another") == [2], "the server may have lost it since"
+    assert finished.rounds() == [2]
+    assert finished.residuals(0).load(3)["model/w"].item() == 2.0
+    assert finished.residuals(0).load(2)["model/w"].item() == 1.0, "what it adds itself, were it made again"
+    finished.drop(2)
+    assert finished.residuals(0).load(3)["model/w"].item() == 1.0
+    finish(finished, fit_order(2, 4, 0), left=5.0)
+    finished.take(2, "another")
+    assert finished.committed(2, "another") == []
+    assert finished.residuals(0).load(3)["model/w"].item() == 5.0
+    assert [path.name for path in finished.residuals(0).folder.iterdir()] == ["2"], "what was left before is said"

@@ -1,0 +1,205 @@
+"""Worker processes: they train as a process of one's own would, and what is killed goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.federated.clients.nodes import begin, end
+from tests.federated.clients.scripted import Scripted
+from tests.federated.clients.sites import Net, build, steps_in, weights_of
+from tests.waiting import wait_until
+
+from arclight.federated.blobs.folder import FolderStore
+from arclight.federated.clients.client import Client
+from arclight.federated.clients.node import Node
+from arclight.federated.clients.worker_processes import ProcessExecutor
+from arclight.federated.errors import FederatedError
+from arclight.federated.masks.transfer_mask import TransferMask
+from arclight.federated.protocol import Failed, Fit, Leave, Update
+from arclight.federated.transports.link import InProcessLink
+
+CPU = {"accelerator": "cpu"}
+
+
+def beginning() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return weights_of(Net())
+
+
+def client_of(name: str, folder: Path, pause: float = 0.0, **trainer: Any) -> Client:
+    made = partial(build, str(folder / f"{name}.steps"), pause, seed=len(name))
+    return Client(name, build=made, trainer={**CPU, **trainer}, seed=5)
+
+
+@pytest.fixture
+def crews() -> Iterator[list[ProcessExecutor]]:
+    made: list[ProcessExecutor] = []
+    yield made
+    for crew in made:
+        crew.close()
+
+
+def reached(file: Path, step: int) -> bool:
+    steps = steps_in(file)
+    return bool(steps) and steps[-1][1] >= step
+
+
+def here(folder: Path, names: tuple[str, ...], **order: Any) -> Scripted:
+    """The same run in this process, undisturbed."""
+    server = Scripted(folder / "here", beginning(), names, **order)
+    end(
+        *begin(
+            Node(
+                InProcessLink(server), [client_of(name, folder / "unseen") for name in names], folder / "here-node", "n"
+            )
+        )
+    )
+    return server
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, value in left.items():
+        assert torch.equal(value, right[key]), key
+
+
+def test_workers_train_alike_and_a_killed_one_goes_on(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+    """Three clients on two workers; one worker is killed in the middle of a round."""
+    names, order = ("a", "bb", "ccc"), {"rounds": 2, "steps": 12, "form": "delta", "journal_every": 4}
+    (tmp_path / "unseen").mkdir()
+    wanted = here(tmp_path, names, **order)
+    server = Scripted(tmp_path / "server", beginning(), names, evaluate=True, **order)
+    crews.append(ProcessExecutor([client_of(name, tmp_path, pause=0.05) for name in names], count=2))
+    running = begin(Node(InProcessLink(server), crews[0], tmp_path / "node", "n"))
+    steps = partial(steps_in, tmp_path / "a.steps")
+    wait_until(partial(reached, tmp_path / "a.steps", 18), "client a is in the middle of its second round")
+    victim = steps()[-1][0]
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: all(victim not in pids for pids in crews[0].pids), "the death is noticed")
+    end(*running)
+    assert server.round == 3
+    assert_equal(server.weights, wanted.weights)
+    done = [step for _, step in steps()]
+    again = [step for number, step in enumerate(done) if step in done[:number]]
+    assert again, "some steps were lost with the worker"
+    assert len(again) <= 4
+    assert victim not in {pid for pid, _ in steps()[-4:]}  # a client may have moved to the other worker before, too
+    assert not server.of(Failed)
+    assert sorted(server.measured[3]) == list(names)
+
+
+class Interrupted(ProcessExecutor):
+    """Whoever is at the terminal has had enough at the third step."""
+
+    said: list[Any]
+
+    def fit(self, order: Fit, weights: FolderStore, progress: Callable[[int, float | None], None]) -> Update:
+        def until_then(steps: int, loss: float | None) -> None:
+            if steps >= 3:
+                raise KeyboardInterrupt
+            progress(steps, loss)
+
+        return super().fit(order, weights, until_then)
+
+    def close(self) -> None:
+        assert not self.said or isinstance(self.said[-1], Leave), "the server hears of it before workers have ended"
+        super().close()
+
+
+def test_an_interrupted_node_leaves_and_breaks_off_what_is_trained(
+    tmp_path: Path, crews: list[ProcessExecutor]
+) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=200)
+    crew = Interrupted([client_of("a", tmp_path, pause=0.3)])
+    crew.said = server.said
+    crews.append(crew)
+    with pytest.raises(KeyboardInterrupt):
+        Node(InProcessLink(server), crew, tmp_path / "node", "n").run()
+    assert len(steps_in(tmp_path / "a.steps")) <= 6
+
+
+def test_a_failing_client_is_told_of_in_its_own_words(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a", "bb"), rounds=1, steps=4)
+    crews.append(ProcessExecutor([client_of("a", tmp_path / "missing"), client_of("bb", tmp_path)]))
+    end(*begin(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
+    (failed,) = server.of(Failed)
+    assert "FileNotFoundError: [Errno 2] No such file or directory" in failed.error
+    assert not failed.again
+    assert [update.client for update in server.of(Update)] == ["bb"]
+
+
+def test_what_is_no_longer_wanted_ends_in_the_worker_too(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+    server = Scripted(tmp_path / "server", beginning(), ("a",), rounds=1, steps=10_000)
+    crews.append(ProcessExecutor([client_of("a", tmp_path, pause=0.02)]))
+    node = Node(InProcessLink(server), crews[0], tmp_path / "node", "n")
+    running = begin(node)
+    wait_until(lambda: len(steps_in(tmp_path / "a.steps")) > 3, "the client trains")
+    (pid,) = crews[0].pids[0]
+    node.stop()
+    end(*running)
+    assert not server.of(Failed)
+    assert len(steps_in(tmp_path / "a.steps")) < 5_000
+    wait_until(lambda: not alive(pid), "the worker has ended with its node")
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_a_site_may_train_with_several_processes(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+    """Two ranks share a client's model (FSDP), and its moments travel; one of them is killed in the second round."""
+    keep = TransferMask(moments=("exp_avg", "exp_avg_sq")).to_table()
+    order: dict[str, Any] = {"rounds": 2, "steps": 6, "form": "delta", "journal_every": 2, "keep": keep}
+    ends = []
+    for disturbed in (False, True):
+        folder = tmp_path / str(disturbed)
+        folder.mkdir()
+        server = Scripted(folder / "server", beginning(), ("a",), evaluate=True, **order)
+        crews.append(ProcessExecutor([client_of("a", folder, pause=0.1, strategy="fsdp", devices=2)], ranks=2))
+        running = begin(Node(InProcessLink(server), crews[-1], folder / "node", "n"))
+        if disturbed:
+            wait_until(partial(reached, folder / "a.steps", 9), "the client is in its second round")
+            os.kill(crews[-1].pids[0][1], signal.SIGKILL)
+        end(*running)
+        assert server.round == 3
+        assert not server.of(Failed)
+        ends.append(server)
+    assert_equal(ends[0].weights, ends[1].weights)
+    # each process reads 18 of the 36 rows an epoch, in batches of 4, 4, 4, 4 and 2
+    assert [update.samples for update in ends[0].of(Update)] == [44, 44]
+    assert [update.samples for update in ends[1].of(Update)] == [44, 44]
+    assert {key.partition("/")[0] for key in ends[0].weights} == {"model", "exp_avg", "exp_avg_sq"}
+    assert ends[0].weights["exp_avg_sq/net.0.weight"].shape == (16, 8)
+    losses = [ends[0].measured[number]["a"].metrics["val/loss"] for number in (1, 3)]
+    assert losses[1] < losses[0]
+
+
+def test_crews_say_what_they_cannot_do() -> None:
+    with pytest.raises(FederatedError, match="given a module of this process"):
+        ProcessExecutor([Client("a", Net(), None)])
+    with pytest.raises(FederatedError, match="at least one worker"):
+        ProcessExecutor([], count=0)
+
+
+def test_workers_make_clients_by_their_names(tmp_path: Path, crews: list[ProcessExecutor]) -> None:
+    names, order = ("a", "bb"), {"rounds": 1, "steps": 4, "form": "delta"}
+    (tmp_path / "unseen").mkdir()
+    wanted = here(tmp_path, names, **order)
+    server = Scripted(tmp_path / "server", beginning(), names, **order)
+    crews.append(ProcessExecutor(partial(client_of, folder=tmp_path), names=names))
+    assert ProcessExecutor(partial(client_of, folder=tmp_path)).clients == ()
+    end(*begin(Node(InProcessLink(server), crews[0], tmp_path / "node", "n")))
+    assert_equal(server.weights, wanted.weights)
+    assert {pid for name in names for pid, _ in steps_in(tmp_path / f"{name}.steps")} - {os.getpid()}

@@ -1,0 +1,211 @@
+"""What travels when: against what a person would say for a small model."""
+
+import contextlib
+import json
+import math
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arclight.federated.coordination.settings import Streaming
+from arclight.federated.errors import FederatedError, ProtocolError
+from arclight.federated.masks.settings import Experts, Masks, half_life, period_of
+from arclight.federated.masks.transfer_mask import TransferMask
+from arclight.federated.settings import Federation
+from arclight.recipe import read
+
+NAMES = (
+    "embed.weight", "blocks.0.attn.weight", "blocks.0.norm.weight", "blocks.1.attn.weight", "blocks.1.norm.weight",
+    "blocks.2.attn.weight", "blocks.10.attn.weight", "head.weight",
+)  # fmt: skip
+MODEL = [f"model/{name}" for name in NAMES]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+ALL = [*MODEL, *(f"{state}/{name}" for state in MOMENTS for name in NAMES)]
+
+
+def travel(moments: tuple[str, ...] = (), streaming: Streaming | None = None, **masks) -> TransferMask:
+    return TransferMask(masks=Masks(**masks), moments=moments, streaming=streaming, names=NAMES)
+
+
+def test_without_masks_all_weights_go_both_ways_and_no_moment_does() -> None:
+    plain = travel()
+    assert plain.up(ALL, 1) == MODEL
+    assert plain.down(MODEL, 2, 1) == MODEL
+
+
+def test_left_out_frozen_and_own_weights() -> None:
+    some = travel(
+        send=("blocks.", "embed.*", "head.weight"),
+        leave_out=("*.norm.weight",),
+        frozen=("embed.",),
+        personal=("head.weight",),
+        randomised=("blocks.2.",),
+    )
+    assert some.up(MODEL, 1) == [f"model/blocks.{n}.attn.weight" for n in (0, 1, 10)]
+    assert some.down(MODEL, 1, None) == MODEL
+    assert set(MODEL) - set(some.down(MODEL, 2, 1)) == {"model/head.weight", "model/blocks.2.attn.weight"}
+
+
+def test_periods_of_states_and_layers() -> None:
+    des_loc = travel(MOMENTS, periods={"exp_avg/embed.*": 1, "exp_avg": 3, "exp_avg_sq": 6, "head.": 2})
+    for number in range(1, 13):
+        sent = set(des_loc.up(ALL, number))
+        assert "model/embed.weight" in sent
+        assert "exp_avg/embed.weight" in sent
+        assert ("exp_avg/blocks.0.attn.weight" in sent) == (number in (1, 3, 6, 9, 12))
+        assert ("exp_avg_sq/embed.weight" in sent) == (number in (1, 6, 12))
+        assert ("model/head.weight" in sent) == (number % 2 == 0)
+        assert ("exp_avg/head.weight" in sent) == (number in (1, 3, 6, 9, 12))  # states count before names
+    assert des_loc.cycle == 6
+
+
+def test_the_order_of_periods_does_not_count() -> None:
+    """Messages sort their keys."""
+    said = {"head.": 2, "exp_avg/embed.*": 1, "exp_avg": 3, "*": 5, "head.weight": 4}
+    for periods in (said, dict(sorted(said.items())), dict(reversed(said.items()))):
+        some = travel(MOMENTS, periods=periods)
+        keys = (
+            "model/head.weight",
+            "exp_avg/embed.weight",
+            "exp_avg/head.weight",
+            "model/embed.weight",
+            "exp_avg_sq/head.weight",
+        )
+        assert [some.period(key) for key in keys] == [4, 1, 3, 5, 4]
+
+
+periods = st.dictionaries(
+    st.sampled_from(["exp_avg", "exp_avg_sq", "embed.", "*.norm.weight", "head.weight"]), st.integers(1, 6)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    periods, st.sampled_from([None, Streaming(fragments=1), Streaming(fragments=2), Streaming(fragments=3, overlap=2)])
+)
+def test_all_travels_within_a_cycle_and_the_next_is_the_same(
+    given: dict[str, int], streaming: Streaming | None
+) -> None:
+    some = travel(MOMENTS, streaming, periods=given)
+    shared = max((math.gcd(every, streaming.fragments) for every in given.values()), default=1) if streaming else 1
+    if shared > 1:  # the rounds of a fragment may never be those of a period
+        with contextlib.suppress(FederatedError):
+            some.check()
+        return
+    some.check()
+    rounds = [some.up(ALL, number) for number in range(1, 4 * some.cycle + 1)]
+    assert {key for sent in rounds[: some.cycle] for key in sent} == set(ALL)
+    assert {key for sent in rounds[some.cycle : 2 * some.cycle] for key in sent} == set(ALL)
+    assert rounds[2 * some.cycle : 3 * some.cycle] == rounds[3 * some.cycle :]
+    fragments = 1 if streaming is None else streaming.fragments
+    assert {key for sent in rounds[:fragments] for key in sent} >= {key for key in ALL if not key.startswith("model/")}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    periods,
+    st.sampled_from([None, Streaming(fragments=2, overlap=0), Streaming(fragments=3, overlap=2)]),
+    st.sets(st.integers(1, 20), min_size=1),
+)
+def test_a_client_takes_up_just_what_has_changed_since_it_last_began(
+    given: dict[str, int], streaming: Streaming | None, trains: set[int]
+) -> None:
+    """Played through: what the server folds in each round, and which version of each tensor a client must hold."""
+    some, lag = travel(MOMENTS, streaming, periods=given), streaming.overlap if streaming else 0
+    version = {0: dict.fromkeys(ALL, 0)}
+    for number in range(1, 21):
+        version[number] = {**version[number - 1], **dict.fromkeys(some.up(ALL, number), number)}
+    held: dict[str, int] = {}
+    since = None
+    for number in sorted(trains):
+        base = version[max(number - 1 - lag, 0)]
+        for key in (taken := some.down(ALL, number, since)):
+            assert since is None or held[key] != base[key]
+            held[key] = base[key]
+        assert held == base, taken
+        since = number
+
+
+def test_fragments_are_dealt_by_block_whatever_the_order_of_names() -> None:
+    here = travel(streaming=Streaming(fragments=2))
+    there = TransferMask(streaming=Streaming(fragments=2), names=tuple(reversed(NAMES)))
+    for number in range(1, 5):
+        sent = here.up(MODEL, number)
+        assert set(sent) == set(there.up(MODEL, number))
+        blocks = {key.removeprefix("model/").rsplit(".", 2)[0] for key in sent if "blocks" in key}
+        assert blocks in ({"blocks.0", "blocks.2"}, {"blocks.1", "blocks.10"})
+    assert set(here.up(MODEL, 1)) | set(here.up(MODEL, 2)) == set(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("masks", "says"),
+    [
+        ({"frozen": ("embd.weight",)}, "embed.weight"),
+        ({"send": ("block.0.",)}, r"blocks\.0\."),
+        ({"personal": ("*.nrm.weight",)}, "norm"),
+        ({"periods": {"exp_av": 3}}, "exp_avg"),
+        ({"periods": {"exp_avg/blocks.7.*": 3}}, "exp_avg/blocks"),
+        ({"experts": Experts()}, "masks.experts.tensors"),
+        ({"leave_out": ("*",)}, "nothing would ever be sent"),
+    ],
+)
+def test_patterns_that_match_nothing_name_the_nearest(masks, says: str) -> None:
+    with pytest.raises(FederatedError, match=says):
+        travel(MOMENTS, **masks).check()
+
+
+def test_a_period_that_never_meets_its_fragments_turn_is_refused() -> None:
+    with pytest.raises(FederatedError, match="would never travel"):
+        travel(streaming=Streaming(fragments=2), periods={"blocks.": 2}).check()
+
+
+def test_more_fragments_than_blocks_are_refused() -> None:
+    with pytest.raises(FederatedError, match=r"streaming\.fragments"):
+        travel(streaming=Streaming(fragments=30, overlap=0)).check()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"periods": {"a": 0}}, {"randomise_every": 0}, {"send": ()}, {"frozen": ("a",), "personal": ("a",)}],
+)
+def test_settings_that_cannot_be(wrong) -> None:
+    with pytest.raises(ValueError, match=r"need|below|nothing|both"):
+        Masks(**wrong)
+
+
+def test_tables_and_recipes_bring_masks_back() -> None:
+    table = {
+        "masks": {"personal": ["head."], "periods": {"exp_avg": 3}, "experts": {"per_client": 2}},
+        "moments": ["exp_avg"],
+    }
+    federation = read(Federation, table)
+    assert federation.masks == Masks(personal=("head.",), periods={"exp_avg": 3}, experts=Experts(per_client=2))
+    whole = TransferMask.of(federation, NAMES, experts=(1, 3))
+    assert TransferMask.from_table(json.loads(json.dumps(whole.to_table())), NAMES) == whole
+    for bad in ({"mask": {}}, {"moments": 3}, {"masks": {"randomise_every": 0}}):
+        with pytest.raises(ProtocolError, match="masks"):
+            TransferMask.from_table(bad, NAMES)
+
+
+@pytest.mark.parametrize(("beta", "steps"), [(0.5, 1.0), (0.9, 6.58), (0.99, 68.97), (0.999, 692.8)])
+def test_half_lives(beta: float, steps: float) -> None:
+    assert half_life(beta) == pytest.approx(steps, rel=1e-3)
+    assert period_of(beta, 10) == max(1, int(steps // 10))
+
+
+def test_the_guides_settings_are_settings() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "federated.md").read_text(encoding="utf-8")
+    tables = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)]
+    federations = [read(Federation, table["federation"]) for table in tables if "federation" in table]
+    assert any(one.masks.experts is not None and one.masks.periods for one in federations)
+
+
+def test_stacks_are_the_tensors_named_by_the_settings() -> None:
+    assert not travel().is_stack("model/embed.weight")
+    some = travel(experts=Experts(tensors=("blocks.*.attn.weight",)))
+    assert some.is_stack("model/blocks.0.attn.weight")
+    assert not some.is_stack("model/embed.weight")
