@@ -18,7 +18,7 @@ from arclight.federated.clients.node import Node
 from arclight.federated.codecs.settings import Codec, Int8, Raw
 from arclight.federated.coordination.settings import Waiting
 from arclight.federated.transports.link import InProcessLink
-from arclight.text.models.llama import Llama, LlamaConfig
+from arclight.text.families.llama import Llama, LlamaConfig
 
 CLIENTS, SEQUENCES, LENGTH, LOCAL_STEPS = 4, 8, 64, 50
 MODEL = LlamaConfig(

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.text.flops import active_parameters
-from arclight.text.models.layers import FeedForward
-from arclight.text.models.moe import MoE, MoEConfig
-from arclight.text.models.zoo import model_config
-from arclight.text.watching import matmul_rate
+from arclight.text.families.zoo import model_config
+from arclight.text.language_model import matmul_rate
+from arclight.text.model.decoder import active_parameters
+from arclight.text.model.layers import FeedForward
+from arclight.text.model.moe import MoE, MoEConfig
 from arclight.trainer.throughput import get_available_flops
 from benchmarks.results import SPREAD, Ratio, paired, parser, publish, versions
 

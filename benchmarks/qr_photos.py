@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from arclight.cli.demo import EPOCHS, SCENES, Demo, recipe_for
+from arclight.cli.commands.demo import EPOCHS, SCENES, Demo, recipe_for
+from arclight.cli.run_setup import build_task, callbacks, make_trainer
 from arclight.cli.runs import best_checkpoint
 from arclight.cli.schema import Recipe
-from arclight.cli.train import build_task, callbacks, make_trainer
 from arclight.optim.schedule_settings import Cosine
 from arclight.optim.settings import AdamW
 from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
 from arclight.vision import qris
 from arclight.vision.boxes import nms
-from arclight.vision.dataset import DetectionDataset, collate, read_data_yaml
-from arclight.vision.detector import CONFIDENCE_FLOOR, EVALUATION_IOU, Detector
-from arclight.vision.images import decode_image
-from arclight.vision.metrics import DetectionMetrics
-from arclight.vision.qris.decode import read_opencv, read_zxing
-from arclight.vision.settings import Augment, Detection
+from arclight.vision.data.dataset import DetectionDataset, collate, read_data_yaml
+from arclight.vision.data.images import decode_image
+from arclight.vision.qris.reading.decode import read_opencv, read_zxing
+from arclight.vision.results.metrics import DetectionMetrics
+from arclight.vision.tasks.detection import CONFIDENCE_FLOOR, EVALUATION_IOU, Detector
+from arclight.vision.tasks.settings import Augment, Detection
 from benchmarks.results import Ratio, parser, publish, totals, versions
 
 GROUPS = ("phone", "packs")

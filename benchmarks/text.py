@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 import arclight as al
 from arclight.parallel import Plan
 from arclight.text import LanguageModel, TextDataModule, build_model
-from arclight.text.data_settings import Bytes, Text
+from arclight.text.data.data_settings import Bytes, Text
 from arclight.text.loss import cross_entropy
 from arclight.text.settings import Language
 from benchmarks.planning import plan_65536
@@ -248,7 +248,7 @@ class Pace(al.Callback):
 
 def on_gpu(steps: int) -> tuple[list[tuple[str, str]], dict[str, float | Ratio]]:
     """Measure the published sizes on one GPU: bfloat16, blocks compiled."""
-    from arclight.text.watching import matmul_rate
+    from arclight.text.language_model import matmul_rate
 
     rows: list[tuple[str, str]] = []
     figures: dict[str, float | Ratio] = {}

@@ -25,10 +25,10 @@ from arclight.federated.transports.settings import Listening
 from arclight.optim.outer import Outer
 from arclight.optim.settings import AdamW
 from arclight.recipe import RecipeError, explain, read
-from arclight.text.data_settings import Pretrained
+from arclight.text.data.data_settings import Pretrained
 from arclight.text.settings import Language
 from arclight.trainer.settings import TrainerSettings
-from arclight.vision.settings import Detection
+from arclight.vision.tasks.settings import Detection
 
 ROOTS = (FederatedRecipe, Fleet, Listening, Int8, Outer)
 WHOLE_LINE = {

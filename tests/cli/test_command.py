@@ -146,7 +146,7 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     def broken(_: list[str]) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("arclight.cli.doctor.doctor", broken)
+    monkeypatch.setattr("arclight.cli.commands.doctor.doctor", broken)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
 
@@ -155,7 +155,7 @@ def test_an_interruption_is_no_fault(typed: Typed, monkeypatch: pytest.MonkeyPat
     def interrupted(_: list[str]) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("arclight.cli.doctor.doctor", interrupted)
+    monkeypatch.setattr("arclight.cli.commands.doctor.doctor", interrupted)
     assert typed("doctor") == (130, "", "arclight: interrupted\n")
 
 

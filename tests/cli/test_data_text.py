@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from arclight.cli import main
-from arclight.text.corpus import shards_in
+from arclight.text.data.corpus import shards_in
 
 pytest.importorskip("tokenizers")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arclight.checkpoint import load_weights
-from arclight.cli.export import load_detector
+from arclight.cli.commands.export import load_detector
 from arclight.federated.rounds.history import read_history
 
 Typed = Callable[[str], tuple[int, str, str]]
@@ -48,7 +48,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture
 def photos(folder: Path) -> Path:
     pytest.importorskip("cv2")
-    from arclight.vision.qris.generate import generate
+    from arclight.vision.qris.scenes.generate import generate
 
     (folder / "central.toml").write_text(CENTRAL)
     (folder / "sites.toml").write_text(SITES)

@@ -168,7 +168,7 @@ def test_recipes_that_come_with_arclight_are_found_anywhere(typed: Typed, name: 
 
 
 def test_lines_of_the_demo_are_whole_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from arclight.cli.demo import Demo
+    from arclight.cli.commands.demo import Demo
     from arclight.cli.style import console_of
 
     place = "a-long-name/" * 30
@@ -209,7 +209,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_work(
 ) -> None:
     usual = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: usual(path, mode) and not str(path).endswith("closed"))
-    monkeypatch.setattr("arclight.cli.train.build_task", lambda _: pytest.fail("the task was built"))
+    monkeypatch.setattr("arclight.cli.run_setup.build_task", lambda _: pytest.fail("the task was built"))
     Path("closed").mkdir()
     Path("file").touch()
     for line, said in (
@@ -237,7 +237,7 @@ def test_a_read_only_disk_is_no_fault_of_ours(typed: Typed, monkeypatch: pytest.
     def read_only(_: list[str]) -> None:
         raise OSError(errno.EROFS, "Read-only file system", "/mnt/runs")
 
-    monkeypatch.setattr("arclight.cli.doctor.doctor", read_only)
+    monkeypatch.setattr("arclight.cli.commands.doctor.doctor", read_only)
     assert typed("doctor") == (
         2, "", "arclight: /mnt/runs: Read-only file system; name a place that can be written to\n"
     )  # fmt: skip
@@ -359,7 +359,7 @@ def detector(folder: Path) -> Path:
     pytest.importorskip("cv2")
     from arclight import Trainer
     from arclight.vision import Detector
-    from arclight.vision.settings import Detection
+    from arclight.vision.tasks.settings import Detection
 
     run = RunFolder("runs", "detector")
     detector = Detector(Detection(data=Path("none.yaml"), image_size=64), names=["cat", "dog"])

@@ -10,7 +10,7 @@ from arclight.cli.federate.recipe import FederatedRecipe
 from arclight.cli.schema import Recipe
 from arclight.recipe import MISSING, RecipeError, Setting, explain, read, write
 from arclight.text.settings import Language
-from arclight.vision.settings import Detection
+from arclight.vision.tasks.settings import Detection
 
 shipped = sorted((Path(__file__).resolve().parents[2] / "recipes").glob("*.toml"))
 TASKS = {"detection": Detection, "language": Language}

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from arclight import checkpoint
 from arclight._installed import pip_install
-from arclight.cli import doctor
-from arclight.cli.scan import listing
+from arclight.cli.commands import doctor
+from arclight.cli.commands.scan import listing
 
 Typed = Callable[[str], tuple[int, str, str]]
 

@@ -42,7 +42,7 @@ class Clock:
 
 def test_ratios_are_those_of_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("arclight.deploy.benchmarking.time", clock)
+    monkeypatch.setattr("arclight.deploy.programs.benchmark.time", clock)
     programs = {"slow": clock.program(0.03, cpu=0.02), "fast": clock.program(0.01)}
     table = benchmark(programs, torch.zeros(1), rounds=9)
     assert table["slow"].speedup == 1
@@ -54,7 +54,7 @@ def test_ratios_are_those_of_the_programs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_spread_is_that_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("arclight.deploy.benchmarking.time", clock)
+    monkeypatch.setattr("arclight.deploy.programs.benchmark.time", clock)
     programs = {"steady": clock.program(0.02), "other": clock.program(*(0.02 / n for n in range(1, 12)))}
     row = benchmark(programs, torch.zeros(1), rounds=11)["other"]
     assert (row.speedup_low, row.speedup, row.speedup_high) == pytest.approx((2, 6, 10))

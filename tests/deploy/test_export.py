@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, exporting, quantize
+from arclight.deploy import ExportError, Int8, Program, QuantizedModel, QuantizeError, export, quantize
+from arclight.deploy.formats import export as exporting
 
 
 class Affine(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from arclight.deploy.observers import LeastErrorObserver, _rebinned, least_error_range
-from arclight.deploy.pt2e import activation_spec
+from arclight.deploy.quantizing.observers import LeastErrorObserver, _rebinned, least_error_range
+from arclight.deploy.quantizing.pt2e import activation_spec
 
 
 def observer(**options: object) -> LeastErrorObserver:

@@ -20,8 +20,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arclight.deploy import ExportError, Program, ProgramError, export, metadata
-from arclight.deploy.metadata import seal
+from arclight.deploy import ExportError, Program, ProgramError, export
+from arclight.deploy.programs import metadata
+from arclight.deploy.programs.metadata import seal
 
 
 class Largest:
@@ -311,7 +312,15 @@ def named(bare: bytes, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize(
     "name",
-    ["os:system", "arclightevil.mod:Class", "arclight:Trainer.fit", "arclight.deploy.program:os.system", "x", 7, None],
+    [
+        "os:system",
+        "arclightevil.mod:Class",
+        "arclight:Trainer.fit",
+        "arclight.deploy.programs.program:os.system",
+        "x",
+        7,
+        None,
+    ],
 )
 def test_processing_outside_the_package_is_refused(named: Callable[..., Path], tmp_path: Path, name: object) -> None:
     with pytest.raises(ProgramError, match="only classes of the arclight package"):
@@ -324,10 +333,10 @@ def test_processing_outside_the_package_is_refused(named: Callable[..., Path], t
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("arclight.deploy.program:os", "no class"),
-        ("arclight.deploy.program:Path", "no class"),
-        ("arclight.deploy.program:Program", "no class"),
-        ("arclight.deploy.program:Nothing", "no class"),
+        ("arclight.deploy.programs.program:os", "no class"),
+        ("arclight.deploy.programs.program:Path", "no class"),
+        ("arclight.deploy.programs.program:Program", "no class"),
+        ("arclight.deploy.programs.program:Nothing", "no class"),
         ("arclight.deploy.nowhere:Class", "has no arclight.deploy.nowhere"),
     ],
 )

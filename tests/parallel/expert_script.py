@@ -19,8 +19,8 @@ from arclight.fabric.sharding import total_norm
 from arclight.parallel import Mesh, Plan, initialize, parallelize
 from arclight.parallel.expert import shard_experts
 from arclight.text import build_model
-from arclight.text.models.balance import update_expert_bias, weigh_balance_loss
-from arclight.text.models.moe import MoE, MoEConfig
+from arclight.text.model.balance import update_expert_bias, weigh_balance_loss
+from arclight.text.model.moe import MoE, MoEConfig
 
 CONFIG = MoEConfig(
     experts=8, top_k=2, hidden=24, shared=1, bias_rate=1e-2, score="sigmoid", route_norm=True, groups=4, top_groups=2

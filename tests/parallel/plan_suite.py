@@ -28,8 +28,8 @@ from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
 from arclight.parallel.shard import Types
 from arclight.text import build_model
-from arclight.text.models.balance import scale_balance_loss
-from arclight.text.models.zoo import model_config
+from arclight.text.families.zoo import model_config
+from arclight.text.model.balance import scale_balance_loss
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 3, "heads": 4, "kv_heads": 4, "hidden": 48}
 

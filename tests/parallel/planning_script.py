@@ -28,7 +28,7 @@ from arclight.parallel.running import Split, batch_loss
 from arclight.parallel.shard import Types
 from arclight.text import build_model
 from arclight.text.loss import cross_entropy
-from arclight.text.models.moe import Router
+from arclight.text.model.moe import Router
 
 SEQUENCE = 256
 FIELDS: dict[str, Any] = {"vocab_size": 768, "dim": 128, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 352}

@@ -29,8 +29,8 @@ from arclight.parallel.context import (
     unshard_sequence,
 )
 from arclight.parallel.running import batch_loss
-from arclight.text.models.attention import Mask, attention
-from arclight.text.models.llama import Llama, LlamaConfig
+from arclight.text.families.llama import Llama, LlamaConfig
+from arclight.text.model.attention import Mask, attention
 
 BATCH, LENGTH = 2, 32
 

@@ -12,7 +12,7 @@ from arclight.parallel import Plan, PlanError
 from arclight.parallel.apply import check
 from arclight.parallel.expert import check_experts, expert_layers
 from arclight.text import build_model
-from arclight.text.models.moe import MoE, MoEConfig
+from arclight.text.model.moe import MoE, MoEConfig
 
 CHECKS = ("uneven", "all_on_one", "fixed_sizes", "too_small", "recomputed", "beside_fsdp", "whole_model")
 

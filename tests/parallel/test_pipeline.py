@@ -24,7 +24,7 @@ from arclight.parallel.pipeline.stages.cut import cut_evenly
 from arclight.parallel.pipeline.upstream import SCHEDULES
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
-from arclight.text.models.balance import routers
+from arclight.text.model.balance import routers
 
 # -- the cut -------------------------------------------------------------------------------------------------------
 

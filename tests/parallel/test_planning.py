@@ -30,7 +30,7 @@ from arclight.parallel.planning.stages import crossings, cut, held, stages
 from arclight.parallel.planning.timing import exchange_seconds, idle_share
 from arclight.parallel.planning.trace import Recorder
 from arclight.text import build_model
-from arclight.text.flops import flops_per_token
+from arclight.text.model.decoder import flops_per_token
 
 SCRIPT = Path(__file__).with_name("planning_script.py")
 GIB = 2**30

@@ -13,7 +13,7 @@ import zxingcpp
 
 from arclight.serve import Limits, create_app
 from arclight.serve.server import run
-from arclight.vision.detections import Detections
+from arclight.vision.results.detections import Detections
 
 
 def find_codes(image: np.ndarray, *, imagine: bool = False) -> Detections:

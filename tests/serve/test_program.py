@@ -46,7 +46,7 @@ class OneBox(nn.Module):
 
 def exported(path: Path, **metadata: object) -> Path:
     processing = {
-        "processing": "arclight.vision.processing:DetectionProcessing",
+        "processing": "arclight.vision.tasks.processing:DetectionProcessing",
         "processing_args": {"names": ["qr_code"], "image_size": SIDE},
     }
     images = torch.rand(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ import torch
 
 import arclight as al
 from arclight.text import Text, TextDataModule
-from arclight.text.data_settings import BPE
+from arclight.text.data.data_settings import BPE
 
 
 class Reader(al.Module):

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from arclight.fabric.sharding import whole_tensor
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.text import ByteTokenizer, build_model, from_hf, generate, to_hf
-from arclight.text.interchange.safetensors_folder import Folder
-from arclight.text.models.flux import Conditions, Flux, FluxConfig
-from arclight.text.models.vlm import Images, VisionConfig
+from arclight.text.diffusion.flux import Conditions, Flux, FluxConfig
+from arclight.text.hf.read import Folder
+from arclight.text.vision_language.vision_llama import Images, VisionConfig
 
 PLANS = {
     "llama": Plan(tp=2), "gpt2": Plan(dp_shard=2), "qwen3-tied": Plan(dp_shard=2), "deepseek-v3": Plan(dp_shard=2, ep=2)

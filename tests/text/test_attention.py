@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arclight.text.models.attention import Mask, attention
+from arclight.text.model.attention import Mask, attention
 
 B, H, K, T, C = 2, 4, 2, 37, 8
 DOCUMENTS = torch.tensor([[0] * 11 + [1] * 20 + [2] * 6, [5] * 30 + [6] * 7])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from arclight.text import ByteTokenizer, Tokenizer
-from arclight.text.corpus import documents_of, held_out, open_split, retokenize, write_corpus
-from arclight.text.sources import Document, SourceError
+from arclight.text.data.corpus import documents_of, held_out, open_split, retokenize, write_corpus
+from arclight.text.data.sources import Document, SourceError
 
 pytest.importorskip("tokenizers")
 

@@ -21,10 +21,10 @@ from arclight.data import ResumableLoader
 from arclight.data.token_shards import TokenShardError
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text import Text, TextDataModule
-from arclight.text.corpus import held_out, with_tails, write_corpus
-from arclight.text.data_settings import BPE, Bytes, Pretrained
-from arclight.text.sources import Document, documents
-from arclight.text.tokenizer import ByteTokenizer, TokenizerError
+from arclight.text.data.corpus import held_out, with_tails, write_corpus
+from arclight.text.data.data_settings import BPE, Bytes, Pretrained
+from arclight.text.data.sources import Document, documents
+from arclight.text.data.tokenizer import ByteTokenizer, TokenizerError
 
 pytest.importorskip("tokenizers")
 

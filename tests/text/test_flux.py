@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from arclight.parallel import initialize
 from arclight.text import from_hf, to_hf
-from arclight.text.models.flux import (
+from arclight.text.diffusion.flux import (
     FLUX_SIZES,
     Conditions,
     DoubleBlock,

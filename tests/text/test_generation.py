@@ -13,7 +13,7 @@ from torch import Tensor
 from arclight.parallel import initialize
 from arclight.text import ByteTokenizer, Tokenizer, build_model, from_hf, generate
 from arclight.text.generation import choose
-from arclight.text.models import Decoder, DecoderConfig
+from arclight.text.model import Decoder, DecoderConfig
 
 PROMPTS = ["def main", "x", "import numpy as np\n"]
 

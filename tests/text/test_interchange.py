@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from arclight.parallel import initialize
 from arclight.text import ByteTokenizer, Tokenizer, build_model, from_hf, generate, to_hf
-from arclight.text.interchange.safetensors_folder import Folder
+from arclight.text.hf.read import Folder
 
 
 def tokens(seed: int = 1) -> torch.Tensor:

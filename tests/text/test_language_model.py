@@ -15,10 +15,10 @@ import arclight as al
 from arclight.fabric.errors import MisconfigurationError
 from arclight.optim import SGD
 from arclight.text import ByteTokenizer, LanguageModel, to_hf
-from arclight.text.data_settings import Text
-from arclight.text.flops import active_parameters, flops_per_token
+from arclight.text.data.data_settings import Text
+from arclight.text.language_model import TokenThroughput
+from arclight.text.model.decoder import active_parameters, flops_per_token
 from arclight.text.settings import Language, Sampling
-from arclight.text.watching import Speed
 
 SMALL = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "hidden": 96}
 TEXT = "the cat sat on the mat and the dog sat on the log; " * 200
@@ -207,7 +207,7 @@ def test_sequences_and_samples_keep_to_the_positions(tmp_path: Path, caplog: pyt
 def test_speed_is_measured_over_whole_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        Speed, "_log", lambda self, trainer, module: measured.append((trainer.global_step, self.tokens))
+        TokenThroughput, "_log", lambda self, trainer, module: measured.append((trainer.global_step, self.tokens))
     )
     fit(tmp_path, 4, log_every_n_steps=2, accumulate_grad_batches=3, limit_val_batches=0)
     assert measured == [(step, 2 * 3 * 8 * 32) for step in (2, 4)]

@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from arclight.parallel import Normal, draw, initialize
 from arclight.text import build_model
-from arclight.text.flops import active_parameters, flops_per_token
-from arclight.text.models import layers
-from arclight.text.models.cache import KVCache
+from arclight.text.model import layers
+from arclight.text.model.decoder import active_parameters, flops_per_token
+from arclight.text.model.kv_cache import KVCache
 
 SMALL: dict[str, dict[str, Any]] = {
     "llama3-debug": {"layers": 2},
@@ -196,7 +196,7 @@ def test_the_newest_token_needs_no_mask_in_full(name: str, monkeypatch: pytest.M
     model.eval()
     cache, seen = KVCache(2, 12), []
     model(tokens[:, :11], cache=cache)
-    monkeypatch.setattr("arclight.text.models.attention.scaled_dot_product_attention", lambda *args, **options: (
+    monkeypatch.setattr("arclight.text.model.attention.scaled_dot_product_attention", lambda *args, **options: (
         seen.append(options["attn_mask"]), scaled_dot_product_attention(*args, **options))[1])  # fmt: skip
     last = model(tokens[:, 11:], cache=cache)
     assert [mask is None for mask in seen].count(True) == (

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from arclight.parallel import initialize
-from arclight.text.models.balance import scale_balance_loss, update_expert_bias, weigh_balance_loss
-from arclight.text.models.moe import Experts, MoE, MoEConfig
+from arclight.text.model.balance import scale_balance_loss, update_expert_bias, weigh_balance_loss
+from arclight.text.model.moe import Experts, MoE, MoEConfig
 
 WIDTH = 16
 

@@ -14,8 +14,8 @@ import torch
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.text import ByteTokenizer
+from arclight.text.data.sources import SourceError
 from arclight.text.multiple_choice import Question, choice_batches, read_questions, score_choices
-from arclight.text.sources import SourceError
 
 HELLASWAG = {
     "ind": 4,

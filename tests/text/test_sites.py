@@ -8,12 +8,12 @@ import pytest
 
 from arclight.data.sites import IID, Dirichlet
 from arclight.fabric.errors import MisconfigurationError
-from arclight.text.corpus import documents_of, open_split
-from arclight.text.data_module import TextDataModule
-from arclight.text.data_settings import BPE, Bytes, Text
+from arclight.text.data.corpus import documents_of, open_split
+from arclight.text.data.data_module import TextDataModule
+from arclight.text.data.data_settings import BPE, Bytes, Text
+from arclight.text.data.site_split import Source
 from arclight.text.settings import Language
-from arclight.text.sites import Source
-from arclight.vision.sites import Merchant
+from arclight.vision.data.site_split import Merchant
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from arclight.text.sources import STDLIB, SourceError, documents, files, fingerprint
+from arclight.text.data.sources import STDLIB, SourceError, documents, files, fingerprint
 
 TEXTS = ["one\n", "zwei é", "", "東京\nline"]
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.text import ByteTokenizer, Tokenizer
-from arclight.text.tokenizer import TokenizerError
+from arclight.text.data.tokenizer import TokenizerError
 
 tokenizers = pytest.importorskip("tokenizers")
 

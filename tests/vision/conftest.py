@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from arclight.vision.labels import label_path
+from arclight.vision.data.labels import label_path
 
 
 def write_dataset(root: Path, count: int = 8, split: str = "train", suffix: str = ".jpg") -> Path:

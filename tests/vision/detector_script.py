@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import arclight as al
-from arclight.vision.settings import Augment, Detection
+from arclight.vision.tasks.settings import Augment, Detection
 
 
 class DieAtStep(al.Callback):

@@ -8,9 +8,9 @@ import cv2
 import numpy as np
 import pytest
 
-from arclight.vision import augment as changes
-from arclight.vision.letterboxing import GREY, letterbox
-from arclight.vision.settings import Augment
+from arclight.vision.data import augment as changes
+from arclight.vision.data.letterbox import GREY, letterbox
+from arclight.vision.tasks.settings import Augment
 
 SIZE = 320
 STILL = Augment(mosaic=0, translate=0, scale=0, hsv_h=0, hsv_s=0, hsv_v=0)
@@ -86,7 +86,7 @@ def test_boxes_of_a_whole_image_follow_the_pixels_through_flips(name: str) -> No
     mirrored = Augment(fliplr=0.5, flipud=0.5)
     boxes_seen = 0
     for _ in range(25):
-        labelled = changes.jitter(tile(0, 3, 240, 320, rng), rng, TRANSFORMS[name], SIZE)
+        labelled = changes.random_affine(tile(0, 3, 240, 320, rng), rng, TRANSFORMS[name], SIZE)
         boxes_seen += check_boxes_against_pixels(*changes.flip(labelled, rng, mirrored), upright=name == "default")
     assert boxes_seen > 50
 
@@ -95,7 +95,7 @@ def test_without_any_change_an_image_is_letterboxed_exactly() -> None:
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (240, 320, 3), dtype=np.uint8)
     boxes = np.array([[2, 10, 20, 200, 220]], np.float32)
-    changed, moved = changes.jitter((image, boxes), rng, STILL, SIZE)
+    changed, moved = changes.random_affine((image, boxes), rng, STILL, SIZE)
     expected, (_, pad_x, pad_y) = letterbox(image, SIZE)
     np.testing.assert_array_equal(changed, expected)
     np.testing.assert_allclose(moved, boxes + np.float32([0, pad_x, pad_y, pad_x, pad_y]))
@@ -116,7 +116,9 @@ def test_boxes_are_right_to_a_small_part_of_a_pixel() -> None:
     image[120:200, 100:180, 0] = 255  # no green: only the background has any
     checked = 0
     for _ in range(60):
-        changed, boxes = changes.jitter((image, np.array([[0, 100, 120, 180, 200]], np.float32)), rng, Augment(), SIZE)
+        changed, boxes = changes.random_affine(
+            (image, np.array([[0, 100, 120, 180, 200]], np.float32)), rng, Augment(), SIZE
+        )
         (x1, y1, x2, y2) = boxes[0, 1:]
         if x2 - x1 < 80 or min(x1, y1) < 1 or max(x2, y2) > SIZE - 1:
             continue  # shrunk without averaging, or cut: the centre of its light is not that of the box
@@ -187,13 +189,13 @@ def test_colours_change_within_their_ranges() -> None:
     hue, saturation, value = cv2.cvtColor(image, cv2.COLOR_RGB2HSV)[0, 0]
     seen = []
     for _ in range(100):
-        changed = changes.shift_colours(image, rng, Augment(hsv_h=0.1, hsv_s=0.2, hsv_v=0.2))
+        changed = changes.hsv_jitter(image, rng, Augment(hsv_h=0.1, hsv_s=0.2, hsv_v=0.2))
         seen.append(cv2.cvtColor(changed, cv2.COLOR_RGB2HSV)[0, 0].astype(float))
     spread = np.array(seen) / (hue, saturation, value)
     assert (spread.min(0) >= (0.89, 0.78, 0.78)).all()
     assert (spread.max(0) <= (1.11, 1.22, 1.22)).all()
     assert (np.ptp(spread, axis=0) > 0.1).all()
-    np.testing.assert_array_equal(changes.shift_colours(image, rng, STILL), image)
+    np.testing.assert_array_equal(changes.hsv_jitter(image, rng, STILL), image)
 
 
 def test_same_generator_state_gives_the_same_bits() -> None:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arclight.vision.boxes import TOP_K, box_iou, complete_iou, nms, suppress, xywh_to_xyxy, xyxy_to_xywh
-from arclight.vision.metrics import DetectionMetrics
+from arclight.vision.boxes import TOP_K, box_iou, complete_iou, greedy_nms, nms, xywh_to_xyxy, xyxy_to_xywh
+from arclight.vision.results.metrics import DetectionMetrics
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -103,7 +103,7 @@ def test_nothing_found_is_an_empty_table():
     for rows in nms(torch.zeros(2, 100, 7)) + nms(torch.zeros(2, 0, 7)):
         assert rows.shape == (0, 6)
     assert nms(torch.zeros(0, 100, 7)) == []
-    assert suppress(torch.zeros(0, 4), torch.zeros(0), 0.5).tolist() == []
+    assert greedy_nms(torch.zeros(0, 4), torch.zeros(0), 0.5).tolist() == []
 
 
 def test_classes_do_not_suppress_each_other_and_broken_scores_are_dropped():

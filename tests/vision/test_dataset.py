@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from arclight.data import ResumableLoader
-from arclight.vision import dataset as dataset_module
-from arclight.vision.dataset import DatasetError, DetectionDataset, collate, read_data_yaml
-from arclight.vision.labels import label_path, scan
-from arclight.vision.letterboxing import unletterbox
-from arclight.vision.settings import Augment
+from arclight.vision.data import dataset as dataset_module
+from arclight.vision.data.dataset import DatasetError, DetectionDataset, collate, read_data_yaml
+from arclight.vision.data.labels import check_labels, label_path
+from arclight.vision.data.letterbox import unletterbox
+from arclight.vision.tasks.settings import Augment
 
 Write = Callable[..., Path]
 
@@ -87,7 +87,7 @@ def test_splits_may_be_folders_lists_and_files_below_a_path(tmp_path: Path, writ
     assert [path.name for path in spec.images("train")] == ["000.jpg", "001.jpg", "002.jpg", "003.jpg"]
     assert [path.name for path in spec.images("val")] == ["003.jpg", "001.jpg"]
     assert [path.name for path in spec.images("test")] == ["003.jpg", "001.jpg", "000.jpg"]
-    assert scan(spec.images("val"), 2, cache=False).report.boxes == 2 + 1
+    assert check_labels(spec.images("val"), 2, cache=False).report.boxes == 2 + 1
 
 
 # ---------------------------------------------------------------- batches
@@ -280,7 +280,7 @@ def test_all_images_damaged_is_an_error(data: Path) -> None:
 def test_real_photos_with_boxes_and_polygons(shared_data: Path) -> None:
     spec = read_data_yaml(shared_data / "qr_photos" / "data.yaml")
     counts = {
-        split: scan(spec.images(split), len(spec.names), name=split, cache=False).report
+        split: check_labels(spec.images(split), len(spec.names), name=split, cache=False).report
         for split in ("train", "val", "test")
     }
     assert [counts[split].images for split in ("train", "val", "test")] == [188, 45, 70]

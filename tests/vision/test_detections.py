@@ -11,12 +11,12 @@ import pytest
 
 from arclight.fabric.extras import MissingExtraError
 from arclight.vision import Detections
-from arclight.vision.metrics import DetectionMetrics, DetectionResults
+from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
 
 cv2 = pytest.importorskip("cv2")
 
-from arclight.vision import charts  # noqa: E402
-from arclight.vision.draw import draw_boxes, grid  # noqa: E402
+from arclight.vision.results import plots  # noqa: E402
+from arclight.vision.results.draw import draw_boxes, grid  # noqa: E402
 
 NAMES = ["qr_code", "bar code"]
 
@@ -161,7 +161,7 @@ def texts(svg: str) -> list[str]:
 
 
 @pytest.mark.parametrize("num_classes", [1, 3, 30])
-@pytest.mark.parametrize("draw", [charts.pr_curve, charts.confusion_matrix])
+@pytest.mark.parametrize("draw", [plots.pr_curve, plots.confusion_matrix])
 def test_charts_are_self_contained_svg_with_any_names(draw, num_classes):
     names = ['<script>"&', "naïve", *map(str, range(30))][:num_classes]
     svg = draw(results(num_classes), names)
@@ -179,7 +179,7 @@ def test_charts_are_self_contained_svg_with_any_names(draw, num_classes):
 
 def test_pr_curve_says_the_scores_and_follows_them():
     scored = results(2)
-    svg = charts.pr_curve(scored, NAMES)
+    svg = plots.pr_curve(scored, NAMES)
     for expected in ("qr_code", "bar code", f"{scored.map50:.3f}", f"best F1 {scored.f1:.3f}", "recall", "precision"):
         assert expected in texts(svg)
     curves = [e for e in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}path") if "curve" in e.get("class")]
@@ -195,7 +195,7 @@ def test_pr_curve_says_the_scores_and_follows_them():
 
 def test_confusion_matrix_shows_its_counts():
     scored = results(2)
-    shown = texts(charts.confusion_matrix(scored, NAMES))
+    shown = texts(plots.confusion_matrix(scored, NAMES))
     for count in scored.confusion[scored.confusion > 0]:
         assert str(count) in shown
     assert "background" in shown
@@ -203,5 +203,5 @@ def test_confusion_matrix_shows_its_counts():
 
 def test_charts_of_an_empty_validation_set():
     nothing = DetectionMetrics(2).compute()
-    assert "no labelled boxes" in texts(charts.pr_curve(nothing, NAMES))
-    ET.fromstring(charts.confusion_matrix(nothing, NAMES))
+    assert "no labelled boxes" in texts(plots.pr_curve(nothing, NAMES))
+    ET.fromstring(plots.confusion_matrix(nothing, NAMES))

@@ -12,11 +12,11 @@ from tests import warm
 
 from arclight import checkpoint
 from arclight.deploy import Program
-from arclight.vision.dataset import DetectionDataset, read_data_yaml
-from arclight.vision.deployment import evaluate_program, export_detector
-from arclight.vision.detector import Detector
-from arclight.vision.images import decode_image
-from arclight.vision.qris.generate import generate
+from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
+from arclight.vision.data.images import decode_image
+from arclight.vision.qris.scenes.generate import generate
+from arclight.vision.tasks.deployment import evaluate_program, export_detector
+from arclight.vision.tasks.detection import Detector
 
 SCRIPT = Path(__file__).parent / "detector_script.py"
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_opens_as_the_averaged_detector(trained: Path) -> None:
 
 
 def test_weights_carry_over_to_a_new_task(trained: Path, scenes: Path) -> None:
-    from arclight.vision.settings import Detection
+    from arclight.vision.tasks.settings import Detection
 
     first = Detector.load_from_checkpoint(trained / "end.ckpt")
     second = Detector(Detection(data=scenes, weights=trained / "end.ckpt"), names=["a", "b", "c"])

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 from PIL import ImageOps
 
-from arclight.vision.image_headers import file_header
-from arclight.vision.images import ImageError, decode_image, decode_reduced, read_header
+from arclight.vision.data.image_headers import file_header
+from arclight.vision.data.images import ImageError, decode_image, decode_reduced, read_header
 
 
 def smooth(height: int = 60, width: int = 80) -> np.ndarray:
@@ -230,7 +230,7 @@ def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
 
 def test_endless_scans_and_chunks_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop over all of them in the decoder takes minutes."""
-    monkeypatch.setattr("arclight.vision.images.cv2.imdecode", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr("arclight.vision.data.images.cv2.imdecode", lambda *_: pytest.fail("it was decoded"))
     scans = SAMPLES["progressive"][:-2]
     last = scans[scans.rindex(b"\xff\xda") :]
     with pytest.raises(ImageError, match="scans"):

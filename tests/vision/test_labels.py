@@ -12,8 +12,8 @@ import cv2
 import numpy as np
 import pytest
 
-from arclight.vision.dataset import DatasetError, DetectionDataset, read_data_yaml
-from arclight.vision.labels import label_path, parse_labels, scan
+from arclight.vision.data.dataset import DatasetError, DetectionDataset, read_data_yaml
+from arclight.vision.data.labels import check_labels, label_path, parse_labels
 
 Write = Callable[..., Path]
 
@@ -91,7 +91,7 @@ def spoil(root: Path) -> None:
 def test_a_report_counts_and_names_every_fault(data: Path) -> None:
     spoil(data.parent)
     images = read_data_yaml(data).images("train")
-    found = scan([*images, images[7]], 2, name="train", cache=False)
+    found = check_labels([*images, images[7]], 2, name="train", cache=False)
     report = found.report
     assert (report.images, report.boxes) == (6, 1 + 1 + 2)
     assert [path.name for path in found.images] == [f"{index:03d}.jpg" for index in range(2, 8)]
@@ -115,7 +115,7 @@ def test_a_report_counts_and_names_every_fault(data: Path) -> None:
 def test_a_long_report_is_cut_but_complete_as_data(tmp_path: Path, write_dataset: Write) -> None:
     yaml = write_dataset(tmp_path, 1)
     label_path(tmp_path / "images/train/000.jpg").write_text("0 0.5 0.5 0.2 0.2\n" + "x\n" * 40)
-    report = scan(read_data_yaml(yaml).images("train"), 2, cache=False).report
+    report = check_labels(read_data_yaml(yaml).images("train"), 2, cache=False).report
     assert len(report.malformed) == 40
     assert "and 35 more" in str(report)
     assert len(str(report).splitlines()) < 12
@@ -123,7 +123,7 @@ def test_a_long_report_is_cut_but_complete_as_data(tmp_path: Path, write_dataset
 
 def test_shapes_follow_orientation_and_images_need_not_be_jpeg(tmp_path: Path, write_dataset: Write) -> None:
     yaml = write_dataset(tmp_path, 3, suffix=".png")
-    found = scan(read_data_yaml(yaml).images("train"), 2, cache=False)
+    found = check_labels(read_data_yaml(yaml).images("train"), 2, cache=False)
     assert found.shapes.tolist() == [list(cv2.imread(str(path)).shape[:2]) for path in found.images]
 
 
@@ -152,10 +152,10 @@ def test_nothing_usable_is_an_error_that_says_why(
 def test_the_cache_says_the_same_as_the_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil(data.parent)
     images = read_data_yaml(data).images("train")
-    fresh = scan(images, 2, name="train")
+    fresh = check_labels(images, 2, name="train")
     assert (data.parent / "labels" / "train.cache.npz").is_file()
-    monkeypatch.setattr("arclight.vision.labels._scan", None)  # from here on nothing is read anew
-    cached = scan(images, 2, name="train")
+    monkeypatch.setattr("arclight.vision.data.labels._scan", None)  # from here on nothing is read anew
+    cached = check_labels(images, 2, name="train")
     assert cached.images == fresh.images
     assert cached.report == fresh.report
     np.testing.assert_array_equal(cached.shapes, fresh.shapes)
@@ -166,44 +166,44 @@ def test_the_cache_says_the_same_as_the_files(data: Path, monkeypatch: pytest.Mo
 def test_the_cache_is_rebuilt_when_files_change(data: Path) -> None:
     spec = read_data_yaml(data)
     images, label = spec.images("train"), label_path(spec.images("train")[0])
-    boxes = scan(images, 2, name="train").report.boxes
+    boxes = check_labels(images, 2, name="train").report.boxes
     label.write_text("0 0.5 0.5 0.2 0.2\n" * 1 + "1 0.2 0.2 0.1 0.1\n0 0.7 0.7 0.1 0.1\n")
-    assert scan(images, 2, name="train").report.boxes == boxes + 2
+    assert check_labels(images, 2, name="train").report.boxes == boxes + 2
 
     same_size = label.read_text().replace("0.7 0.7 0.1", "x.7 0.7 0.1")
     stat = label.stat()
     label.write_text(same_size)
     os.utime(label, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000))
-    assert scan(images, 2, name="train").report.boxes == boxes + 1
+    assert check_labels(images, 2, name="train").report.boxes == boxes + 1
 
     images[1].write_bytes(images[1].read_bytes()[:-50])
-    assert len(scan(images, 2, name="train").report.corrupt) == 1
+    assert len(check_labels(images, 2, name="train").report.corrupt) == 1
     label_path(images[2]).unlink()
-    assert scan(images, 2, name="train").report.missing_labels == 1
-    assert len(scan(images[3:], 2, name="train").images) == 5
-    assert len(scan(images, 1, name="train").report.malformed) > 1  # fewer classes: other rows are wrong
+    assert check_labels(images, 2, name="train").report.missing_labels == 1
+    assert len(check_labels(images[3:], 2, name="train").images) == 5
+    assert len(check_labels(images, 1, name="train").report.malformed) > 1  # fewer classes: other rows are wrong
 
 
 @pytest.mark.parametrize("garbage", [b"", b"garbage", b"PK\x03\x04 but not an archive"])
 def test_a_damaged_cache_is_rebuilt_silently(data: Path, garbage: bytes) -> None:
     images = read_data_yaml(data).images("train")
-    fresh = scan(images, 2, name="train")
+    fresh = check_labels(images, 2, name="train")
     (data.parent / "labels" / "train.cache.npz").write_bytes(garbage)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert scan(images, 2, name="train").report == fresh.report
+        assert check_labels(images, 2, name="train").report == fresh.report
     assert (data.parent / "labels" / "train.cache.npz").stat().st_size > 500
 
 
 def test_a_pickle_in_place_of_the_cache_is_not_opened(data: Path) -> None:
     images = read_data_yaml(data).images("train")
-    fresh = scan(images, 2, name="train")
+    fresh = check_labels(images, 2, name="train")
     file = data.parent / "labels" / "train.cache.npz"
     with np.load(file) as stored:
         arrays = dict(stored)
     with file.open("wb") as stream:
         np.savez(stream, **arrays | {"rows": np.array([{"an": "object"}], dtype=object)})
-    assert scan(images, 2, name="train").report == fresh.report
+    assert check_labels(images, 2, name="train").report == fresh.report
 
 
 def test_where_the_cache_cannot_be_written_there_is_one_warning_and_all_works(data: Path) -> None:

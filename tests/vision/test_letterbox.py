@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arclight.vision.letterboxing import GREY, letterbox, unletterbox
+from arclight.vision.data.letterbox import GREY, letterbox, unletterbox
 
 SIDES = st.integers(1, 900)
 

@@ -11,8 +11,8 @@ import torch
 
 from arclight.vision import build_model
 from arclight.vision.boxes import nms, xyxy_to_xywh
-from arclight.vision.loss import Gains, assign, detection_loss, scaled_gains, yolo_loss
-from arclight.vision.settings import Detection
+from arclight.vision.models.loss import Gains, assign, detection_loss, scaled_gains, yolo_loss
+from arclight.vision.tasks.settings import Detection
 
 GAINS = Gains(box=0.05, obj=1.0, cls=0.5)
 ANCHORS = build_model("yolov5n").anchors

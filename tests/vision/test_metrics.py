@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from arclight.vision.metrics import DetectionMetrics
+from arclight.vision.results.metrics import DetectionMetrics
 
 coco = pytest.importorskip("pycocotools.coco")
 cocoeval = pytest.importorskip("pycocotools.cocoeval")

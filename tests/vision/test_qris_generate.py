@@ -14,9 +14,9 @@ cv2 = pytest.importorskip("cv2")
 pytest.importorskip("segno")
 
 from arclight.vision.qris import classify, parse  # noqa: E402
-from arclight.vision.qris.decode import read_zxing  # noqa: E402
-from arclight.vision.qris.generate import GenerateError, generate  # noqa: E402
-from arclight.vision.qris.scenes import MOST_HIDDEN, draw_scene  # noqa: E402
+from arclight.vision.qris.reading.decode import read_zxing  # noqa: E402
+from arclight.vision.qris.scenes.generate import GenerateError, generate  # noqa: E402
+from arclight.vision.qris.scenes.scene import MAX_OCCLUSION, draw_scene  # noqa: E402
 
 COUNT = 24
 
@@ -109,7 +109,7 @@ def test_scenes_differ_in_what_matters() -> None:
     assert min(sides) < 0.09
     assert max(sides) > 0.6
     assert np.std(brightness) > 20
-    assert MOST_HIDDEN < 0.5
+    assert MAX_OCCLUSION < 0.5
 
 
 def test_what_cannot_be_written_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.vision.qris import Account, Problem, QrisError, Tip, build, classify, is_qris, parse, to_dynamic
-from arclight.vision.qris.tlv import crc_of_text, split
+from arclight.vision.qris.payload.tlv import crc_of_text, split
 
 # A real payload of another network (no tag 51), its check value computed by its own issuer.
 SHOPEE = (

@@ -14,10 +14,10 @@ cv2 = pytest.importorskip("cv2")
 segno = pytest.importorskip("segno")
 pytest.importorskip("zxingcpp")
 
-from arclight.vision.detections import Boxes, Detections  # noqa: E402
 from arclight.vision.qris import Code, build, scan  # noqa: E402
-from arclight.vision.qris.decode import read_at, read_box, read_grid, read_opencv, read_zxing  # noqa: E402
-from arclight.vision.qris.grid import alignment_centres, modules_of, template  # noqa: E402
+from arclight.vision.qris.reading.decode import read_at, read_box, read_grid, read_opencv, read_zxing  # noqa: E402
+from arclight.vision.qris.reading.grid import alignment_centres, side_in_modules, template  # noqa: E402
+from arclight.vision.results.detections import Boxes, Detections  # noqa: E402
 
 QRIS = build(merchant_name="KOPI SENJA", city="BANDUNG", mcc="5814", nmid="ID1020012345678", criteria="UMI")
 EMVCO = (  # of another network: no tag 51
@@ -157,7 +157,7 @@ def test_templates_are_the_fixed_modules_of_every_version() -> None:
     """Against segno, for all forty versions; what two different masks change is not fixed."""
     for version in range(1, 41):
         made = [np.array(segno.make("1", version=version, error="l", mask=mask, micro=False).matrix) for mask in (0, 1)]
-        size = modules_of(version)
+        size = side_in_modules(version)
         assert made[0].shape == (size, size)
         fixed = template(version)
         cells = np.round(fixed.points * size - 0.5).astype(int)
@@ -311,7 +311,7 @@ def test_a_reader_that_is_told_corners_reads_nothing_where_no_code_is() -> None:
 
 
 def test_the_number_of_grids_tried_in_a_photo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from arclight.vision.qris import scanner
+    from arclight.vision.qris.reading import scanner
 
     asked: list[int] = []
 

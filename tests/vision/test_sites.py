@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("cv2")
 
 from arclight.data.sites import IID, Dirichlet
-from arclight.text.sites import Source
-from arclight.vision.detector import DetectionData
-from arclight.vision.labels import DatasetError
-from arclight.vision.settings import Detection
-from arclight.vision.sites import Merchant
+from arclight.text.data.site_split import Source
+from arclight.vision.data.labels import DatasetError
+from arclight.vision.data.site_split import Merchant
+from arclight.vision.tasks.detection import DetectionData
+from arclight.vision.tasks.settings import Detection
 
 
 @pytest.fixture

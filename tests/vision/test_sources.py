@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import pytest
 
-from arclight.vision.sources import Frames, SourceError
+from arclight.vision.data.image_source import ImageSource, SourceError
 
 
 def draw(path: Path, value: int) -> Path:
@@ -38,12 +38,12 @@ def video(tmp_path: Path) -> Path:
     return path
 
 
-def values(frames: Frames) -> list[int]:
+def values(frames: ImageSource) -> list[int]:
     return [int(frame.image[0, 0, 0]) for frame in frames]
 
 
 def test_a_folder_is_searched_recursively_and_sorted(folder: Path) -> None:
-    frames = Frames(folder)
+    frames = ImageSource(folder)
     assert [frame.path for frame in frames] == [str(folder / name) for name in ("a.png", "b.png", "deep/er/c.PNG")]
     assert values(frames) == [1, 2, 3]
     assert frames.skipped == []
@@ -51,24 +51,24 @@ def test_a_folder_is_searched_recursively_and_sorted(folder: Path) -> None:
 
 def test_one_file_with_any_ending(folder: Path) -> None:
     renamed = (folder / "a.png").rename(folder / "upload")
-    (frame,) = Frames(str(renamed))
+    (frame,) = ImageSource(str(renamed))
     assert (frame.path, frame.index, frame.image.shape) == (str(renamed), None, (20, 30, 3))
 
 
 def test_patterns_are_sorted_and_may_be_deep(folder: Path) -> None:
-    assert values(Frames(f"{folder}/*.png")) == [1, 2]
-    assert values(Frames(f"{folder}/**/*.PNG")) == [3]
+    assert values(ImageSource(f"{folder}/*.png")) == [1, 2]
+    assert values(ImageSource(f"{folder}/**/*.PNG")) == [3]
     with pytest.raises(SourceError, match=r"no file matches .*\*\.webp"):
-        Frames(f"{folder}/*.webp")
+        ImageSource(f"{folder}/*.webp")
 
 
 def test_a_name_with_brackets_is_a_file_first(folder: Path) -> None:
-    assert values(Frames(draw(folder / "photo[1].png", 9))) == [9]
+    assert values(ImageSource(draw(folder / "photo[1].png", 9))) == [9]
 
 
 def test_lists_may_mix_everything(folder: Path) -> None:
     grey = np.full((5, 6), 77, np.uint8)
-    frames = Frames([folder / "b.png", grey, str(folder / "*.png"), np.full((5, 6, 3), 8, np.uint8)])
+    frames = ImageSource([folder / "b.png", grey, str(folder / "*.png"), np.full((5, 6, 3), 8, np.uint8)])
     assert values(frames) == [2, 77, 1, 2, 8]
     assert [frame.path for frame in frames][1::3] == ["array 0", "array 1"]
     assert values(frames) == [2, 77, 1, 2, 8]  # it can be iterated again
@@ -78,12 +78,12 @@ def test_colours_are_rgb(folder: Path) -> None:
     red = np.zeros((8, 8, 3), np.uint8)
     red[..., 2] = 250  # OpenCV writes blue first
     cv2.imwrite(str(folder / "red.png"), red)
-    (frame,) = Frames(folder / "red.png")
+    (frame,) = ImageSource(folder / "red.png")
     assert frame.image[0, 0].tolist() == [250, 0, 0]
 
 
 def test_frames_of_a_video(video: Path) -> None:
-    frames = list(Frames(video))
+    frames = list(ImageSource(video))
     assert [frame.index for frame in frames] == list(range(10))
     assert all(frame.path == str(video) for frame in frames)
     np.testing.assert_allclose([frame.image[..., 0].mean() for frame in frames], range(20, 220, 20), atol=4)
@@ -91,11 +91,11 @@ def test_frames_of_a_video(video: Path) -> None:
 
 
 def test_every_third_frame_keeps_its_number(video: Path) -> None:
-    frames = list(Frames(video, vid_stride=3))
+    frames = list(ImageSource(video, vid_stride=3))
     assert [frame.index for frame in frames] == [0, 3, 6, 9]
     np.testing.assert_allclose([frame.image[..., 0].mean() for frame in frames], [20, 80, 140, 200], atol=4)
     with pytest.raises(SourceError, match="vid_stride is 0"):
-        Frames(video, vid_stride=0)
+        ImageSource(video, vid_stride=0)
 
 
 def test_what_cannot_be_read_is_skipped_and_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -103,7 +103,7 @@ def test_what_cannot_be_read_is_skipped_and_reported(folder: Path, caplog: pytes
     (folder / "fake.jpg").write_text("hello")
     (folder / "phone.heic").write_bytes(b"\0\0\0\x18ftypheic")
     (folder / "fake.mp4").write_text("no video")
-    frames = Frames(folder)
+    frames = ImageSource(folder)
     assert values(frames) == [1, 2, 3]
     reasons = {Path(problem.path).name: problem.reason for problem in frames.skipped}
     assert set(reasons) == {"broken.png", "fake.jpg", "phone.heic", "fake.mp4"}
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_is_skipped_and_reported(folder: Path, caplog: pytes
 
 
 def test_a_file_that_vanishes_is_skipped(folder: Path) -> None:
-    frames = Frames(folder)
+    frames = ImageSource(folder)
     (folder / "a.png").unlink()
     assert values(frames) == [2, 3]
     assert [problem.reason for problem in frames.skipped] == ["No such file or directory"]
@@ -125,9 +125,9 @@ def test_a_file_that_vanishes_is_skipped(folder: Path) -> None:
 
 def test_a_missing_source_is_named_with_what_is_there(folder: Path) -> None:
     with pytest.raises(SourceError, match=r"photos/aa\.png does not exist \(nor does .*photos\)"):
-        Frames(folder / "photos" / "aa.png")
+        ImageSource(folder / "photos" / "aa.png")
     with pytest.raises(SourceError, match=r"aa\.png does not exist; did you mean a\.png"):
-        Frames(folder / "aa.png")
+        ImageSource(folder / "aa.png")
 
 
 def test_sources_without_images_are_errors_at_once(folder: Path) -> None:
@@ -141,4 +141,4 @@ def test_sources_without_images_are_errors_at_once(folder: Path) -> None:
         (np.zeros((1, 4, 4, 3), np.uint8), r"shape \(1, 4, 4, 3\)"),
     ):
         with pytest.raises(SourceError, match=message):
-            Frames(source)  # type: ignore[arg-type]
+            ImageSource(source)  # type: ignore[arg-type]

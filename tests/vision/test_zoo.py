@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from arclight.vision import build_model, fuse
-from arclight.vision.anchors import best_possible_recall, fit_anchors
+from arclight.vision.models.anchors import best_possible_recall, fit_anchors
 
 # name: as trained with 80 classes, folded with 80 classes, as trained with 1, folded with 1 (published sizes)
 SIZES = {

@@ -17,41 +17,41 @@ import arclight
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Start": {
         "demo": (
-            "arclight.cli.demo:demo",
+            "arclight.cli.commands.demo:demo",
             "run the whole chain on a small example: draw, train, quantize, export, scan",
         ),
     },
     "Train": {
         "plan": ("arclight.cli.plan:plan", "find the fastest plan for a number of GPUs, without having them"),
-        "train": ("arclight.cli.train:train", "train from a recipe, or resume a run"),
+        "train": ("arclight.cli.run_setup:train", "train from a recipe, or resume a run"),
         "federate": (
             "arclight.cli.federate.federated_run:federate",
             "train one model on the data of many sites, which stay there",
         ),
-        "validate": ("arclight.cli.evaluate:validate", "evaluate a checkpoint on the validation data"),
-        "test": ("arclight.cli.evaluate:test", "evaluate a checkpoint on the test data"),
-        "run": ("arclight.cli.run:run", "start a script that uses Fabric in several processes"),
+        "validate": ("arclight.cli.commands.evaluate:validate", "evaluate a checkpoint on the validation data"),
+        "test": ("arclight.cli.commands.evaluate:test", "evaluate a checkpoint on the test data"),
+        "run": ("arclight.cli.commands.run:run", "start a script that uses Fabric in several processes"),
     },
     "Ship": {
         "export": (
-            "arclight.cli.export:export",
+            "arclight.cli.commands.export:export",
             "export a trained model as a float32 program, or as a Hugging Face folder",
         ),
-        "quantize": ("arclight.cli.export:quantize", "export a trained model as an int8 program"),
-        "benchmark": ("arclight.cli.benchmark:benchmark", "compare the speed of programs"),
+        "quantize": ("arclight.cli.commands.export:quantize", "export a trained model as an int8 program"),
+        "benchmark": ("arclight.cli.commands.benchmark:benchmark", "compare the speed of programs"),
     },
     "Use": {
-        "predict": ("arclight.cli.predict:predict", "detect objects in images; generate text"),
-        "scan": ("arclight.cli.scan:scan", "find and read payment codes in images"),
-        "serve": ("arclight.cli.serve:serve", "serve a program over HTTP, with a web page"),
+        "predict": ("arclight.cli.commands.predict:predict", "detect objects in images; generate text"),
+        "scan": ("arclight.cli.commands.scan:scan", "find and read payment codes in images"),
+        "serve": ("arclight.cli.commands.serve:serve", "serve a program over HTTP, with a web page"),
     },
     "Maintain": {
-        "data": ("arclight.cli.data:data", "tokenize text, generate labelled images, check a data set"),
+        "data": ("arclight.cli.commands.data:data", "tokenize text, generate labelled images, check a data set"),
         "checkpoint": (
-            "arclight.cli.checkpoint:checkpoint",
+            "arclight.cli.commands.checkpoint:checkpoint",
             "inspect, verify or convert checkpoints; manage rounds of federated runs",
         ),
-        "doctor": ("arclight.cli.doctor:doctor", "report devices, threads and packages of this machine"),
+        "doctor": ("arclight.cli.commands.doctor:doctor", "report devices, threads and packages of this machine"),
     },
 }
 FAULTS_OF_USE = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)

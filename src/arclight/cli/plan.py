@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import Parser, UsageError, read_recipe, recipe_parser, write_json
-from arclight.cli.own_module import names_target
+from arclight.cli.user_module import names_target
 from arclight.parallel.plan import Plan, bytes_of
 from arclight.text.settings import Language
 
@@ -156,7 +156,7 @@ def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpu
 
 def _vocabulary(task: Language) -> int | None:
     """Ids of the tokenizer, where the recipe does not give the model's."""
-    from arclight.text.data_module import TextDataModule
+    from arclight.text.data.data_module import TextDataModule
 
     return None if "vocab_size" in task.overrides else TextDataModule(task.data).vocab_size
 

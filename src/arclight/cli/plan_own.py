@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.cli import own_module
+from arclight.cli import user_module
 from arclight.cli.arguments import Parser, UsageError, write_json
 from arclight.parallel.plan import bytes_of
 
@@ -125,7 +125,7 @@ def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> 
 
     from arclight.trainer import Module
 
-    found = own_module.imported(target)
+    found = user_module.imported(target)
     if options.example is None and options.data is None and not options.config:
         raise UsageError("say what the model is given: --example package.module:name, or --data package.module:Class")
     build, data = _builders(found, target, options, flags)
@@ -140,7 +140,7 @@ def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> 
         )
     count = sum(parameter.numel() for parameter in model.parameters())
     if options.example is not None:
-        example = own_module.imported(options.example)
+        example = user_module.imported(options.example)
         given = example() if callable(example) else example
         return Subject(type(model).__name__, model, None, given, count)
     if not isinstance(model, Module):
@@ -158,7 +158,7 @@ def _builders(
         if flags:
             raise UsageError(f"{flags[0]} is no option, and {target} is a function, which is called without arguments")
         return found, None
-    run = own_module.read_run(found, options, flags)
+    run = user_module.read_run(found, options, flags)
     return run.model.build, run.data.build if run.data is not None else None
 
 

@@ -11,7 +11,7 @@ from arclight._intervals import Checked, Interval
 from arclight.parallel.plan import Plan
 from arclight.text.settings import Language
 from arclight.trainer.settings import EMA, Checkpointing, Diloco, Guard, Stopping, Timeline, TrainerSettings
-from arclight.vision.settings import Detection
+from arclight.vision.tasks.settings import Detection
 
 
 @dataclass(frozen=True, kw_only=True)

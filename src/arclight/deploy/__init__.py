@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.deploy.benchmarking import Table as Table
-    from arclight.deploy.benchmarking import benchmark as benchmark
     from arclight.deploy.errors import ExportError as ExportError
     from arclight.deploy.errors import ProgramError as ProgramError
     from arclight.deploy.errors import QuantizeError as QuantizeError
-    from arclight.deploy.exporting import export as export
-    from arclight.deploy.processing import Processing as Processing
-    from arclight.deploy.program import Program as Program
-    from arclight.deploy.program import TensorSpec as TensorSpec
-    from arclight.deploy.quantization import QuantizedModel as QuantizedModel
-    from arclight.deploy.quantization import quantize as quantize
+    from arclight.deploy.formats.export import export as export
+    from arclight.deploy.programs.benchmark import Table as Table
+    from arclight.deploy.programs.benchmark import benchmark as benchmark
+    from arclight.deploy.programs.processing import Processing as Processing
+    from arclight.deploy.programs.program import Program as Program
+    from arclight.deploy.programs.program import TensorSpec as TensorSpec
+    from arclight.deploy.quantizing.ptq import QuantizedModel as QuantizedModel
+    from arclight.deploy.quantizing.ptq import quantize as quantize
     from arclight.deploy.settings import Int8 as Int8
 
 __getattr__, __dir__, __all__ = lazy(
@@ -28,15 +28,15 @@ __getattr__, __dir__, __all__ = lazy(
     {
         "ExportError": "arclight.deploy.errors",
         "Int8": "arclight.deploy.settings",
-        "Processing": "arclight.deploy.processing",
-        "Program": "arclight.deploy.program",
+        "Processing": "arclight.deploy.programs.processing",
+        "Program": "arclight.deploy.programs.program",
         "ProgramError": "arclight.deploy.errors",
         "QuantizeError": "arclight.deploy.errors",
-        "QuantizedModel": "arclight.deploy.quantization",
-        "Table": "arclight.deploy.benchmarking",
-        "TensorSpec": "arclight.deploy.program",
-        "benchmark": "arclight.deploy.benchmarking",
-        "export": "arclight.deploy.exporting",
-        "quantize": "arclight.deploy.quantization",
+        "QuantizedModel": "arclight.deploy.quantizing.ptq",
+        "Table": "arclight.deploy.programs.benchmark",
+        "TensorSpec": "arclight.deploy.programs.program",
+        "benchmark": "arclight.deploy.programs.benchmark",
+        "export": "arclight.deploy.formats.export",
+        "quantize": "arclight.deploy.quantizing.ptq",
     },
 )

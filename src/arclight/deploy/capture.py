@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Sequence
+import io
+import logging
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +16,6 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from arclight.deploy.errors import ExportError
-from arclight.deploy.quiet import quiet
 
 Inputs = tuple[Tensor, ...]
 
@@ -72,3 +75,31 @@ def _writes_in_place(nodes: Iterable[torch.fx.Node]) -> bool:
         for node in nodes
         if node.target is not torch.ops.aten.batch_norm.default
     )
+
+
+_LOGGERS = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, what is printed, warned and logged by exporters is held back; an error carries it along as a note."""
+    heard = io.StringIO()
+    handler = logging.StreamHandler(heard)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [(logger.handlers, logger.propagate) for logger in loggers]
+    with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+        stack.enter_context(contextlib.redirect_stdout(heard))
+        stack.enter_context(contextlib.redirect_stderr(heard))
+        for logger in loggers:
+            logger.handlers, logger.propagate = [handler], False
+        try:
+            yield
+        except Exception as error:
+            lines = [*heard.getvalue().splitlines(), *(f"{w.category.__name__}: {w.message}" for w in warned)]
+            if lines:
+                error.add_note("\n".join(["What the exporter said before it failed:", *lines[-40:]]))
+            raise
+        finally:
+            for logger, (handlers, propagate) in zip(loggers, before):
+                logger.handlers, logger.propagate = handlers, propagate

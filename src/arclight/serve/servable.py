@@ -52,7 +52,7 @@ class ServableModule(nn.Module):
 
 
 @dataclass
-class Answer:
+class Reply:
     """What the server said."""
 
     status_code: int
@@ -83,7 +83,7 @@ class ServableModuleValidator(Callback):
         require("uvicorn", extra="serve")
         self.optimization, self.server, self.host, self.port = optimization, server, host, port
         self.timeout, self.exit_on_failure = timeout, exit_on_failure
-        self.resp: Answer | None = None
+        self.resp: Reply | None = None
 
     @property
     def successful(self) -> bool | None:
@@ -158,11 +158,11 @@ def _running(app: Any, host: str, port: int, timeout: float) -> Iterator[str]:
             thread.join(timeout)
 
 
-def _post(address: str, payload: dict[str, Any]) -> Answer:
+def _post(address: str, payload: dict[str, Any]) -> Reply:
     body = json.dumps(payload).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})  # noqa: S310 - our own server
     try:
         with urllib.request.urlopen(request, timeout=_REQUEST_SECONDS) as response:  # noqa: S310
-            return Answer(response.status, response.read().decode())
+            return Reply(response.status, response.read().decode())
     except urllib.error.HTTPError as error:
-        return Answer(error.code, error.read().decode())
+        return Reply(error.code, error.read().decode())

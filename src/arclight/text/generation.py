@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from arclight.text.models.cache import KVCache
-from arclight.text.models.decoder import Decoder
-from arclight.text.tokenizer import Tokenizer
+from arclight.text.data.tokenizer import Tokenizer
+from arclight.text.model.decoder import Decoder
+from arclight.text.model.kv_cache import KVCache
 
 
 class Options(TypedDict, total=False):

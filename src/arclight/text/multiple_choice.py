@@ -13,8 +13,8 @@ import torch
 
 from arclight.data.token_samples import IGNORED
 from arclight.fabric.errors import MisconfigurationError
-from arclight.text.sources import SourceError, rows
-from arclight.text.tokenizer import Tokenizer
+from arclight.text.data.sources import SourceError, rows
+from arclight.text.data.tokenizer import Tokenizer
 
 Format = Literal["hellaswag", "arc", "mmlu"]
 _LETTERS = "ABCDEFGHIJ"

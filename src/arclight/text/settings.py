@@ -11,8 +11,8 @@ from arclight._intervals import Checked, NonNegativeFloat, PositiveFraction, Pos
 from arclight.data.sites import IID, Dirichlet
 from arclight.optim.schedule_settings import WSD, Constant, Cosine, InverseSqrt, Linear
 from arclight.optim.settings import SGD, AdamW, Mixed, Muon, NorMuon
-from arclight.text.data_settings import BPE, Text
-from arclight.text.sites import Share, Source
+from arclight.text.data.data_settings import BPE, Text
+from arclight.text.data.site_split import SiteShare, Source
 
 if TYPE_CHECKING:
     from arclight.trainer import DataModule, Module
@@ -59,12 +59,12 @@ class Language(Checked):
         """The same task on one site's documents; its weights come from elsewhere. Raises ValueError for a partition that divides no text."""
         if not isinstance(partition, Source | IID | Dirichlet | None):
             raise ValueError(f"{type(partition).__name__.lower()} divides no text: source, iid and dirichlet do")
-        share = Share(number=number, count=count, partition=partition or IID())
+        share = SiteShare(number=number, count=count, partition=partition or IID())
         return dataclasses.replace(self, weights=None, data=dataclasses.replace(self.data, share=share))
 
     def check_sites(self, count: int, partition: Source | IID | Dirichlet | None = None) -> None:
         """Raises MisconfigurationError where the text cannot be divided so that each of ``count`` sites gets some of it."""
-        from arclight.text.data_module import TextDataModule
+        from arclight.text.data.data_module import TextDataModule
 
         TextDataModule(self.site(0, count, partition).data).selection.check()
 
@@ -80,7 +80,7 @@ class Language(Checked):
         )
 
     def build(self) -> tuple[Module, DataModule]:
-        from arclight.text.data_module import TextDataModule
+        from arclight.text.data.data_module import TextDataModule
         from arclight.text.language_model import LanguageModel
 
         data = TextDataModule(self.data)

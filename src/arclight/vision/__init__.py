@@ -10,20 +10,20 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.vision import qris as qris
-    from arclight.vision.detections import Detections as Detections
-    from arclight.vision.detector import Detector as Detector
-    from arclight.vision.letterboxing import letterbox as letterbox
-    from arclight.vision.yolo import fuse as fuse
-    from arclight.vision.zoo import build_model as build_model
+    from arclight.vision.data.letterbox import letterbox as letterbox
+    from arclight.vision.models.yolov5 import build_model as build_model
+    from arclight.vision.models.yolov5 import fuse as fuse
+    from arclight.vision.results.detections import Detections as Detections
+    from arclight.vision.tasks.detection import Detector as Detector
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "Detections": "arclight.vision.detections",
-        "Detector": "arclight.vision.detector",
-        "build_model": "arclight.vision.zoo",
-        "fuse": "arclight.vision.yolo",
-        "letterbox": "arclight.vision.letterboxing",
+        "Detections": "arclight.vision.results.detections",
+        "Detector": "arclight.vision.tasks.detection",
+        "build_model": "arclight.vision.models.yolov5",
+        "fuse": "arclight.vision.models.yolov5",
+        "letterbox": "arclight.vision.data.letterbox",
         "qris": "arclight.vision.qris",
     },
 )

@@ -115,7 +115,7 @@ def _nms_image(
     else:
         classes, confidence = prediction[positions, 5:].argmax(dim=1), best[positions]
     boxes = xywh_to_xyxy(prediction[positions, :4])
-    kept = suppress(boxes, classes, iou_threshold, max_det)
+    kept = greedy_nms(boxes, classes, iou_threshold, max_det)
     return torch.cat((boxes[kept], confidence[kept, None], classes[kept, None].to(boxes.dtype)), dim=1)
 
 
@@ -133,7 +133,7 @@ def _ranked(scores: Tensor, threshold: float, limit: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def suppress(boxes: Tensor, classes: Tensor, iou_threshold: float, max_det: int | None = None) -> Tensor:
+def greedy_nms(boxes: Tensor, classes: Tensor, iou_threshold: float, max_det: int | None = None) -> Tensor:
     """Greedy non-maximum suppression: indices of the boxes kept, in order, at most ``max_det``.
 
     boxes: (n, 4) xyxy, most confident first; classes: (n,). A box goes when a kept one of its class overlaps it by more

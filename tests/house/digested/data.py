@@ -44,7 +44,7 @@ def tokens(**settings: Any) -> list[Any]:
 
 
 def values(folder: Path) -> dict[str, Any]:
-    from arclight.text.data_settings import BPE, Bytes
+    from arclight.text.data.data_settings import BPE, Bytes
 
     Path("texts").mkdir()
     for number in range(30):

@@ -23,7 +23,7 @@ from arclight.text import build_model
 from arclight.trainer.callbacks import MicroBatching
 from arclight.trainer.strategies import select
 from arclight.vision import Detector
-from arclight.vision.settings import Detection
+from arclight.vision.tasks.settings import Detection
 
 
 class Classifier(al.Module):

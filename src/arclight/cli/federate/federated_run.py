@@ -206,7 +206,7 @@ def first_weights(recipe: FederatedRecipe, measuring: Measuring | None) -> Any:
     """What the run begins with: the module as a centralised run would begin with it."""
     if measuring is not None:
         return measuring.begin()
-    from arclight.cli.train import build_task
+    from arclight.cli.run_setup import build_task
 
     module, _ = build_task(recipe)
     if not any(True for _ in module.parameters()):
@@ -263,7 +263,7 @@ def failed(folder: RunFolder, options: Namespace, why: str) -> None:
 def centralised(recipe: FederatedRecipe) -> Path:
     """Train the same task without a federation; the run's folder."""
     from arclight.cli.run_record import Preparation, RunRecord
-    from arclight.cli.train import build_task, callbacks, make_trainer
+    from arclight.cli.run_setup import build_task, callbacks, make_trainer
     from arclight.trainer.callbacks import RunReport
 
     central = recipe.central()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from arclight.cli.schema import Recipe
 from arclight.data.sites import IID, Dirichlet
 from arclight.federated.settings import Federation
-from arclight.text.sites import Source
-from arclight.vision.sites import Merchant
+from arclight.text.data.site_split import Source
+from arclight.vision.data.site_split import Merchant
 
 _AT_CLIENTS = "each client would do it for itself, and rounds go on until there are enough of them"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.cli.arguments import UsageError
-from arclight.cli.train import build_task, check_plan, make_trainer
+from arclight.cli.run_setup import build_task, check_plan, make_trainer
 from arclight.recipe import Imported, imported
 
 if TYPE_CHECKING:

@@ -1,0 +1,213 @@
+"""``arclight data tokenize|pack|inspect|retokenize``: text for language models, from files to shards of tokens."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from arclight.text.data.tokenizer import Tokenizer
+
+
+def add_verbs(verbs: Any) -> None:
+    """Add what concerns text to the verbs of ``arclight data``."""
+    verb = verbs.add_parser("tokenize", help="tokenize text into shards")
+    verb.add_argument("sources", nargs="+", metavar="SOURCE", help='"stdlib", or files and folders of text')
+    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    _add_tokenizer(verb)
+    verb.add_argument("--field", default="text", help="column of a row with the text (default: %(default)s)")
+    verb.add_argument(
+        "--held-out",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="fraction of the documents for the validation split",
+    )
+    verb.add_argument("--shard-bytes", type=int, default=2**26, metavar="N", help="bytes of text per shard")
+    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
+    verb.set_defaults(run=tokenize)
+
+    verb = verbs.add_parser("retokenize", help="convert shards from one tokenizer to another")
+    verb.add_argument("source", type=Path, metavar="CORPUS")
+    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    _add_tokenizer(verb)
+    verb.add_argument("--workers", type=int, default=1, metavar="N", help="worker processes")
+    verb.set_defaults(run=retokenize)
+
+    verb = verbs.add_parser("pack", help="pack whole documents into samples of one length")
+    verb.add_argument("corpus", type=Path)
+    verb.add_argument("--length", type=int, required=True, metavar="N", help="tokens per sample")
+    verb.set_defaults(run=pack)
+
+    verb = verbs.add_parser("inspect", help="summarise shards; status 1 if --verify finds damage")
+    verb.add_argument("corpus", type=Path)
+    verb.add_argument("--verify", action="store_true", help="read and verify every byte")
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=inspect)
+
+
+def _add_tokenizer(verb: Any) -> None:
+    verb.add_argument(
+        "--tokenizer",
+        default="bpe",
+        help='"bytes", "bpe" to train one, or a folder or tokenizer.json (default: %(default)s)',
+    )
+    verb.add_argument(
+        "--vocab-size",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="vocabulary of a trained tokenizer (default: %(default)s)",
+    )
+
+
+def tokenize(options: Namespace) -> int:
+    from itertools import chain
+
+    from arclight.text.data.corpus import held_out, write_corpus
+    from arclight.text.data.sources import documents
+
+    def read() -> Any:
+        return chain.from_iterable(documents(source, options.field) for source in options.sources)
+
+    started, split = time.monotonic(), held_out(options.held_out)
+    _refuse_existing(options.out)
+    tokenizer = _tokenizer(options, (document.text for document in read() if split(document) == "train"))
+    _write(
+        write_corpus, options.out, read(), tokenizer, split=split, shard_bytes=options.shard_bytes,
+        workers=options.workers, about={"sources": options.sources},
+    )  # fmt: skip
+    return _report(options.out, started)
+
+
+def retokenize(options: Namespace) -> int:
+    from arclight.text.data.corpus import documents_of, retokenize, shards_in
+    from arclight.text.data.tokenizer import Tokenizer
+
+    started = time.monotonic()
+    _refuse_existing(options.out)
+    before = Tokenizer.load(options.source / "tokenizer")
+    first = next(iter(shards_in(options.source).values()))
+    tokenizer = _tokenizer(options, (document.text for document in documents_of(first, before)))
+    _write(retokenize, options.source, options.out, tokenizer, workers=options.workers)
+    return _report(options.out, started)
+
+
+def pack(options: Namespace) -> int:
+    from arclight.cli.arguments import UsageError
+    from arclight.data.packing import Packed
+    from arclight.text.data.corpus import shards_in
+
+    if options.length < 1:
+        raise UsageError(f"--length {options.length}: a sample has 1 token or more")
+    for split, shards in shards_in(options.corpus).items():
+        packed = Packed.build(shards, options.length)
+        print(f"{split}: {shards.documents:,} documents in {len(packed):,} samples, {packed.padding:.2%} padding")
+    return 0
+
+
+def inspect(options: Namespace) -> int:
+    from arclight.data.token_shards import TokenShardError
+    from arclight.text.data.corpus import shards_in
+
+    found = shards_in(options.corpus)
+    facts = {split: _facts(shards) for split, shards in found.items()}
+    problems = []
+    for shards in found.values() if options.verify else ():
+        try:
+            shards.verify(again=True)
+        except TokenShardError as error:
+            problems.append(str(error))
+    if options.json:
+        print(json.dumps({"splits": facts} | ({"problems": problems} if options.verify else {}), indent=2))
+    else:
+        _show(options.corpus, facts)
+        print("\n".join(problems) if problems else "every byte is what was written" if options.verify else "", end="")
+        print("\n" if options.verify else "", end="")
+    return 1 if problems else 0
+
+
+def _facts(shards: Any) -> dict[str, Any]:
+    from arclight.data.packing import Packed
+
+    lengths = sorted(int(path.name.removeprefix("packed-")) for path in shards.folder.glob("packed-*"))
+    packed = {length: Packed(shards, length) for length in lengths}
+    return {
+        "documents": shards.documents,
+        "tokens": shards.tokens,
+        "text_bytes": shards.text_bytes,
+        "bytes_per_token": round(shards.text_bytes / shards.tokens, 4) if shards.tokens else None,
+        "longest": shards.longest,
+        "mean_length": round(shards.tokens / shards.documents, 1) if shards.documents else None,
+        "vocab_size": shards.vocab_size,
+        "vocabulary": shards.facts[0].tokenizer if shards.facts else None,
+        "shards": len(shards.names),
+        "digest": shards.digest,
+        "packed": {str(n): {"samples": len(p), "padding": round(p.padding, 6)} for n, p in packed.items()},
+    }
+
+
+_ROWS = {
+    "documents": "documents", "tokens": "tokens", "text_bytes": "bytes of text", "bytes_per_token": "bytes per token",
+    "longest": "longest document", "mean_length": "mean document", "vocab_size": "vocabulary", "shards": "shards",
+}  # fmt: skip
+
+
+def _show(folder: Path, facts: dict[str, dict[str, Any]]) -> None:
+    import rich
+    from rich.table import Table
+
+    table = Table(title=str(folder), title_justify="left")
+    table.add_column()
+    for split in facts:
+        table.add_column(split, justify="right")
+    for key, title in _ROWS.items():
+        values = [found[key] for found in facts.values()]
+        table.add_row(title, *("-" if value is None else f"{value:,}" for value in values))
+    for length in sorted({length for found in facts.values() for length in found["packed"]}, key=int):
+        packed = [found["packed"].get(length) for found in facts.values()]
+        table.add_row(f"padding, packed for {length}", *("-" if p is None else f"{p['padding']:.2%}" for p in packed))
+    rich.print(table)
+
+
+def _tokenizer(options: Namespace, texts: Any) -> Tokenizer:
+    from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer
+
+    if options.tokenizer == "bytes":
+        return ByteTokenizer()
+    return (
+        Tokenizer.train(texts, options.vocab_size) if options.tokenizer == "bpe" else Tokenizer.load(options.tokenizer)
+    )
+
+
+def _refuse_existing(folder: Path) -> None:
+    """Before anything is read, which may take long."""
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already: choose another folder, or delete it first")
+
+
+def _write(function: Any, *arguments: Any, **options: Any) -> None:
+    """Call what writes a corpus, and show how far it is."""
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("tokenizing"), TextColumn("{task.fields[done]}"), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task("", done="", total=None)
+
+        def told(documents: int, size: int) -> None:
+            progress.update(bar, done=f"{documents:,} documents, {size / 2**20:,.0f} MiB")
+
+        function(*arguments, progress=told, **options)
+
+
+def _report(folder: Path, started: float) -> int:
+    from arclight.text.data.corpus import shards_in
+
+    found, seconds = shards_in(folder), time.monotonic() - started
+    tokens = sum(shards.tokens for shards in found.values())
+    _show(folder, {split: _facts(shards) for split, shards in found.items()})
+    print(f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} per second): {folder}")
+    return 0

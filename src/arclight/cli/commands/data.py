@@ -1,0 +1,88 @@
+"""``arclight data``: text into shards of tokens, a data set of payment codes, and what is wrong with a data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from arclight.cli.arguments import Parser, write_json
+from arclight.cli.commands.corpora import add_verbs
+
+
+def data(arguments: list[str]) -> int:
+    about = "Tokenize and inspect text, generate a data set of payment codes, or check an image data set."
+    parser = Parser(prog="arclight data", description=about)
+    verbs = parser.add_subparsers(required=True, metavar="tokenize|retokenize|pack|inspect|qris|check")
+    add_verbs(verbs)
+
+    verb = verbs.add_parser("qris", help="generate labelled scenes with payment codes")
+    verb.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
+    verb.add_argument("--count", type=int, required=True, metavar="N", help="number of images")
+    verb.add_argument("--seed", type=int, default=0, help="same seed, same images (default: %(default)s)")
+    verb.add_argument("--size", type=int, default=640, help="side of an image, pixels (default: %(default)s)")
+    verb.add_argument(
+        "--merchants",
+        type=int,
+        metavar="N",
+        help="number of merchants, each with a look of its own; see merchants.json",
+    )
+    verb.set_defaults(run=qris)
+
+    verb = verbs.add_parser("check", help="report problems of a data set in YOLO format; status 1 if there are any")
+    verb.add_argument("path", type=Path, metavar="data.yaml")
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
+    verb.set_defaults(run=check)
+
+    options = parser.parse_args(arguments)
+    return int(options.run(options))
+
+
+def qris(options: Namespace) -> int:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from arclight.vision.qris.scenes.generate import generate
+
+    started = time.monotonic()
+    columns = (TextColumn("drawing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task("", total=options.count)
+        description = generate(
+            options.out,
+            options.count,
+            options.seed,
+            size=options.size,
+            merchants=options.merchants,
+            progress=lambda done, _: progress.update(bar, completed=done),
+        )
+    seconds = time.monotonic() - started
+    print(f"{options.count} images in {seconds:.1f} s ({options.count / seconds:.0f} per second): {description}")
+    return 0
+
+
+def check(options: Namespace) -> int:
+    """Report every split that the data set has. The labels are read afresh, and nothing is written beside them."""
+    from arclight.vision.data.data_yaml import read_data_yaml
+    from arclight.vision.data.labels import DatasetError, check_labels
+
+    spec = read_data_yaml(options.path)
+    names = ", ".join(spec.names[:8]) + (", ..." if len(spec.names) > 8 else "")
+    print(f"{options.path}: {len(spec.names)} class{'es' * (len(spec.names) != 1)} ({names})")
+    found: dict[str, Any] = {}
+    wrong = False
+    for split in ("train", "val", "test"):
+        if not getattr(spec, split):
+            continue
+        try:
+            report = check_labels(spec.images(split), len(spec.names), name=split, cache=False).report
+        except DatasetError as error:  # the other splits are looked at as well
+            print(f"{split}: {error}")
+            found[split], wrong = {"error": str(error)}, True
+            continue
+        print(report)
+        found[split] = dataclasses.asdict(report)
+        wrong = wrong or bool(report.corrupt or report.malformed)
+    write_json(options.json, found)
+    return int(wrong)

@@ -1,0 +1,232 @@
+"""``arclight demo``: the whole product in small, from drawn scenes to an int8 program that reads payment codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import Parser
+from arclight.cli.run_setup import build_task, callbacks, make_trainer
+from arclight.cli.schema import Recipe
+from arclight.cli.style import console_of
+from arclight.deploy.settings import Int8
+from arclight.optim.schedule_settings import Cosine
+from arclight.optim.settings import AdamW
+from arclight.trainer.settings import EMA, Checkpointing, TrainerSettings
+from arclight.vision.tasks.settings import Augment, Detection
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from arclight.deploy import Program
+    from arclight.vision.data.dataset import DetectionDataset
+    from arclight.vision.tasks.detection import Detector
+
+SCENES, SCENE_SIZE, VALIDATION_SHARE, EPOCHS = 1000, 640, 0.15, 12
+
+
+def demo(arguments: list[str]) -> None:
+    parser = Parser(
+        prog="arclight demo",
+        description="Draw scenes with payment codes, train a detector on them, evaluate, quantize and export it, and read codes with it.",
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path("runs"), metavar="DIR", help="folder of all runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--scenes", type=int, default=SCENES, metavar="N", help="number of scenes (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, metavar="N", help="training epochs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of every random stream (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+
+    Demo(options.root, scenes=options.scenes, epochs=options.epochs, seed=options.seed, console=console_of()).run()
+
+
+def recipe_for(data: Path, root: Path = Path("runs"), *, epochs: int = EPOCHS, seed: int = 0) -> Recipe:
+    """The demo's training run. Its schedule counts steps of this small data set: hardly any warm-up, then down to almost nothing."""
+    return Recipe(
+        name="demo",
+        root=root,
+        seed=seed,
+        task=Detection(
+            data=data, model="yolov5n", image_size=320, batch_size=16, workers=1, optimizer=AdamW(lr=2e-3),
+            schedule=Cosine(warmup=0.05, final=0.02), augment=Augment(close_mosaic=0.25),
+        ),
+        trainer=TrainerSettings(max_epochs=epochs, precision="auto", gradient_clip_val=10.0, check_val_every_n_epoch=3, log_every_n_steps=10),
+        checkpoint=Checkpointing(monitor="val/map50", mode="max"),
+        ema=EMA(decay=0.998, ramp_steps=100),
+    )  # fmt: skip
+
+
+class Demo:
+    """The steps, in order; each says what it does and what came out."""
+
+    def __init__(self, root: Path, *, scenes: int, epochs: int, seed: int, console: Console) -> None:
+        self.folder, self.root, self.scenes, self.epochs, self.seed = root / "demo", root, scenes, epochs, seed
+        self.console, self.begun = console, time.monotonic()
+
+    def run(self) -> None:
+        data = self.draw()
+        detector, datamodule, run = self.train(data)
+        programs = self.export(detector, datamodule.train_photos())
+        results = {name: self.measure(program, datamodule.val) for name, program in programs.items()}
+        reading = self.scan(programs["int8"], data.parent)
+        latency = self.time(programs)
+        self.report(detector, run, programs, results, reading, latency)
+
+    def say(self, text: str) -> None:
+        from rich.markup import escape
+
+        minutes, seconds = divmod(int(time.monotonic() - self.begun), 60)
+        self.console.print(f"[dim]{minutes}:{seconds:02d}[/dim]  {escape(text)}", soft_wrap=True)
+
+    def draw(self) -> Path:
+        """Scenes on disk; ones drawn before with the same settings are used again."""
+        from rich.progress import Progress
+
+        from arclight.vision.qris.scenes.generate import generate
+
+        folder, wanted = self.folder / "data", {"scenes": self.scenes, "seed": self.seed, "size": SCENE_SIZE}
+        record = self.folder / "data.json"
+        if record.exists() and json.loads(record.read_text()) == wanted and (folder / "data.yaml").exists():
+            self.say(f"{self.scenes} scenes are in {folder}")
+            return folder / "data.yaml"
+        shutil.rmtree(folder, ignore_errors=True)
+        record.unlink(missing_ok=True)
+        with Progress(console=self.console, transient=True) as progress:
+            bar = progress.add_task("drawing scenes", total=self.scenes)
+            data = generate(
+                folder,
+                self.scenes,
+                self.seed,
+                size=SCENE_SIZE,
+                val_share=VALIDATION_SHARE,
+                progress=lambda done, _: progress.update(bar, completed=done),
+            )
+        record.write_text(json.dumps(wanted))
+        self.say(f"drew {self.scenes} scenes with payment codes, other codes and distractors into {folder}")
+        return data
+
+    def train(self, data: Path) -> tuple[Detector, Any, Any]:
+        from arclight.cli.run_record import RunRecord
+        from arclight.trainer.callbacks import RunReport
+
+        recipe = recipe_for(data, self.root, epochs=self.epochs, seed=self.seed)
+        module: Any
+        datamodule: Any
+        module, datamodule = build_task(recipe)
+        trainer = make_trainer(recipe, callbacks=[*callbacks(recipe), RunRecord(recipe), RunReport()])
+        self.say(f"training {recipe.task.model} from scratch for {self.epochs} epochs ({trainer.precision})")
+        trainer.fit(module, datamodule=datamodule)
+        self.say(f"trained: mAP50 {module.results.map50:.3f} on the {len(datamodule.val)} scenes held out")
+        return module, datamodule, trainer.run_folder
+
+    def export(self, detector: Detector, photos: DetectionDataset) -> dict[str, Program]:
+        from arclight.vision.tasks.deployment import export_detector, parity_summary
+
+        programs = {}
+        for name, int8 in {"fp32": None, "int8": Int8(calibration_batches=40)}.items():
+            path = self.folder / "programs" / f"detector-{name}.onnx"
+            programs[name] = export_detector(detector, path, photos, int8)
+            size = f"{programs[name].nbytes / 1e6:.1f} MB"
+            self.say(f"{name} program: {path}, {size}, {parity_summary(programs[name])}")
+        return programs
+
+    def measure(self, program: Program, photos: DetectionDataset) -> Any:
+        from arclight.vision.tasks.deployment import evaluate_program
+
+        results = evaluate_program(program, photos)
+        self.say(f"{program.precision} program: mAP50 {results.map50:.3f}, mAP50-95 {results.map50_95:.3f}")
+        return results
+
+    def scan(self, program: Program, data: Path) -> dict[str, int]:
+        """Count the codes of the held-out scenes that are read, and those that a reader told their corners can read."""
+        import numpy as np
+
+        from arclight.vision import qris
+        from arclight.vision.data.images import decode_image
+        from arclight.vision.qris.reading.decode import read_at, to_grey
+
+        truth = json.loads((data / "codes.json").read_text())
+        counts = {"codes": 0, "read": 0, "readable": 0, "payments": 0, "wrong": 0}
+        for name, codes in truth.items():
+            if "/val/" not in name:
+                continue
+            image = decode_image(data / name)
+            found = qris.scan(image, lambda image: program.predict([image])[0])
+            texts = [code.text for code in found if code.text is not None]
+            payloads = [code["payload"] for code in codes]
+            counts["codes"] += len(payloads)
+            counts["read"] += sum(payload in texts for payload in payloads)
+            for code in codes:
+                told = read_at(to_grey(image), np.array(code["corners_px"], np.float32), code["modules"])
+                counts["readable"] += code["payload"] in (*texts, told.text if told else None)
+            counts["wrong"] += sum(text not in payloads for text in texts)
+            counts["payments"] += sum(code.kind == "qris" for code in found)
+        self.say(
+            f"scanned the held-out scenes: {counts['read']} of {counts['codes']} codes read, {counts['payments']} are payment codes "
+            f"(QRIS); {counts['readable']} are readable by a reader that is told their corners"
+        )
+        return counts
+
+    def time(self, programs: dict[str, Program]) -> dict[str, float]:
+        import torch
+
+        from arclight.deploy import benchmark
+
+        size = programs["fp32"].metadata["image_size"]
+        table = benchmark(programs, torch.rand(1, 3, size, size), rounds=40, threads=1)
+        return {name: table[name].wall_ms for name in programs}
+
+    def report(
+        self,
+        detector: Detector,
+        run: Any,
+        programs: Any,
+        results: Any,
+        reading: dict[str, int],
+        latency: dict[str, float],
+    ) -> None:
+        import torch
+        from rich.table import Table
+
+        seconds, rate = time.monotonic() - self.begun, reading["read"] / max(1, reading["codes"])
+        summary = {
+            "map50": detector.results.map50, "map50_95": detector.results.map50_95, "int8_map50": results["int8"].map50,
+            "decode_rate": rate, "latency_ms": latency, "seconds": round(seconds, 1), "device": str(detector.device),
+        }  # fmt: skip
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        table = Table(title="Results on scenes held out", title_justify="left")
+        for name in ("", "torch", "fp32 program", "int8 program"):
+            table.add_column(name, justify="right" if name else "left")
+        weights = sum(p.numel() * p.element_size() for p in detector.model.state_dict().values())
+        table.add_row("mAP50", *(f"{r.map50:.3f}" for r in (detector.results, results["fp32"], results["int8"])))
+        table.add_row("mAP50-95", *(f"{r.map50_95:.3f}" for r in (detector.results, results["fp32"], results["int8"])))
+        table.add_row(
+            "size, MB", *(f"{n / 1e6:.1f}" for n in (weights, programs["fp32"].nbytes, programs["int8"].nbytes))
+        )
+        table.add_row("latency, ms (1 thread)", "", f"{latency['fp32']:.1f}", f"{latency['int8']:.1f}")
+        table.add_row("codes read", "", "", f"{rate:.0%} of {reading['codes']}")
+        self.console.print(table)
+        self.console.print(f"took {seconds / 60:.1f} minutes on {torch.get_num_threads()} threads\n")
+        for name, place in (
+            ("report", run.report),
+            ("summary", self.folder / "summary.json"),
+            ("try it", f"{command()} serve --program {self.folder / 'programs' / 'detector-int8.onnx'}"),
+        ):
+            self.console.print(f"{name:<8} {place}", soft_wrap=True, markup=False)
+
+
+def command() -> str:
+    """How this program is called from here: by its name where the shell finds it, else by its path."""
+    return "arclight" if shutil.which("arclight") else os.path.relpath(sys.argv[0])

@@ -1,0 +1,116 @@
+"""``arclight export`` and ``arclight quantize``: a trained detector becomes a program file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arclight.cli.arguments import Parser, UsageError, check_writable
+from arclight.cli.runs import checkpoint_of, described
+from arclight.cli.style import working
+from arclight.deploy.settings import Int8
+
+if TYPE_CHECKING:
+    from arclight.vision.tasks.detection import Detector
+
+
+def export(arguments: list[str]) -> None:
+    from arclight.cli.commands import language
+
+    if language.trained_language(arguments):
+        return language.export(arguments)
+    _write(
+        "export",
+        "Write a trained detector as a float32 program. For the run of a language model: arclight export RUN --help.",
+        arguments,
+        int8=False,
+    )
+    return None
+
+
+def quantize(arguments: list[str]) -> None:
+    from arclight.cli.commands import language
+
+    if language.trained_language(arguments):
+        return language.quantize(arguments)
+    _write(
+        "quantize",
+        "Quantize a trained detector to int8, calibrated on its training images, and write it as a program. Of a language model's run: "
+        "arclight quantize RUN --help.",
+        arguments,
+        int8=True,
+    )
+    return None
+
+
+def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
+    parser = Parser(prog=f"arclight {verb}", description=about)
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run folder (its best checkpoint)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the program to write (.onnx)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="YAML",
+        help="images to verify (and calibrate) with (default: the data it was trained on)",
+    )
+    if int8:
+        defaults = Int8()
+        parser.add_argument(
+            "--observer",
+            choices=("histogram", "minmax"),
+            default=defaults.observer,
+            help="calibration method for ranges (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--calibration-batches",
+            type=int,
+            default=defaults.calibration_batches,
+            metavar="N",
+            help="batches of 8 images (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--skip", action="append", default=[], metavar="MODULE", help="keep this module in float32; may be repeated"
+        )
+    options = parser.parse_args(arguments)
+    check_program_name(options.out)
+
+    from arclight.vision.data.dataset import DetectionDataset, read_data_yaml
+    from arclight.vision.tasks.deployment import export_detector, parity_summary
+
+    detector = load_detector(options.checkpoint)
+    settings = detector.settings
+    data = options.data or settings.data
+    if not data.exists():
+        raise UsageError(
+            f"{data}, the data this detector was trained on, is not here: name images to check the program with by --data"
+        )
+    photos = DetectionDataset.open(read_data_yaml(data), "train", image_size=settings.image_size, cache_labels=False)
+    recipe = (
+        Int8(observer=options.observer, calibration_batches=options.calibration_batches, skip=tuple(options.skip))
+        if int8
+        else None
+    )
+    with working(f"{'quantizing' if int8 else 'exporting'} {settings.model} and comparing the program with it"):
+        program = export_detector(detector, options.out, photos, recipe)
+    size = f"{program.nbytes / 1e6:.1f} MB"
+    print(f"wrote {options.out}: {program.precision}, {size}, {parity_summary(program)}")
+
+
+def check_program_name(path: Path) -> None:
+    """Raise UsageError for a name that says another format than ONNX, and for a place where nothing can be written."""
+    if path.suffix != ".onnx":
+        name = path.with_suffix(".onnx") if path.name and path.name != ".." else path / "program.onnx"
+        raise UsageError(f"--out {path}: a program is an ONNX file; call it {name}")
+    check_writable(path, "--out")
+
+
+def load_detector(path: Path) -> Detector:
+    """Load the detector in a checkpoint, or in the best checkpoint of a run folder, and say which it is."""
+    from arclight.vision.tasks.detection import Detector
+
+    checkpoint = checkpoint_of(path)
+    detector: Detector = Detector.load_from_checkpoint(checkpoint)
+    print(described(checkpoint))
+    return detector

@@ -1,0 +1,223 @@
+"""``arclight train``: a recipe becomes a run folder."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli.arguments import RECIPE, UsageError, check_writable, read_recipe, recipe_parser
+from arclight.cli.runs import run_folder
+from arclight.cli.user_module import named_module
+
+if TYPE_CHECKING:
+    from arclight.cli.schema import Recipe
+    from arclight.cli.user_module import OwnRun
+    from arclight.parallel import Plan
+    from arclight.trainer import Callback, DataModule, Module, RunFolder, Trainer
+    from arclight.trainer.settings import Diloco, TrainerSettings
+
+
+def train(arguments: list[str]) -> None:
+    if (own := named_module(arguments)) is not None:
+        from arclight.cli.user_run import own_run
+
+        return own_run("train", own, arguments[1:])
+    parser = recipe_parser("train", "Train from a recipe, into a new run folder.")
+    parser.add_argument(
+        "--resume",
+        metavar="last|PATH",
+        help="resume a run: last for the newest run of this name, or the PATH of a run folder or checkpoint",
+    )
+    recipe, options = read_recipe(parser, with_recipe_of_run(arguments))
+
+    from arclight.cli.interruption import Interruption
+    from arclight.cli.run_record import Preparation, RunRecord
+    from arclight.trainer.callbacks import RunReport
+
+    place = arguments[0] if options.resume == "last" and Path(arguments[0], "checkpoints").is_dir() else options.resume
+    among = recipe.root / recipe.name if recipe.checkpoint.folder is None else None
+    folder, checkpoint = resume_from(place, among=among)
+    if folder is None and not recipe.trainer.fast_dev_run:
+        check_writable(recipe.root / recipe.name, "root")
+    check_task_of(recipe, checkpoint)
+    module, data = build_task(recipe)
+    if recipe.plan is not None:
+        check_plan(recipe.plan, module)
+    interruption = Interruption()
+    parts = [*callbacks(recipe), RunRecord(recipe), RunReport(), interruption]
+    trainer = make_trainer(recipe, callbacks=parts, run_folder=folder)
+    with interruption.explained(trainer, "arclight train --resume {run}"), Preparation():
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    return report_places(trainer)
+
+
+def check_task_of(recipe: Recipe, checkpoint: str | Path | None) -> None:
+    """Raise UsageError where the run that is resumed, if its recipe is there, has learned another task."""
+    run = run_folder(Path(checkpoint)) if checkpoint not in (None, "last") else None
+    if run is None or not (run / RECIPE).is_file():
+        return
+    task = tomllib.loads((run / RECIPE).read_text(encoding="utf-8")).get("task")
+    before = str(task.get("kind", "")) if isinstance(task, dict) else str(task or "")
+    here = type(recipe.task).__name__.lower()
+    if before and ":" not in before and type(recipe.task).__module__.startswith("arclight.") and before != here:
+        raise UsageError(
+            f"--resume: {run} is a run of task.kind = {before}, and this recipe's is {here}: they cannot go on from each other"
+        )
+
+
+def with_recipe_of_run(arguments: list[str]) -> list[str]:
+    """Put the recipe of the run first that ``--resume`` names, where no recipe is named."""
+    if not arguments or not arguments[0].startswith("-"):
+        return arguments
+    flags = [word.partition("=") for word in arguments]
+    for (flag, equals, text), following in zip(flags, [*arguments[1:], ""]):
+        run = run_folder(Path(text if equals else following)) if flag == "--resume" else None
+        if run is not None and (run / RECIPE).is_file():
+            return [str(run / RECIPE), *arguments]
+    return arguments
+
+
+def report_places(trainer: Trainer) -> None:
+    """Say where the run, its report and its best checkpoint are; the newest one where no value ranked them."""
+    if not trainer.is_global_zero:
+        return
+    if trainer.fast_dev_run:
+        print("\nThe development run came to its end. It wrote nothing")
+        return
+    print(f"\nThe run is in {trainer.run_folder.path}")
+    best, last = (getattr(trainer.checkpoint_callback, f"{which}_model_path", "") for which in ("best", "last"))
+    if kept := best or last:
+        measured = best and getattr(trainer.checkpoint_callback, "best_model_score", None) is not None
+        near = Path(kept).relative_to(Path.cwd()) if Path(kept).is_relative_to(Path.cwd()) else kept
+        print(f"The {'best' if measured else 'newest'} checkpoint is {near}")
+    print(f"The report is {trainer.run_folder.report}")
+
+
+def build_task(recipe: Recipe) -> tuple[Module, DataModule | None]:
+    """The module and its data, on seeded generators. Raises UsageError where settings of the task do not fit."""
+    from arclight import Module, seed_everything
+
+    seed_everything(recipe.seed, workers=True)
+    try:
+        built = recipe.task.build()
+    except ValueError as error:
+        raise UsageError(f"task: {error}") from error
+    module, data = built if isinstance(built, tuple) else (built, None)
+    if not isinstance(module, Module):
+        made = type(module).__name__
+        raise UsageError(f"task: build() must give an arclight.Module, or one and a DataModule; it gave {made}")
+    return module, data
+
+
+def make_trainer(recipe: Recipe | OwnRun, **objects: Any) -> Trainer:
+    """A trainer as the recipe says, writing where the recipe says. Raises UsageError where its settings do not fit."""
+    from arclight import Trainer
+
+    try:
+        if recipe.plan is not None:
+            objects |= spread(with_replicas(recipe.plan, recipe.diloco), recipe.trainer)
+        return Trainer.from_settings(recipe.trainer, default_root_dir=recipe.root, run_name=recipe.name, **objects)
+    except ValueError as error:
+        raise UsageError(f"trainer: {error}") from error
+
+
+def check_there_is_a_run(runs: Path, flag: str) -> None:
+    """Raise UsageError where ``flag last`` would find nothing. The first process looks, before any run folder is made."""
+    from arclight.checkpoint import find_last
+    from arclight.fabric.rank_zero import rank_zero_only
+    from arclight.trainer import RunFolder
+
+    if rank_zero_only.rank != 0:
+        return
+    run = RunFolder.newest(runs.parent, runs.name)
+    if run is None:
+        raise UsageError(f"{flag} last: there is no run in {runs}: leave {flag} out to start one")
+    if find_last(run.path / "checkpoints") is None:
+        raise UsageError(
+            f"{flag} last: {run.path}, the newest run, was stopped before its first checkpoint: leave {flag} out to start "
+            f"a new one, or name a run before it"
+        )
+
+
+def with_replicas(plan: Plan, diloco: Diloco | None) -> Plan:
+    """The plan as a recipe's ``diloco`` needs it. Raises UsageError where one asks for replicas and the other has none."""
+    if plan.apart and diloco is None:
+        raise UsageError(
+            'plan.replicas = "apart" leaves replicas apart for good: add a table [diloco], which brings them together'
+        )
+    if diloco is not None and plan.dp_replicate == 1 and not plan.apart:
+        raise UsageError(
+            "diloco needs replicas that train apart, and the plan has one: set plan.dp_replicate to how many there shall be"
+        )
+    return plan if diloco is None else replace(plan, replicas="apart")
+
+
+def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
+    """The strategy of a recipe's plan, and as many devices as it needs. Raises UsageError where both say how to spread the work."""
+    if settings.strategy != "auto":
+        raise UsageError(
+            f"a [plan] is a strategy of its own: leave out trainer.strategy = {settings.strategy!r}, or the plan"
+        )
+    of_node, rest = divmod(plan.world_size, settings.num_nodes)
+    if rest:
+        raise UsageError(
+            f"the plan needs {plan.world_size} processes, which do not divide among {settings.num_nodes} nodes"
+        )
+    return {"strategy": plan.strategy(), "devices": of_node if settings.devices == "auto" else settings.devices}
+
+
+def check_plan(plan: Plan, module: Module) -> None:
+    """Before any process starts: raise UsageError where the plan does not fit the sizes that a module makes known, with the fix."""
+    from arclight.parallel import PlanError
+    from arclight.parallel.apply import check_sizes
+
+    try:
+        check_sizes(module, plan, getattr(module, "sequence_length", None))
+    except PlanError as error:
+        raise UsageError(f"plan: {error}") from error
+
+
+def callbacks(recipe: Recipe | OwnRun) -> list[Callback]:
+    """The callbacks that the recipe has settings for."""
+    from arclight import LearningRateMonitor
+
+    # the guard first: others must see only what it lets pass
+    parts = [recipe.guard, recipe.diloco, recipe.ema, recipe.stopping, recipe.timeline, recipe.checkpoint]
+    stepwise = recipe.checkpoint.build_stepwise()
+    made: list[Callback] = [LearningRateMonitor(), *(part.build() for part in parts if part is not None)]
+    return made if stepwise is None else [*made, stepwise]
+
+
+def resume_from(
+    place: str | None, flag: str = "--resume", among: Path | None = None
+) -> tuple[RunFolder | None, str | Path | None]:
+    """Choose the run folder to go on in (None for a new or the newest one) and the checkpoint to start from.
+
+    ``place`` is what ``flag`` says; ``last`` is for the newest run, which ``among``, if given, must hold. Raises UsageError
+    if there is nothing to go on from: who asks for it does not want to begin anew.
+    """
+    from arclight.checkpoint import find_last, remote
+    from arclight.checkpoint.manifest import is_checkpoint
+    from arclight.trainer import RunFolder
+
+    if place is None or place == "last":
+        if place is not None and among is not None:
+            check_there_is_a_run(among, flag)
+        return None, place
+    if remote.is_remote(address := remote.place(place)):
+        kept = address if is_checkpoint(address) else find_last(address)
+        if kept is None:
+            raise UsageError(f"{flag}: {place} has no checkpoint to go on from")
+        return None, str(kept)
+    path = address
+    if (path / "checkpoints").is_dir():
+        found = find_last(path / "checkpoints")
+        if found is None:
+            raise UsageError(f"{flag}: {path} has no checkpoint to go on from")
+        return RunFolder.open(path), found
+    if not path.is_dir():
+        raise UsageError(f"{flag}: {path} is neither a run folder nor a checkpoint")
+    inside_a_run = path.parent.name == "checkpoints"
+    return (RunFolder.open(path.parent.parent) if inside_a_run else None), path

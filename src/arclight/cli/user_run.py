@@ -1,0 +1,169 @@
+"""``arclight train|validate|test|predict package.module:Model``: a person's own module, trained and measured."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli import user_module
+from arclight.cli.arguments import Parser, UsageError, check_short_flags, write_json
+from arclight.cli.run_record import RunRecord
+from arclight.cli.run_setup import callbacks, check_plan, make_trainer, report_places, resume_from
+from arclight.cli.user_module import OwnRun
+
+if TYPE_CHECKING:
+    from arclight.trainer import DataModule, Module, RunFolder
+
+ABOUT = {
+    "train": "Train a module of your own, into a new run folder.",
+    "validate": "Evaluate a module of your own on its validation data.",
+    "test": "Evaluate a module of your own on its test data.",
+    "predict": "Predict with a module of your own on its data.",
+}
+
+
+def own_run(verb: str, model: type, words: Sequence[str]) -> None:
+    """Do what ``verb`` says with ``model``, a subclass of Module, as the words after it describe."""
+    parser = own_parser(verb)
+    asked = [word for word in words if word not in ("-h", "--help")]
+    options, flags = parser.parse_known_args(asked)
+    if len(asked) < len(words):
+        print(own_help(parser, model, options))
+        return
+    check_short_flags(flags, OwnRun)
+    run = user_module.read_run(model, options, flags)
+    text = user_module.config_text(run)
+    if options.print_config:
+        print(text, end="")
+    elif verb == "train":
+        train(run, text, options)
+    elif verb == "predict":
+        predict(run, options)
+    else:
+        evaluate(verb, run, options)
+
+
+def own_parser(verb: str) -> Parser:
+    usage = f"arclight {verb} package.module:Model [options] [--model.argument value ...] [--data.argument value ...]"
+    parser = Parser(prog=f"arclight {verb}", usage=usage, description=ABOUT[verb], add_help=False)
+    parser.add_argument("--data", metavar="TARGET", help="package.module:Class of the data; default: the module's own")
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE",
+        help="settings in TOML; later files override earlier ones, flags override files",
+    )  # fmt: skip
+    parser.add_argument(
+        "--print_config", action="store_true", help="print all settings in the format of --config, and exit"
+    )
+    parser.add_argument(
+        "--ckpt_path", metavar="last|PATH",
+        help="checkpoint to start from: last for the newest run of this name, or the PATH of a run folder or checkpoint",
+    )  # fmt: skip
+    if verb in ("validate", "test"):
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    if verb == "predict":
+        parser.add_argument(
+            "--out", type=Path, metavar="FILE", help="save the predictions to this file with torch.save"
+        )
+    return parser
+
+
+def train(run: OwnRun, text: str, options: Namespace) -> None:
+    from arclight.cli.interruption import Interruption
+    from arclight.trainer.callbacks import RunReport
+
+    name = run.name or run.model.target.rpartition(":")[2].rpartition(".")[2].lower()
+    among = run.root / name if run.checkpoint.folder is None else None
+    folder, checkpoint = resume_from(options.ckpt_path, "--ckpt_path", among)
+    module, data = build(run)
+    if run.plan is not None:
+        check_plan(run.plan, module)
+    record, interruption = ConfigRecord(text, run.model.target), Interruption()
+    trainer = make_trainer(run, callbacks=[*callbacks(run), record, RunReport(), interruption], run_folder=folder)
+    again = f"arclight train {run.model.target} --config {{run}}/config.toml --ckpt_path {{run}}"
+    with interruption.explained(trainer, again):
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    report_places(trainer)
+
+
+def evaluate(stage: str, run: OwnRun, options: Namespace) -> None:
+    _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
+    module, data = build(run)
+    trainer = make_trainer(run, logger=False, enable_checkpointing=False)
+    results = getattr(trainer, stage)(module, datamodule=data, ckpt_path=checkpoint)
+    if trainer.is_global_zero:
+        write_json(options.json, results)
+
+
+def predict(run: OwnRun, options: Namespace) -> None:
+    import torch
+
+    _, checkpoint = resume_from(options.ckpt_path, "--ckpt_path")
+    module, data = build(run)
+    trainer = make_trainer(run, logger=False, enable_checkpointing=False)
+    if options.out is not None and trainer.world_size > 1:
+        raise UsageError("--out keeps the predictions of one process: add --trainer.devices 1")
+    outputs = trainer.predict(module, datamodule=data, ckpt_path=checkpoint, return_predictions=options.out is not None)
+    if options.out is not None:
+        torch.save(outputs, options.out)
+        print(f"The predictions are in {options.out}")
+
+
+def build(run: OwnRun) -> tuple[Module, DataModule | None]:
+    """The module and its data, on seeded generators. Raises UsageError where a constructor refuses a value."""
+    from arclight import seed_everything
+
+    seed_everything(run.seed, workers=True)
+    made: dict[str, Any] = {}
+    for name, part in (("model", run.model), ("data", run.data)):
+        try:
+            made[name] = part.build() if part is not None else None
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}") from error
+    return made["model"], made["data"]
+
+
+class ConfigRecord(RunRecord):
+    """Writes config.toml, which ``--config`` reads, in place of recipe.toml."""
+
+    def __init__(self, text: str, target: str) -> None:
+        super().__init__(text)
+        self.target = target
+
+    def keep(self, run: RunFolder) -> None:
+        path = run.path / "config.toml"
+        self.write(path, f"arclight train {self.target} --config {path}")
+
+
+def own_help(parser: Parser, model: type, options: Namespace) -> str:
+    """The options, the constructors' arguments with types, defaults and docstrings, and all other settings."""
+    from arclight._intervals import describe
+    from arclight.cli.help import described, listing
+    from arclight.cli.style import bold, dim
+    from arclight.recipe import Setting, explain
+
+    width = min(shutil.get_terminal_size((120, 24)).columns, 130)
+    table: dict[str, object] = {}
+    for path in options.config:
+        table = user_module.overlaid(table, user_module.load_config(path))
+    lines = [parser.format_help().rstrip()]
+    for name, cls in (("model", model), ("data", user_module.data_class(options, table))):
+        if cls is None:
+            continue
+        about = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]
+        lines += [
+            "",
+            bold(f"[{name}] {user_module.target_of(cls)}"),
+            *(dim(line) for line in textwrap.wrap(about, width)),
+        ]
+        docs, arguments = user_module.argument_docs(cls), user_module.parameters(cls)
+        longest = max(map(len, arguments), default=0)
+        for argument, (hint, default) in arguments.items():
+            row = Setting(f"{name}.{argument}", "", describe(hint), default, docs[argument])
+            lines += described(row, longest, width)
+    others = [row for row in explain(OwnRun) if row.path.partition(".")[0] not in ("model", "data")]
+    return "\n".join([*lines, *listing(others, width)])

@@ -1,0 +1,179 @@
+"""Export: a model becomes a program file, which is kept only if it computes what the model computes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy, resized
+from arclight.deploy.errors import ExportError, ProgramError
+from arclight.deploy.formats import onnx_graph
+from arclight.deploy.parity import Parity, Parts, compare, worst
+from arclight.deploy.programs.metadata import check as check_metadata
+from arclight.deploy.programs.metadata import seal
+from arclight.deploy.programs.processing import check_name
+from arclight.deploy.programs.program import Program
+from arclight.deploy.quantizing.ptq import QuantizedModel
+from arclight.fabric.extras import require
+
+log = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 3)
+"""Sizes at which a program with a free batch dimension is compared with its model."""
+FLOAT_TOLERANCE = 1e-4
+"""Default bound for float32 programs: largest difference as a share of the largest value of the same output."""
+INT8_SQNR_DB = 30.0
+"""Default bound for int8 programs: kernels and simulation round ties differently, which must stay below the rounding
+noise of quantization itself."""
+INTEGER_SHARE = 0.9
+"""Least share of the quantized layers that must run on integer kernels."""
+
+
+def export(
+    model: nn.Module | QuantizedModel,
+    path: str | os.PathLike[str],
+    *,
+    example_inputs: Tensor | Sequence[Tensor],
+    format: Literal["onnx"] = "onnx",
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_batch: bool = True,
+    metadata: Mapping[str, Any] | None = None,
+    max_difference: float | None = None,
+    parts: Parts | None = None,
+) -> Program:
+    """Write ``model`` to one file at ``path``, compare the program with it on real inputs, and return the program.
+
+    ``example_inputs``: the positional inputs, batch first; the more samples, the more is compared. ``metadata`` is
+    stored in the file beside what the exporter knows (precision, parity, versions). ``max_difference`` is the largest
+    absolute difference to the model that is accepted, in the unit of the outputs; by default 1e-4 of the largest
+    value for float32, and 30 dB between the program and the simulated integers of a quantized model. Every output is
+    judged by itself, or every tensor that ``parts`` takes out of them: ``lambda predictions: {"boxes": predictions[...,
+    :4], "scores": predictions[..., 4:]}``. The file records each.
+
+    Raises ExportError, and leaves whatever was at ``path`` as it was, where the model cannot be captured or converted,
+    the program differs by more than the bound, or quantized layers would not run on integer kernels.
+    """
+    if format != "onnx":
+        raise ExportError(f"format {format!r} is not known; the one format there is now is 'onnx'")
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        require(package, extra="deploy")
+    described = dict(metadata or {})
+    check_metadata(described, reserved={"precision", "parity", "quantization", "versions"})
+    if "processing" in described:
+        check_name(described["processing"])
+    path, inputs = Path(path), as_inputs(example_inputs)
+    quantized = model if isinstance(model, QuantizedModel) else None
+    module = quantized.graph if quantized else frozen_copy(model)  # type: ignore[arg-type]
+    exported = capture(module, inputs, dynamic_batch=dynamic_batch)
+    onnx_model = onnx_graph.convert(exported, input_names=input_names, output_names=output_names)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as scratch:
+        draft = Path(scratch) / "program.onnx"
+        onnx_graph.write(onnx_model, draft)
+        sizes = BATCH_SIZES if dynamic_batch else (len(inputs[0]),)
+        parity = _parity(draft, module, inputs, sizes, parts)
+        _accept(parity, max_difference, int8=quantized is not None)
+        against = "simulated int8" if quantized else "fp32"
+        described["parity"] = {"against": against, "batch_sizes": list(sizes), **_described(parity)}
+        described["precision"] = "int8" if quantized else "fp32"
+        if quantized:
+            described["quantization"] = _quantization_report(quantized, draft, inputs, parts)
+        described["versions"] = _versions()
+        seal(draft, described)
+        Program.load(draft, device="cpu")
+        os.replace(draft, path)
+    log.info("%s: %s", path, described["parity"])
+    return Program.load(path, device="cpu")
+
+
+def _parity(
+    draft: Path, module: nn.Module, inputs: Inputs, sizes: Sequence[int], parts: Parts | None
+) -> dict[str, Parity]:
+    """Compare the program with ``module`` at each of ``sizes``; the worst of every output, or part, by name."""
+    try:
+        program = Program.load(draft, device="cpu")
+    except ProgramError as error:
+        raise ExportError(f"ONNX Runtime cannot run the exported model: {error}") from error
+    named = parts or (lambda *outputs: {spec.name: value for spec, value in zip(program.outputs, outputs)})
+    found: dict[str, list[Parity]] = {}
+    for size in sizes:
+        batch = resized(inputs, size)
+        with torch.no_grad():
+            expected = as_outputs(module(*batch))
+        given = program(*batch)
+        try:
+            for name, parity in compare(expected, as_outputs(given), named).items():
+                found.setdefault(name, []).append(parity)
+        except ValueError as error:
+            raise ExportError(
+                f"the program does not compute what the model computes at batch size {size}: {error}"
+            ) from error
+    return {name: worst(sizes_of_one) for name, sizes_of_one in found.items()}
+
+
+def _accept(found: Mapping[str, Parity], max_difference: float | None, *, int8: bool) -> None:
+    """Raise ExportError where an output of the program is further from the model's than allowed."""
+    for name, parity in found.items():
+        if max_difference is not None:
+            fits, limit = parity.max_difference <= max_difference, f"max_difference is {max_difference:.3g}"
+        elif int8:
+            fits, limit = parity.sqnr_db >= INT8_SQNR_DB, f"int8 programs need {INT8_SQNR_DB:.0f} dB"
+        else:
+            allowed = FLOAT_TOLERANCE * parity.largest
+            fits = parity.max_difference <= allowed
+            limit = f"{FLOAT_TOLERANCE:.0e} of its largest value is {allowed:.3g}"
+        if not fits:
+            raise ExportError(
+                f"output {name} of the program differs from the model's by up to {parity.max_difference:.3g} in values "
+                f"of up to {parity.largest:.3g} ({parity.sqnr_db:.1f} dB), and {limit}: no program was written"
+            )
+
+
+def _quantization_report(quantized: QuantizedModel, draft: Path, inputs: Inputs, parts: Parts | None) -> dict[str, Any]:
+    """What was quantized, how far it is from the float model, and on what kernels it runs."""
+    counts = onnx_graph.kernels(draft, draft.parent)
+    planned, integer = len(quantized.quantized_layers), sum(counts[name] for name in onnx_graph.INTEGER_KERNELS)
+    if integer < INTEGER_SHARE * planned:
+        raise ExportError(
+            f"only {integer} of {planned} quantized layers became integer kernels in ONNX Runtime, so the program "
+            "would be called int8 without running as int8: keep the modules around operators that it cannot run on "
+            "integers in float (Int8.skip), or export the float model"
+        )
+    against_float = _parity(draft, quantized.reference, inputs, (len(inputs[0]),), parts)
+    return {
+        **asdict(quantized.recipe),
+        "calibration_batches": quantized.batches,
+        "quantized_layers": planned,
+        "float_layers": list(quantized.float_layers),
+        "integer_kernels": {name: counts[name] for name in sorted(onnx_graph.INTEGER_KERNELS) if counts[name]},
+        "against_float": _described(against_float),
+    }
+
+
+def _described(found: Mapping[str, Parity]) -> dict[str, Any]:
+    """Write the worst of all outputs, then each, as JSON, which has no infinity: the ratio of equal outputs is null."""
+
+    def values(parity: Parity) -> dict[str, Any]:
+        ratio = None if parity.sqnr_db == math.inf else max(parity.sqnr_db, -999.0)  # noise beside a reference of zeros
+        return {**asdict(parity), "sqnr_db": ratio}
+
+    return {**values(worst(list(found.values()))), "outputs": {name: values(one) for name, one in found.items()}}
+
+
+def _versions() -> dict[str, str]:
+    packages = ("torch", "onnx", "onnxruntime")
+    return {name: str(require(name, extra="deploy").__version__) for name in packages} | {
+        "machine": platform.machine(),
+    }

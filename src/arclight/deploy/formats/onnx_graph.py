@@ -1,0 +1,79 @@
+"""From a captured graph to an ONNX file, and which kernels ONNX Runtime makes of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.export import ExportedProgram
+
+from arclight.deploy.capture import quiet
+from arclight.deploy.errors import ExportError
+from arclight.fabric.extras import require
+
+if TYPE_CHECKING:
+    import onnx
+
+INTEGER_KERNELS = {"QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger"}
+"""ONNX Runtime's kernels of layers with weights that multiply 8-bit integers."""
+
+
+def convert(
+    exported: ExportedProgram, *, input_names: Sequence[str] | None, output_names: Sequence[str] | None
+) -> onnx.ModelProto:
+    """The ONNX model of ``exported``, its free dimension called batch; ExportError for what ONNX cannot express."""
+    require("onnxscript", extra="deploy")
+    try:
+        with torch.no_grad(), quiet():
+            program = torch.onnx.export(
+                exported, dynamo=True, verbose=False, input_names=input_names, output_names=output_names
+            )
+            assert program is not None
+            model: onnx.ModelProto = program.model_proto
+    except Exception as error:  # the exporter raises many kinds, all of them about operators that ONNX does not have
+        raise ExportError(f"the model cannot be written as ONNX: {error}") from error
+    _tidy(model)
+    return model
+
+
+def write(model: onnx.ModelProto, path: Path) -> None:
+    """``model`` as one file; ExportError where it is too large for that."""
+    try:
+        content = model.SerializeToString(deterministic=True)
+    except ValueError as error:
+        raise ExportError(f"the model does not fit one ONNX file, which holds at most 2 GiB: {error}") from error
+    path.write_bytes(content)
+
+
+def kernels(path: Path, scratch: Path) -> Counter[str]:
+    """How often each operator is in the graph that ONNX Runtime really runs on this CPU for the file at ``path``.
+
+    ``scratch`` is a folder that may be written to.
+    """
+    runtime, onnx_ = require("onnxruntime", extra="deploy"), require("onnx", extra="deploy")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(scratch / "optimized.onnx")
+    runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    graph = onnx_.load(options.optimized_model_filepath, load_external_data=False).graph
+    return Counter(node.op_type for node in graph.node)
+
+
+def _tidy(model: onnx.ModelProto) -> None:
+    """Drop the exporter's notes (source lines, paths of this machine) and give the batch dimension its name."""
+    graph = model.graph
+    del model.metadata_props[:], graph.metadata_props[:], graph.value_info[:]
+    described: Iterable[Any] = (*graph.node, *graph.input, *graph.output, *graph.initializer)
+    for item in described:
+        item.ClearField("metadata_props")
+        item.ClearField("doc_string")
+    free = {d.dim_param for value in graph.input for d in value.type.tensor_type.shape.dim if d.dim_param}
+    for value in (*graph.input, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            for name in free:
+                if dim.dim_param:
+                    dim.dim_param = re.sub(rf"\b{re.escape(name)}\b", "batch", dim.dim_param)

@@ -1,0 +1,241 @@
+"""Where integers begin and end: which tensors of an exported graph are quantized.
+
+A runtime uses an integer kernel only where an operator reads *and* writes quantized tensors, so placement decides
+speed: quantizing just the inputs of convolutions runs no faster than float32 in ONNX Runtime. Here everything
+between two layers with weights stays quantized: activations, sums, products, pooling, resizing and concatenation.
+What follows the last such layer (box decoding, softmax, the outputs) stays in float32, and so do a convolution whose
+result is only read there, the activations that such a convolution reads, and the convolution that reads the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from arclight.deploy.errors import QuantizeError
+from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing.observers import LeastErrorObserver
+from arclight.deploy.settings import Observer
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = {aten.conv1d.default, aten.conv2d.default}
+LAYERS = CONVOLUTIONS | {aten.linear.default}
+CLIPS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default}
+"""Folded by the runtime into the rounding of the operator before them."""
+ARITHMETIC = {
+    aten.add.Tensor, aten.mul.Tensor, aten.sigmoid.default, aten.leaky_relu.default, aten.relu.default,
+    aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.mean.dim,
+}  # fmt: skip
+"""Operators with an integer kernel and a range of their own."""
+MOVEMENT = {
+    aten.cat.default, aten.max_pool2d.default, aten.upsample_nearest2d.vec, aten.upsample_nearest2d.default,
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
+    aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.dropout.default, aten.clone.default,
+}  # fmt: skip
+"""Operators that only choose or move values: inputs and output share one scale and zero point."""
+BETWEEN = CLIPS | ARITHMETIC | MOVEMENT
+STEM_CHANNELS = 4
+"""A convolution of fewer input channels, such as one that reads an image, is faster in float32: ONNX Runtime's integer
+kernel gathers its input position by position, a few bytes each (YOLOv5n at 320 px: 13 % of the whole model)."""
+
+
+class PlacementQuantizer(pt2e.Quantizer):
+    """Annotates one exported graph for runtimes that fuse quantize-dequantize pairs into integer kernels.
+
+    Afterwards ``quantized_layers`` and ``float_layers`` name the layers with weights on either side.
+    """
+
+    def __init__(self, *, observer: Observer = "histogram", weight_bits: int = 8, skip: Iterable[str] = ()) -> None:
+        super().__init__()
+        # a gate is never cut: its largest values let the largest activations pass
+        self.activation = self.before_silu = self.gate = pt2e.activation_spec(pt2e.MinMaxObserver)
+        if observer == "histogram":
+            self.activation = pt2e.activation_spec(LeastErrorObserver)
+            self.before_silu = pt2e.activation_spec(LeastErrorObserver, reader="silu")
+        self.weight_bits = weight_bits
+        self.skip = tuple(skip)
+        self.quantized_layers: list[str] = []
+        self.float_layers: list[str] = []
+        self._kept: set[Node] = set()  # in a module that the user keeps in float
+        self._before_layer: set[Node] = set()
+        self._rounded: set[Node] = set()  # operators without weights that only integer operators read
+        self._quantized: dict[Node, Any] = {}  # nodes whose output is quantized, and how
+
+    def transform_for_annotation(self, graph: GraphModule) -> GraphModule:
+        """SiLU becomes x * sigmoid(x): runtimes have integer kernels for both parts, not for the whole."""
+        for node in list(graph.graph.nodes):
+            if node.target is aten.silu.default:
+                with graph.graph.inserting_before(node):
+                    gate = _like(node, graph.graph.call_function(aten.sigmoid.default, (node.args[0],)))
+                    product = _like(node, graph.graph.call_function(aten.mul.Tensor, (node.args[0], gate)))
+                node.replace_all_uses_with(product)
+                graph.graph.erase_node(node)
+        graph.recompile()
+        return graph
+
+    def annotate(self, graph: GraphModule) -> GraphModule:
+        _check_names(graph, self.skip)
+        self._kept = {node for node in graph.graph.nodes if _inside(module_name(node), self.skip)}
+        self._before_layer = _before(graph, LAYERS)
+        for node in reversed(graph.graph.nodes):
+            if node.target in BETWEEN and _readers(node) and all(map(self._integer, _readers(node))):
+                self._rounded.add(node)
+        for node in list(graph.graph.nodes):
+            if node.target in LAYERS and self._integer(node):
+                self._annotate_layer(graph, node)
+            elif node in self._rounded and node not in self._quantized:
+                self._annotate_between(node)
+        layers = {node: module_name(node) for node in graph.graph.nodes if node.target in LAYERS}
+        self.quantized_layers = [name for node, name in layers.items() if pt2e.is_annotated(node)]
+        self.float_layers = [name for node, name in layers.items() if not pt2e.is_annotated(node)]
+        return graph
+
+    def validate(self, graph: GraphModule) -> None:
+        """Nothing to check: every annotation above is one that the integer kernels take."""
+
+    def _integer(self, node: Node) -> bool:
+        """Whether ``node`` will read integers."""
+        if node in self._kept or not _is_float(node):
+            return False
+        if node.target not in LAYERS:
+            return node in self._rounded
+        weight = node.args[1]
+        if not isinstance(weight, Node) or weight.op != "get_attr":
+            return False  # a weight that is computed has no constant scales
+        # A convolution must write integers to run on integers; a matrix product also writes float32.
+        return node.target not in CONVOLUTIONS or (
+            node in self._before_layer and _input_channels(node) >= STEM_CHANNELS
+        )
+
+    def _annotate_layer(self, graph: GraphModule, node: Node) -> None:
+        source, weight, bias = (*node.args, None)[:3]
+        assert isinstance(source, Node)
+        assert isinstance(weight, Node)
+        values = graph.get_parameter(str(weight.target))
+        inputs = {source: self._spec(source), weight: pt2e.weight_spec(values, bits=self.weight_bits)}
+        if isinstance(bias, Node):
+            bias = _own(graph, node, bias)
+            inputs[bias] = pt2e.bias_spec(source, node)
+        pt2e.annotate(node, inputs=inputs)
+        # Float sums of many matrix products, the residual stream of a transformer, stay exact.
+        direct = all(user.target in LAYERS and self._integer(user) for user in _readers(self._tail(node)))
+        if node.target in CONVOLUTIONS or direct:
+            self._annotate_output(node)
+
+    def _annotate_between(self, node: Node) -> None:
+        """An operator without weights, where it has quantized tensors to read."""
+        sources = _activations(node)
+        if not any(source in self._quantized for source in sources):
+            return
+        if node.target in MOVEMENT:
+            self._annotate_movement(node, sources)
+        elif node.target in ARITHMETIC:
+            pt2e.annotate(node, inputs={source: self._spec(source) for source in sources})
+            self._annotate_output(node)
+
+    def _annotate_movement(self, node: Node, sources: list[Node]) -> None:
+        first, *others = sources
+        shared = pt2e.SharedSpec((first, node))
+        pt2e.annotate(node, inputs={first: self._spec(first), **dict.fromkeys(others, shared)}, output=shared)
+        self._quantized[node] = self.activation
+
+    def _annotate_output(self, node: Node) -> None:
+        tail = self._tail(node)
+        spec = self.gate if node.target is aten.sigmoid.default else self.activation
+        self._quantized[tail] = self.before_silu if _read_by_silu(tail) else spec
+        pt2e.annotate(tail, inputs={}, output=self._quantized[tail])
+
+    def _spec(self, source: Node) -> Any:
+        """How a reader sees ``source``: as it was written."""
+        return self._quantized.get(source, self.activation)
+
+    def _tail(self, node: Node) -> Node:
+        """The clip (ReLU, ReLU6) that alone reads ``node``, else ``node`` itself."""
+        readers = _readers(node)
+        return readers[0] if len(readers) == 1 and readers[0].target in CLIPS and readers[0] not in self._kept else node
+
+
+def module_name(node: Node) -> str:
+    """Name of the module that ``node`` was written in ("" for the model itself)."""
+    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
+    name: str = list(stack.values())[-1][0]
+    return name
+
+
+def _like(node: Node, new: Node) -> Node:
+    new.meta = dict(node.meta)
+    return new
+
+
+def _read_by_silu(node: Node) -> bool:
+    """Whether nothing but x * sigmoid(x) reads ``node``."""
+    readers = _readers(node)
+    gates = [reader for reader in readers if reader.target is aten.sigmoid.default]
+    products = [reader for reader in readers if reader.target is aten.mul.Tensor]
+    return len(readers) == 2 and len(gates) == 1 == len(products) and set(products[0].args[:2]) == {node, gates[0]}
+
+
+def _readers(node: Node) -> list[Node]:
+    """Users of the values of ``node``; asking for its size does not count."""
+    return [user for user in node.users if user.target is not aten.sym_size.int]
+
+
+def _own(graph: GraphModule, layer: Node, bias: Node) -> Node:
+    """The bias as a node that only ``layer`` reads: layers that share a bias each hold it in units of their own."""
+    if len(bias.users) == 1:
+        return bias
+    with graph.graph.inserting_before(layer):
+        own = _like(bias, graph.graph.get_attr(str(bias.target)))
+    layer.update_arg(2, own)
+    return own
+
+
+def _before(graph: GraphModule, targets: set[Any]) -> set[Node]:
+    """Nodes whose value reaches an operator in ``targets``."""
+    found: set[Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if any(user.target in targets or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _input_channels(convolution: Node) -> int:
+    return int(convolution.args[0].meta["val"].shape[1])  # type: ignore[union-attr]
+
+
+def _is_float(node: Node) -> bool:
+    return getattr(node.meta.get("val"), "dtype", None) == torch.float32
+
+
+def _activations(node: Node) -> list[Node]:
+    """The float tensors that ``node`` reads, each once; none where it also computes with a constant.
+
+    Runtimes have no integer kernels for sums and products with plain numbers or parameters.
+    """
+    floats = [source for source in node.all_input_nodes if _is_float(source)]
+    binary = node.target in (aten.add.Tensor, aten.mul.Tensor)
+    if any(source.op == "get_attr" for source in floats) or (binary and not all(map(_is_node, node.args[:2]))):
+        return []
+    return floats
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, Node)
+
+
+def _inside(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def _check_names(graph: GraphModule, skip: tuple[str, ...]) -> None:
+    names = {str(path) for node in graph.graph.nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    for prefix in skip:
+        if not any(_inside(name, (prefix,)) for name in names):
+            near = get_close_matches(prefix, sorted(names), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise QuantizeError(f"skip names {prefix!r}, but the model computes nothing in a module of that name{hint}")

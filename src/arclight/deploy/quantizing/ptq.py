@@ -1,0 +1,137 @@
+"""Post-training quantization: a float model and a few batches become the same model on 8-bit integers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from arclight.deploy.capture import Inputs, as_inputs, as_outputs, capture, frozen_copy, quiet
+from arclight.deploy.errors import QuantizeError
+from arclight.deploy.parity import Parity, Parts, compare
+from arclight.deploy.quantizing import pt2e
+from arclight.deploy.quantizing.placement import STEM_CHANNELS, PlacementQuantizer
+from arclight.deploy.settings import Int8
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedModel:
+    """A model whose layers compute on 8-bit values; call it like the model it came from.
+
+    In PyTorch it simulates integers in float32, slowly and exactly; ``export`` makes the fast program.
+    """
+
+    graph: GraphModule
+    """The quantized computation."""
+    reference: nn.Module
+    """A private copy of the float model, in evaluation mode."""
+    recipe: Int8
+    """The settings it was made with."""
+    example: Inputs
+    """The inputs it was captured on."""
+    quantized_layers: tuple[str, ...]
+    """Layers with weights that run on integers, by module name."""
+    float_layers: tuple[str, ...]
+    """Layers with weights that stay in float32."""
+    batches: int
+    """Calibration batches that were run."""
+    sqnr_db: float
+    """Signal-to-noise ratio of the noisiest output against the float model on the first calibration batch, decibels."""
+    seconds: float
+    """Wall time that quantization took."""
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return self.graph(*inputs)
+
+
+def quantize(
+    model: nn.Module,
+    calibration: Iterable[Tensor | Sequence[Tensor]],
+    *,
+    recipe: Int8 | None = None,
+    example: Tensor | Sequence[Tensor] | None = None,
+    parts: Parts | None = None,
+) -> QuantizedModel:
+    """``model`` with unsigned 8-bit activations and signed 8-bit weights, ranges taken from ``calibration``.
+
+    ``calibration``: batches of the model's positional inputs, each a float32 tensor or a sequence of tensors whose
+    first dimension is the batch. ``example`` (default: the first of them) is what the graph is captured on; the batch
+    size stays free. ``parts`` takes the outputs and names tensors in them that are judged each by itself (default: the
+    outputs). ``model`` itself is not changed, whatever mode and device it is in.
+
+    Raises QuantizeError for calibration data that is empty or not finite, a ``skip`` that names nothing, a model
+    without a layer to quantize, and an output or part noisier than ``recipe.min_sqnr_db``; ExportError for a model
+    that torch.export cannot capture.
+    """
+    recipe = recipe or Int8()
+    start = time.perf_counter()
+    batches = _batches(calibration, recipe.calibration_batches)
+    reference = frozen_copy(model)
+    inputs = as_inputs(example) if example is not None else batches[0]
+    # torchao folds batch norms into the graph's weights, so the graph is of a copy of its own
+    graph = capture(frozen_copy(reference), inputs).module()
+    quantizer = PlacementQuantizer(
+        observer=recipe.observer, weight_bits=7 if recipe.reduce_range else 8, skip=recipe.skip
+    )
+    with torch.no_grad():
+        with quiet():
+            prepared = pt2e.prepare(graph, quantizer)
+        if not quantizer.quantized_layers:
+            raise QuantizeError(
+                f"no layer of {type(model).__name__} can run on integers: a convolution needs {STEM_CHANNELS} input "
+                f"channels and another layer after it; these stay in float: {quantizer.float_layers}"
+            )
+        for batch in batches:
+            prepared(*batch)
+        with quiet():
+            converted = pt2e.convert(prepared)
+        found = compare(as_outputs(reference(*batches[0])), as_outputs(converted(*batches[0])), parts)
+    sqnr_db = _accept(found, recipe.min_sqnr_db)
+    return QuantizedModel(
+        graph=converted,
+        reference=reference,
+        recipe=recipe,
+        example=inputs,
+        quantized_layers=tuple(quantizer.quantized_layers),
+        float_layers=tuple(quantizer.float_layers),
+        batches=len(batches),
+        sqnr_db=sqnr_db,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _accept(found: Mapping[str, Parity], least_db: float) -> float:
+    """Return the ratio of the noisiest output; raise QuantizeError if it is below ``least_db``."""
+    noisiest = min(found, key=lambda name: found[name].sqnr_db)
+    sqnr_db = found[noisiest].sqnr_db
+    if sqnr_db < least_db:
+        raise QuantizeError(
+            f"quantization leaves output {noisiest} a signal-to-noise ratio of {sqnr_db:.1f} dB, the recipe asks for "
+            f"{least_db:.1f}: give calibration data like the real inputs, or keep sensitive modules in float with skip"
+        )
+    return sqnr_db
+
+
+def _batches(calibration: Iterable[Tensor | Sequence[Tensor]], most: int) -> list[Inputs]:
+    """The first ``most`` batches, checked."""
+    if isinstance(calibration, Tensor):
+        raise QuantizeError("calibration must be an iterable of batches; for a single batch give [batch]")
+    batches: list[Inputs] = []
+    for i, batch in enumerate(itertools.islice(calibration, most)):
+        try:
+            inputs = as_inputs(batch)
+        except TypeError as error:
+            raise QuantizeError(f"calibration batch {i}: {error}") from error
+        if any(value.is_floating_point() and not value.isfinite().all() for value in inputs):
+            raise QuantizeError(f"calibration batch {i} holds NaN or infinite values: ranges cannot be taken from it")
+        batches.append(inputs)
+    if not batches:
+        raise QuantizeError("calibration data holds no batch; ranges of activations need at least one")
+    return batches

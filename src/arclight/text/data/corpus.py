@@ -1,0 +1,264 @@
+"""Text becomes token shards: tokenized in order, in several processes if need be, complete or not there at all.
+
+A corpus is a folder: ``tokenizer/`` as `Tokenizer.load` reads it, and a folder of shards for each split (``train``,
+``val``). What is in it depends on documents and tokenizer alone, not on the number of processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.checkpoint.files import discard, make_staging, sweep
+from arclight.data.token_shards import INDEX, TokenShards, write_index, write_shard
+from arclight.fabric.errors import MisconfigurationError
+from arclight.text.data.sources import Document
+from arclight.text.data.tokenizer import Tokenizer
+
+SPLITS = ("train", "val")
+SHARD_BYTES = 2**26
+"""UTF-8 bytes of text after which a shard is full."""
+FEW = 256
+"""Documents of a corpus that is large enough to hold out whole ones."""
+_TOGETHER = 512  # documents tokenized in one call
+
+
+def write_corpus(
+    folder: str | Path,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    *,
+    split: Callable[[Document], str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    workers: int = 1,
+    about: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Tokenize ``documents`` into ``folder``, which appears when all is written.
+
+    split: the split of a document, see `held_out`; all are ``train`` by default. workers: processes that tokenize; 1
+    does it here, on the tokenizer's own threads. (More of them import the main script: it needs its ``if __name__ ==
+    "__main__"``.) about: noted in the index of each split. progress: told documents and bytes so far.
+    Raises FileExistsError where the folder is there already and SourceError for documents that cannot be read.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise FileExistsError(f"{folder} exists already: choose another folder, or delete it first")
+    sweep(folder.parent)
+    staging = make_staging(folder)
+    try:
+        tokenizer.save(staging / "tokenizer")
+        names: dict[str, list[str]] = {}
+        jobs = _jobs(documents, split, shard_bytes, staging, names, progress)
+        if workers > 1:
+            _in_processes(jobs, staging, workers)
+        else:
+            for job in jobs:
+                _write(tokenizer, *job)
+        if not names:
+            raise MisconfigurationError(f"there are no documents to make {folder} of")
+        for name, shards in names.items():
+            write_index(staging / name, shards, vocabulary=tokenizer.digest, **(about or {}))
+        os.rename(staging, folder)
+    except OSError as error:
+        if not folder.exists():
+            raise
+        raise FileExistsError(f"{folder} was made by another process meanwhile") from error
+    finally:
+        discard(staging)
+
+
+def held_out(share: float) -> Callable[[Document], str]:
+    """Sends about ``share`` of the documents to ``val``, by their text alone: equal texts never lie on both sides."""
+    if not 0 <= share < 1:
+        raise MisconfigurationError(f"held_out is a share in [0, 1), got {share}")
+
+    def split(document: Document) -> str:
+        if isinstance(document, Head | Tail):
+            return "val" if isinstance(document, Tail) else "train"
+        digest = hashlib.blake2b(document.text.encode(), digest_size=8).digest()
+        return "val" if int.from_bytes(digest, "little") < share * 2**64 else "train"
+
+    return split
+
+
+class Head(Document):
+    """The beginning of a document whose end is held out."""
+
+
+class Tail(Document):
+    """The end of a document, held out."""
+
+
+def with_tails(documents: Iterable[Document], share: float) -> Iterator[Document]:
+    """Cut the last ``share`` off each document where there are so few that whole ones would all lie on one side.
+
+    Those of larger corpora, of which some are held out and some not, pass as they are.
+    """
+    found, split, sides, first = iter(documents), held_out(share), set[str](), list[Document]()
+    for document in found:
+        first.append(document)
+        sides.add(split(document))
+        if len(sides) > 1 or len(first) == FEW:
+            break
+    if share == 0 or len(sides) > 1 or len(first) == FEW:
+        yield from chain(first, found)
+        return
+    for document in first:
+        yield from _cut(document, share)
+
+
+def _cut(document: Document, share: float) -> Iterator[Document]:
+    """Both parts of a document, cut at the end of a line if one is near; the whole if it is too short to be cut."""
+    text = document.text
+    place = round(len(text) * (1 - share))
+    line = text.rfind("\n", place - max(1, round(0.2 * share * len(text))), place) + 1
+    place = line or place
+    if not 0 < place < len(text):
+        yield document
+        return
+    for kind, part in ((Head, text[:place]), (Tail, text[place:])):
+        yield kind(document.id, part, len(part.encode()))
+
+
+def documents_of(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Document]:
+    """The texts that shards were made of. Raises TokenShardError where ``tokenizer`` is not the one they were made with."""
+    TokenShards(shards.folder, tokenizer.digest)
+    for number in range(shards.documents):
+        text = tokenizer.decode(shards.document(number).tolist())
+        yield Document(f"{shards.folder}, document {number}", text, len(text.encode()))
+
+
+def retokenize(
+    source: str | Path, target: str | Path, tokenizer: Tokenizer, *, workers: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:  # fmt: skip
+    """The same documents in the same splits, from one tokenizer's tokens to another's. Errors are those of `write_corpus`."""
+    source = Path(source)
+    found = shards_in(source)
+    before = Tokenizer.load(source / "tokenizer")
+    home: dict[str, str] = {}
+
+    def documents() -> Iterator[Document]:
+        for name, shards in found.items():
+            shards.verify()
+            for document in documents_of(shards, before):
+                home[document.id] = name
+                yield document
+
+    write_corpus(
+        target,
+        documents(),
+        tokenizer,
+        split=lambda d: home.pop(d.id),
+        workers=workers,
+        about={"made_of": str(source)},
+        progress=progress,
+    )
+
+
+def shards_in(folder: str | Path) -> dict[str, TokenShards]:
+    """The splits of a corpus, or the one that ``folder`` is itself. Raises FileNotFoundError where there is none."""
+    folder = Path(folder)
+    if (folder / INDEX).is_file():
+        return {folder.name: TokenShards(folder)}
+    found = {name: TokenShards(folder / name) for name in SPLITS if (folder / name).is_dir()}
+    if not found:
+        raise FileNotFoundError(f"{folder} is no corpus: it has neither {' nor '.join(SPLITS)}")
+    return found
+
+
+def is_corpus(folder: str | Path) -> bool:
+    """Whether ``folder`` is a corpus that `write_corpus` wrote."""
+    return (Path(folder) / "tokenizer").is_dir() and any((Path(folder) / name / INDEX).is_file() for name in SPLITS)
+
+
+def open_split(folder: str | Path, split: str, tokenizer: Tokenizer | None = None) -> TokenShards:
+    """One split of a corpus. Raises FileNotFoundError where it has none, TokenShardError for another tokenizer's."""
+    return TokenShards(Path(folder) / split, None if tokenizer is None else tokenizer.digest)
+
+
+_Job = tuple[Path, list[str], int]
+
+
+def _jobs(
+    documents: Iterable[Document], split: Callable[[Document], str] | None, shard_bytes: int, folder: Path,
+    names: dict[str, list[str]], progress: Callable[[int, int], None] | None,
+) -> Iterator[_Job]:  # fmt: skip
+    """What each shard is made of: its file, its texts and their bytes. Notes the shards of each split in ``names``."""
+    waiting: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    count = total = 0
+
+    def job(name: str) -> _Job:
+        shards = names.setdefault(name, [])
+        shards.append(f"{len(shards):05d}.tokens")
+        (folder / name).mkdir(exist_ok=True)
+        return folder / name / shards[-1], waiting.pop(name), sizes.pop(name)
+
+    for document in documents:
+        name = split(document) if split else SPLITS[0]
+        waiting.setdefault(name, []).append(document.text)
+        sizes[name] = sizes.get(name, 0) + document.bytes
+        count, total = count + 1, total + document.bytes
+        if sizes[name] >= shard_bytes:
+            yield job(name)
+            if progress:
+                progress(count, total)
+    for name in sorted(waiting):
+        yield job(name)
+    if progress:
+        progress(count, total)
+
+
+def _write(tokenizer: Tokenizer, path: Path, texts: list[str], text_bytes: int) -> None:
+    before = [] if tokenizer.bos in (None, tokenizer.eos) else [tokenizer.bos]
+    after = [] if tokenizer.eos is None else [tokenizer.eos]
+
+    def documents() -> Iterator[npt.NDArray[Any]]:
+        for first in range(0, len(texts), _TOGETHER):
+            for ids in tokenizer.encode_batch(texts[first : first + _TOGETHER]):
+                yield np.concatenate([np.array(before, np.int32), ids, np.array(after, np.int32)])
+
+    write_shard(path, documents(), tokenizer=tokenizer.digest, vocab_size=tokenizer.vocab_size, text_bytes=text_bytes)
+
+
+_tokenizer: Tokenizer | None = None
+
+
+def _begin_worker(folder: Path) -> None:
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _tokenizer = Tokenizer.load(folder)
+
+
+def _write_in_worker(path: Path, texts: list[str], text_bytes: int) -> None:
+    assert _tokenizer is not None
+    _write(_tokenizer, path, texts, text_bytes)
+
+
+def _in_processes(jobs: Iterator[_Job], staging: Path, workers: int) -> None:
+    """No more shards are read ahead than processes are at work on."""
+    context = multiprocessing.get_context("spawn")  # threads of libraries do not survive a fork
+    running: deque[Future[None]] = deque()
+    with ProcessPoolExecutor(workers, context, _begin_worker, (staging / "tokenizer",)) as pool:
+        try:
+            for job in jobs:
+                running.append(pool.submit(_write_in_worker, *job))
+                if len(running) > workers:
+                    running.popleft().result()
+            for future in running:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

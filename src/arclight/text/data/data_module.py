@@ -1,0 +1,319 @@
+"""Text as a data module: tokenized once, found again, read as batches that know their documents and bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from arclight.data.fetching import identity
+from arclight.data.mixture import MixtureOrder
+from arclight.data.order import EpochOrder
+from arclight.data.packing import Layout, Packed, Windows
+from arclight.data.token_samples import TokenSamples
+from arclight.data.token_shards import TokenShards
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.text.data.corpus import held_out, is_corpus, open_split, with_tails, write_corpus
+from arclight.text.data.data_settings import BPE, Bytes, Pretrained, Text
+from arclight.text.data.site_split import SiteSplit
+from arclight.text.data.sources import STDLIB, Document, documents, fingerprint
+from arclight.text.data.tokenizer import ByteTokenizer, Tokenizer, TokenizerError
+from arclight.trainer import DataModule
+
+_LOG = logging.getLogger("arclight")
+_FORMAT = 1  # of what is cached: another number makes everything anew
+
+
+class TextDataModule(DataModule):
+    """Batches for language models, as `arclight.data.token_samples.TokenSamples` describes them.
+
+    The first run tokenizes into ``<root>/data/<name>-<digest>`` (see ``Text.cache``), the digest being that of the
+    sources' names, sizes and times of change, of the tokenizer and of the settings that matter; later runs find it. The
+    other processes wait for that: what takes longer than they may is tokenized beforehand, with `arclight data tokenize`.
+    Works without a trainer too: ``prepare_data()``, ``setup("fit")``, then the loaders.
+    """
+
+    def __init__(self, settings: Text) -> None:
+        super().__init__()
+        self.settings = settings
+        named = settings.data if isinstance(settings.data, dict) else {"": settings.data}
+        self.parts: dict[str, tuple[str, ...]] = {
+            name: (source,) if isinstance(source, str) else tuple(source) for name, source in named.items()
+        }
+        self.selection = SiteSplit(settings, self.parts)
+        self._ready = [Path(source) for sources in self.parts.values() for source in sources if is_corpus(source)]
+        if any(len(sources) > 1 and any(map(is_corpus, sources)) for sources in self.parts.values()):
+            raise MisconfigurationError(
+                "data: a folder of tokens cannot stand in a list; name the sources to mix them: data = {first = ..., second = ...}"
+            )
+        self.train: TokenSamples | None = None
+        self.val: TokenSamples | None = None
+
+    # -- what is known before anything is read -------------------------------------------------------------------------
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, which is known before it has been learned."""
+        return self._learns.vocab_size if self._learns else self.tokenizer.vocab_size
+
+    @property
+    def _learns(self) -> BPE | None:
+        """The settings of a tokenizer that has to be learned; None where there is one."""
+        settings = self.settings.tokenizer
+        return settings if isinstance(settings, BPE) and not self._ready else None
+
+    @property
+    def root(self) -> Path:
+        """The folder that tokenizers and corpora are kept in."""
+        if self.settings.cache is not None:
+            return self.settings.cache
+        return Path(self.trainer.default_root_dir if self.trainer is not None else "runs") / "data"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises FileNotFoundError where it is to be learned and `prepare_data` has not run yet."""
+        if self._ready:
+            return Tokenizer.load(self._ready[0] / "tokenizer")
+        match self.settings.tokenizer:
+            case Bytes():
+                return ByteTokenizer()
+            case Pretrained(path=path):
+                return Tokenizer.load(path)
+            case BPE():
+                if not self._learned.is_dir():
+                    raise FileNotFoundError(f"{self._learned} is not there: prepare_data() learns the tokenizer first")
+                return Tokenizer.load(self._learned)
+
+    # -- once, on one process of each node -----------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Learn the tokenizer and write the shards, unless they are there; check the shards that changed since."""
+        if self._learns and not self._learned.is_dir():
+            self._learn(self._learns)
+        share = self.settings.held_out if self.settings.val is None else 0.0
+        for name in self.selection.names:
+            self._prepare(self._corpus(name), self.parts[name], self.selection.documents(name), share)
+        if (val := self.settings.val) is not None:
+            self._prepare(self._corpus(None), (val,), documents(val, self.settings.field), 0.0)
+
+    def _learn(self, settings: BPE) -> None:
+        _LOG.info("learning %d tokens into %s", settings.vocab_size, self._learned)
+        share = settings.sample // len(self.parts)
+        split = held_out(self.settings.held_out if self.settings.val is None else 0.0)
+
+        def texts(sources: tuple[str, ...]) -> Iterator[str]:
+            left = share
+            for document in self._divided(self._documents(sources)):
+                if left <= 0:
+                    return
+                if split(document) == "train":
+                    left -= document.bytes
+                    yield document.text
+
+        tokenizer = Tokenizer.train(chain.from_iterable(map(texts, self.parts.values())), settings.vocab_size)
+        staging = self._learned.with_name(f".{self._learned.name}.{os.getpid()}.saving")
+        tokenizer.save(staging)
+        try:
+            staging.rename(self._learned)
+        except OSError:
+            shutil.rmtree(staging)
+            if not self._learned.is_dir():  # else another process was quicker, and learned the same
+                raise
+
+    def _prepare(self, folder: Path, sources: tuple[str, ...], found: Iterator[Document], share: float) -> None:
+        if not folder.is_dir():
+            _LOG.info("tokenizing %s into %s", ", ".join(sources), folder)
+            try:
+                write_corpus(
+                    folder,
+                    self._divided(found) if share else found,
+                    self.tokenizer,
+                    split=held_out(share),
+                    shard_bytes=self.settings.shard_bytes,
+                    workers=self.settings.prepare_workers,
+                    about={"sources": list(sources)},
+                )
+            except FileExistsError:
+                _LOG.info("another process has made %s meanwhile", folder)
+        for split in ("train", "val"):
+            if (folder / split).is_dir():
+                shards = open_split(folder, split, self.tokenizer)
+                shards.verify()
+                if self.settings.packing == "pack":
+                    self._packed(shards)
+
+    def _packed(self, shards: TokenShards) -> Packed:
+        try:
+            return Packed(shards, self.settings.sequence_length)
+        except FileNotFoundError:
+            return Packed.build(shards, self.settings.sequence_length)
+
+    def _divided(self, found: Iterator[Document]) -> Iterator[Document]:
+        """Hold out the ends of documents where they are few. A site keeps whole ones, as it would beside others."""
+        share = self.settings.held_out if self.settings.val is None and self.settings.share is None else 0.0
+        return with_tails(found, share) if share else found
+
+    def _documents(self, sources: tuple[str, ...]) -> Iterator[Document]:
+        return chain.from_iterable(documents(source, self.settings.field) for source in sources)
+
+    # -- on every process ----------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Open the shards. Raises MisconfigurationError where there are not enough documents for both splits."""
+        names = self.selection.names
+        if bare := [str(folder) for folder in map(self._corpus, names) if not (folder / "train").is_dir()]:
+            raise MisconfigurationError(
+                f"held_out = {self.settings.held_out} leaves no documents to train with in {', '.join(bare)}: hold out less"
+            )
+        self.train = self._samples([open_split(self._corpus(name), "train", self.tokenizer) for name in names])
+        if self.settings.val is not None:
+            self.val = self._samples([open_split(self._corpus(None), "train", self.tokenizer)])
+        elif self.settings.held_out > 0:
+            folders = [folder for name in names if ((folder := self._corpus(name)) / "val").is_dir()]
+            if not folders and (site := self.settings.share) is not None:
+                _LOG.warning("site %d of %d has no text to validate with", site.number, site.count)
+                return
+            if not folders:
+                raise MisconfigurationError(
+                    self._without_val(sum(part.shards.documents for part in self.train.layouts))
+                )
+            self.val = self._samples([open_split(folder, "val", self.tokenizer) for folder in folders])
+
+    def _without_val(self, documents: int) -> str:
+        if len(self._ready) == len(self.parts):
+            return (
+                f"{', '.join(map(str, self._ready))} has no split val: tokenize with --held-out, name other text as val, or set "
+                "held_out = 0 to do without"
+            )
+        more = "" if documents == 1 else "hold out more, "
+        return (
+            f"held_out = {self.settings.held_out} of {documents} document{'s' * (documents != 1)} leaves none to validate with: {more}name "
+            "other text as val, or hold out 0 to do without"
+        )
+
+    def _samples(self, parts: list[TokenShards]) -> TokenSamples:
+        length, tokenizer = self.settings.sequence_length, self.tokenizer
+        layouts: list[Layout] = [
+            Packed(shards, length) if self.settings.packing == "pack" else Windows(shards, length) for shards in parts
+        ]
+        pad = tokenizer.pad if tokenizer.pad is not None else tokenizer.eos
+        return TokenSamples(layouts, tokenizer.token_bytes, pad=pad or 0, mask_documents=self.settings.mask_documents)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = self._opened(self.train)
+        if not isinstance(self.settings.data, dict):
+            return self._loader(samples, EpochOrder(len(samples)))
+        sizes = [len(layout) for layout in samples.layouts]
+        weights = [
+            self.settings.mixture.get(name, size) for name, size in zip(self.selection.names, sizes, strict=True)
+        ]
+        order = MixtureOrder(sizes, weights, at=self.settings.mixture_at, samples=self.settings.epoch_samples)
+        return self._loader(samples, order)
+
+    def val_dataloader(self) -> DataLoader[Any] | list[Any]:
+        """The held-out samples in order, filled up to whole batches on all ranks; nothing where none are held out."""
+        return [] if self.val is None else self._loader(self.val, EpochOrder(len(self.val), shuffle=False))
+
+    test_dataloader = val_dataloader  # text that nobody trained on
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per step on each device. Raises MisconfigurationError where the global batch does not divide among them."""
+        total = self.settings.global_batch_size
+        if total is None:
+            return self.settings.batch_size
+        ranks = 1 if self.trainer is None else self.trainer.strategy.distributed_sampler_kwargs["num_replicas"]
+        if total % ranks:
+            raise MisconfigurationError(f"global_batch_size {total} does not divide among {ranks} ranks that read data")
+        return total // ranks
+
+    def _loader(self, samples: TokenSamples, order: EpochOrder | MixtureOrder) -> DataLoader[Any]:
+        workers = self.settings.workers
+        return DataLoader(
+            samples, self.batch_size, sampler=order, collate_fn=identity, num_workers=workers, pin_memory=self._on_gpu,
+            persistent_workers=workers > 0,
+        )  # fmt: skip
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    def _opened(self, samples: TokenSamples | None) -> TokenSamples:
+        if samples is None:
+            raise RuntimeError('the data are not open: prepare_data() and setup("fit") come first')
+        return samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which vocabulary and which tokens a checkpoint was trained on, and what the order of its samples comes from."""
+        return {"vocabulary": self.tokenizer.digest, "tokens": self._digests(), "order": self._order()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises TokenizerError where the checkpoint's vocabulary is another; warns where its text is, or its order."""
+        if state_dict["vocabulary"] != self.tokenizer.digest:
+            raise TokenizerError(
+                f"the checkpoint was trained with another tokenizer (vocabulary {state_dict['vocabulary'][:12]}, this one is "
+                f"{self.tokenizer.digest[:12]}): set tokenizer to the one it was trained with"
+            )
+        if self.train is not None and state_dict["tokens"] != self._digests():
+            rank_zero_warn(
+                "the training text is not what the checkpoint was trained on: its order begins anew with other samples"
+            )
+
+        elif changed := [name for name, value in state_dict.get("order", {}).items() if value != self._order()[name]]:
+            rank_zero_warn(
+                f"{', '.join(changed)} is not what the checkpoint was trained with: until all text has been read once more, some of it "
+                "comes twice and some not at all"
+            )
+
+    def _order(self) -> dict[str, str]:
+        names = ("sequence_length", "packing", "mixture", "mixture_at", "epoch_samples")
+        return {name: repr(getattr(self.settings, name)) for name in names}
+
+    def _digests(self) -> list[str]:
+        return [] if self.train is None else [layout.shards.digest for layout in self.train.layouts]
+
+    # -- where things are kept -----------------------------------------------------------------------------------------
+
+    @property
+    def _learned(self) -> Path:
+        settings, found = self.settings.tokenizer, self._fingerprints
+        held = self.settings.held_out if self.settings.val is None else 0.0
+        assert isinstance(settings, BPE)
+        return (
+            self.root / f"tokenizer-{_digest(found, self.settings.field, settings.vocab_size, settings.sample, held)}"
+        )
+
+    @cached_property
+    def _fingerprints(self) -> dict[str, list[list[Any]]]:
+        return {name: [entry for s in sources for entry in fingerprint(s)] for name, sources in self.parts.items()}
+
+    def _corpus(self, name: str | None) -> Path:
+        """The folder of a part of the training text; of the validation text for None."""
+        settings = self.settings
+        given = settings.val if name is None else self.parts[name][0]
+        if given is not None and is_corpus(given):
+            return Path(given)
+        if name is None:
+            assert settings.val is not None
+            first, found, share = settings.val, fingerprint(settings.val), 0.0
+        else:
+            first, found = self.parts[name][0], self._fingerprints[name]
+            share = settings.held_out if settings.val is None else 0.0
+        title = name or Path(first).stem or STDLIB
+        divided = [] if name is None or settings.share is None else [repr(settings.share)]
+        digest = _digest(found, settings.field, share, settings.shard_bytes, self.tokenizer.fingerprint, *divided)
+        return self.root / f"{title}-{digest}"
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps([_FORMAT, *parts]).encode()).hexdigest()[:12]

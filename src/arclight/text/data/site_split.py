@@ -1,0 +1,207 @@
+"""Which documents of a text are one site's, of those of a federation."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from arclight.data.sites import IID, Dirichlet, Numbered, drawn, enough, packed
+
+if TYPE_CHECKING:
+    from arclight.text.data.data_settings import Text
+    from arclight.text.data.sources import Document
+
+By = Literal["folder", "file", "name", "field"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Assign whole sources of text to sites, so that sites differ in kinds of text."""
+
+    by: By = "folder"
+    """Definition of a source: a top-level folder (or file beside these), a file, a named source of data = {first = ..., second = ...}, or the
+    value of a field of a row."""
+    field: str = "source"
+    """The field of a row, for by = "field"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteShare(Numbered):
+    """One site's share of the documents. The tokenizer is trained on all text, so that every site has the same."""
+
+    partition: Source | IID | Dirichlet = dataclasses.field(default_factory=IID)
+    """Partition of the documents."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.partition, Dirichlet) and self.partition.by not in (None, "folder", "file", "name", "field"):
+            raise ValueError(f"by = {self.partition.by!r} tells no texts apart: folder, file, name or field do")
+
+
+class SiteSplit:
+    """The documents that settings of text leave to their site; all where they name none.
+
+    parts: the names of the text's sources, each with the files and folders that it is read from.
+    """
+
+    def __init__(self, settings: Text, parts: dict[str, tuple[str, ...]]) -> None:
+        self.settings, self.parts, self.site = settings, parts, settings.share
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Those of the parts that this site has documents of. Raises MisconfigurationError where tokens cannot be divided."""
+        if self.site is None:
+            return list(self.parts)
+        self._check_tokens()
+        if isinstance(self.site.partition, Source):
+            own = {source.partition("\0")[0] for source, site in self._home.items() if site == self.site.number}
+            return [name for name in self.parts if name in own]
+        return list(self.parts)
+
+    def _check_tokens(self) -> None:
+        """Raises MisconfigurationError for tokens that are to be divided by what only their text would tell."""
+        from arclight.fabric.errors import MisconfigurationError
+        from arclight.text.data.corpus import is_corpus
+
+        assert self.site is not None
+        ready = [source for sources in self.parts.values() for source in sources if is_corpus(source)]
+        if ready and not (isinstance(self.site.partition, Source) and self.site.partition.by == "name"):
+            raise MisconfigurationError(
+                f"{ready[0]} holds tokens, of which nobody knows any more whose text they were: name the sources, as in "
+                'data = {first = ..., second = ...}, and divide them by = "name", or give the text itself'
+            )
+
+    def check(self) -> None:
+        """Raises MisconfigurationError where any of the sites would get nothing. Reads only until it is seen that each gets something."""
+        if self.site is None:
+            return
+        self._check_tokens()
+        if isinstance(self.site.partition, Source):
+            self._enough(source for name in self.parts for source, _ in self._sizes(name))
+            return
+        for name in self.parts:
+            without = set(range(self.site.count))
+            for source, document in self._told_apart(name):
+                without.discard(drawn(self.site.partition, document.text.encode(), source, self.site.count))
+                if not without:
+                    break
+            else:
+                raise self._gets_nothing(min(without), name)
+
+    def documents(self, name: str) -> Iterator[Document]:
+        """The documents of a part, or those of them that are this site's."""
+        from arclight.text.data.sources import documents
+
+        site = self.site
+        if site is None or (isinstance(site.partition, Source) and site.partition.by == "name"):
+            yield from chain.from_iterable(documents(place, self.settings.field) for place in self.parts[name])
+            return
+        empty = True
+        for source, document in self._told_apart(name):
+            if isinstance(site.partition, Source):
+                at = self._home[source]
+            else:
+                at = drawn(site.partition, document.text.encode(), source, site.count)
+            if at == site.number:
+                empty = False
+                yield document
+        if empty:
+            raise self._gets_nothing(site.number, name)
+
+    def _gets_nothing(self, number: int, name: str) -> Exception:
+        from arclight.fabric.errors import MisconfigurationError
+
+        assert self.site is not None
+        return MisconfigurationError(
+            f"site {number} of {self.site.count} gets no document of {name or ', '.join(self.parts[name])}: there must be "
+            "more text, fewer sites, or another partition"
+        )
+
+    def _enough(self, sources: Iterable[str]) -> None:
+        """Raises MisconfigurationError where these are fewer than sites."""
+        from arclight.fabric.errors import MisconfigurationError
+
+        assert self.site is not None
+        found = dict[str, None]()
+        for source in sources:
+            found[source] = None
+            if len(found) == self.site.count:
+                return
+        try:
+            enough([self._shown(source) for source in found], self.site.count)
+        except ValueError as error:
+            raise MisconfigurationError(str(error)) from error
+
+    def _shown(self, source: str) -> str:
+        """A source as a person would name it."""
+        name, *place = source.split("\0")
+        inside = "/".join(place if self._by == "field" else place[1:])
+        return ": ".join(part for part in (name, inside) if part)
+
+    @cached_property
+    def _home(self) -> dict[str, int]:
+        """Every source to its site."""
+        assert self.site is not None
+        sizes: dict[str, int] = {}
+        for name in self.parts:
+            for source, size in self._sizes(name):
+                sizes[source] = sizes.get(source, 0) + size
+        self._enough(sizes)
+        return packed(sizes, self.site.count)
+
+    def _sizes(self, name: str) -> Iterator[tuple[str, int]]:
+        """Every source of a part, in pieces, with what these weigh; read only where nothing else tells."""
+        if self._by == "field":
+            yield from ((source, document.bytes) for source, document in self._told_apart(name))
+            return
+        from arclight.text.data.sources import files, fingerprint
+
+        for order, place in enumerate(self.parts[name]):
+            for path in files(place):
+                size = sum(entry[1] for entry in fingerprint(path)) if path.is_dir() else os.path.getsize(path)
+                yield self._source(name, order, path), size
+
+    def _told_apart(self, name: str) -> Iterator[tuple[str, Document]]:
+        """Every document of a part, with its source."""
+        from arclight.text.data.sources import documents, files
+
+        for order, place in enumerate(self.parts[name]):
+            for path in files(place):
+                if self._by == "field":
+                    yield from self._by_field(name, path)
+                else:
+                    source = self._source(name, order, path)
+                    yield from ((source, document) for document in documents(path, self.settings.field))
+
+    def _by_field(self, name: str, path: Path) -> Iterator[tuple[str, Document]]:
+        from arclight.text.data.sources import Document, SourceError, rows
+
+        if not path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson", ".parquet")):
+            raise SourceError(f'{path} has no rows whose fields tell sources apart: by = "folder" or "file" needs none')
+        field = self.site.partition.field if self.site and isinstance(self.site.partition, Source) else "source"
+        for place, row in rows(path):
+            for wanted in (self.settings.field, field):
+                if not isinstance(row, dict) or not isinstance(row.get(wanted), str):
+                    raise SourceError(f"{place} has no text in a field {wanted!r}")
+            text: str = row[self.settings.field]
+            yield f"{name}\0{row[field]}", Document(place, text, len(text.encode()))
+
+    def _source(self, name: str, order: int, path: Path) -> str:
+        """What a file belongs to: part, number of the place in it, and what is below that. Nothing says where the text lies."""
+        if self._by == "name":
+            return name
+        from arclight.text.data.sources import root_of
+
+        inside = path.relative_to(root_of(self.parts[name][order])).parts or (path.name,)
+        return "\0".join((name, str(order), *(inside[:1] if self._by == "folder" else inside)))
+
+    @property
+    def _by(self) -> str:
+        assert self.site is not None
+        return getattr(self.site.partition, "by", None) or "folder"

@@ -1,0 +1,1 @@
+"""Images from text by flow matching."""

@@ -1,0 +1,308 @@
+"""Images from text by flow matching: FLUX.1's transformer (Black Forest Labs 2024), its loss and its sampler.
+
+Text and image tokens attend to one another, first with weights of their own, then with the same; time and a summary of the text
+scale, shift and gate every part. Letters: B batch, N image tokens, L text tokens, S both, D width, H heads, C width of a head,
+I values of an image token, E width of text features, Q width of the summary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.parallel.initial import Constant, Initial, Normal
+from arclight.text.families.gpt2 import FeedForward
+from arclight.text.model.attention import InnerAttention, Mask
+from arclight.text.model.layers import RMSNorm, RotaryEmbedding, kept_on_device, rope_frequencies
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxConfig:
+    """The published models' sizes by default."""
+
+    in_channels: int = 64
+    text_dim: int = 4096
+    summary_dim: int = 768
+    dim: int = 3072
+    heads: int = 24
+    hidden: int = 12288
+    double_layers: int = 19
+    single_layers: int = 38
+    axes: tuple[int, ...] = (16, 56, 56)
+    """How the width of a head is shared out to the coordinates that turn it: sequence, row, column."""
+    rope_theta: float = 10_000.0
+    guidance: bool = False
+    """Whether the strength of guidance is told to the model, as to one that was distilled from guided samples."""
+    norm_eps: float = 1e-6
+    std: float = 0.02
+
+    @property
+    def std_out(self) -> float:
+        return self.std / math.sqrt(2 * (self.double_layers + self.single_layers))
+
+    def __post_init__(self) -> None:
+        if sum(self.axes) != self.dim // self.heads or any(axis % 2 for axis in self.axes):
+            raise ValueError(f"axes {self.axes} must be even and sum up to a head's width, {self.dim // self.heads}")
+
+
+@dataclass
+class Conditions:
+    """What an image is made from."""
+
+    text: Tensor
+    """Features of its tokens (B, L, E)."""
+    summary: Tensor
+    """One vector for all of it (B, Q)."""
+    guidance: Tensor | None = None
+    """(B,), for models that are told."""
+
+
+def _linear(module: nn.Module, names: dict[str, float], biases: bool = True) -> dict[str, Initial]:
+    """How maps begin: weights at random, 0 where the deviation is; biases 0."""
+    found: dict[str, Initial] = {f"{name}.weight": Normal(std) if std else Constant(0.0) for name, std in names.items()}
+    return found | {f"{name}.bias": Constant(0.0) for name in names if module.get_submodule(name).bias is not None}
+
+
+def waves(times_B: Tensor, width: int) -> Tensor:
+    """Cosines and sines of 1000 * time at frequencies from 1 down to 1 / 10000, (B, width) float32."""
+    frequencies = torch.exp(-math.log(10_000) * torch.arange(width // 2, device=times_B.device) / (width // 2))
+    angles = 1000 * times_B.float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
+class Embedder(nn.Module):
+    def __init__(self, width: int, dim: int, std: float) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(width, dim), nn.Linear(dim, dim)
+        self.initial = _linear(self, {"w1": std, "w2": std})
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x.to(self.w1.weight.dtype))))
+        return out
+
+
+class Modulation(nn.Module):
+    """Shifts, scales and gates (B, 1, D) from the conditions; all 0 at first, so that every block begins as the identity."""
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.w = nn.Linear(dim, count * dim)
+        self.initial = _linear(self, {"w": 0.0})
+
+    def forward(self, told_BD: Tensor) -> tuple[Tensor, ...]:
+        parts: tuple[Tensor, ...] = self.w(F.silu(told_BD))[:, None].chunk(self.count, -1)
+        return parts
+
+
+def modulated(x_BTD: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x_BTD, x_BTD.shape[-1:], eps=eps) * (1 + scale) + shift
+
+
+class Heads(nn.Module):
+    """Queries, keys and values (B, T, H, C), the first two normalised head by head."""
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.width = config.dim // config.heads
+        self.wq, self.wk, self.wv = (nn.Linear(config.dim, config.dim) for _ in range(3))
+        self.q_norm, self.k_norm = RMSNorm(self.width, config.norm_eps), RMSNorm(self.width, config.norm_eps)
+        self.initial = _linear(self, dict.fromkeys(("wq", "wk", "wv"), config.std))
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (w(x_BTD).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv))
+        return self.q_norm(q), self.k_norm(k), v
+
+
+def attend(inner: InnerAttention, q: Tensor, k: Tensor, v: Tensor, rotation: RotaryEmbedding) -> Tensor:
+    """Everybody to everybody: (B, S, H, C) three times to (B, S, D)."""
+    q, k = rotation.apply_interleaved(q), rotation.apply_interleaved(k)
+    out: Tensor = inner(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), Mask(causal=False))
+    return out.transpose(1, 2).flatten(2)
+
+
+class Stream(nn.Module):
+    """What text or image has of its own in a double block."""
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.modulation = Modulation(config.dim, 6)
+        self.heads = Heads(config)
+        self.wo = nn.Linear(config.dim, config.dim)
+        self.feed_forward = FeedForward(config)
+        self.initial = _linear(self, {"wo": config.std_out})
+
+
+class DoubleBlock(nn.Module):
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.text, self.image = Stream(config), Stream(config)
+        self.inner = InnerAttention()
+
+    def forward(
+        self, text_BLD: Tensor, image_BND: Tensor, told_BD: Tensor, rotation: RotaryEmbedding
+    ) -> tuple[Tensor, Tensor]:
+        streams = ((self.text, text_BLD), (self.image, image_BND))
+        told = [stream.modulation(told_BD) for stream, _ in streams]
+        heads = [
+            stream.heads(modulated(x, shift, scale, stream.eps))
+            for (stream, x), (shift, scale, *_) in zip(streams, told, strict=True)
+        ]
+        q, k, v = (torch.cat(pair, 1) for pair in zip(*heads, strict=True))
+        seen = attend(self.inner, q, k, v, rotation).split((text_BLD.shape[1], image_BND.shape[1]), 1)
+        out = []
+        for (stream, x), (_, _, gate, shift, scale, gate_after), own in zip(streams, told, seen, strict=True):
+            x = x + gate * stream.wo(own)
+            out.append(x + gate_after * stream.feed_forward(modulated(x, shift, scale, stream.eps)))
+        return out[0], out[1]
+
+
+class SingleBlock(nn.Module):
+    """Attention and feed-forward part side by side, on text and image as one sequence."""
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.modulation = Modulation(config.dim, 3)
+        self.heads = Heads(config)
+        self.inner = InnerAttention()
+        self.wo = nn.Linear(config.dim, config.dim)
+        self.w1 = nn.Linear(config.dim, config.hidden)
+        self.w2 = nn.Linear(config.hidden, config.dim, bias=False)
+        self.initial = _linear(self, {"wo": config.std_out, "w1": config.std, "w2": config.std_out})
+
+    def forward(self, x_BSD: Tensor, told_BD: Tensor, rotation: RotaryEmbedding) -> Tensor:
+        shift, scale, gate = self.modulation(told_BD)
+        changed = modulated(x_BSD, shift, scale, self.eps)
+        q, k, v = self.heads(changed)
+        seen = attend(self.inner, q, k, v, rotation)
+        out: Tensor = x_BSD + gate * (self.wo(seen) + self.w2(F.gelu(self.w1(changed), approximate="tanh")))
+        return out
+
+
+class Flux(nn.Module):
+    """The velocity (B, N, I) with which noisy image tokens move from image to noise."""
+
+    def __init__(self, config: FluxConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_in, self.text_in = nn.Linear(config.in_channels, config.dim), nn.Linear(config.text_dim, config.dim)
+        self.time_in = Embedder(256, config.dim, config.std)
+        self.summary_in = Embedder(config.summary_dim, config.dim, config.std)
+        self.guidance_in = Embedder(256, config.dim, config.std) if config.guidance else None
+        self.double_layers = nn.ModuleDict({str(i): DoubleBlock(config) for i in range(config.double_layers)})
+        self.layers = nn.ModuleDict({str(i): SingleBlock(config) for i in range(config.single_layers)})
+        self.modulation = Modulation(config.dim, 2)
+        self.output = nn.Linear(config.dim, config.in_channels)
+        self.initial = _linear(self, {"image_in": config.std, "text_in": config.std, "output": 0.0})
+
+    def forward(self, image_BNI: Tensor, places_NA: Tensor, times_B: Tensor, conditions: Conditions) -> Tensor:
+        """places: (N, axes) coordinates of image tokens (text tokens are at 0); times: (B,) from 0, the image, to 1, noise."""
+        told_BD = self.time_in(waves(times_B, 256)) + self.summary_in(conditions.summary)
+        if (self.guidance_in is None) != (conditions.guidance is None):
+            raise ValueError("guidance is told to models whose configuration has it, and to them always")
+        if self.guidance_in is not None and conditions.guidance is not None:
+            told_BD = told_BD + self.guidance_in(waves(conditions.guidance, 256))
+        image_BND, text_BLD = self.image_in(image_BNI), self.text_in(conditions.text)
+        length = text_BLD.shape[1]
+        rotation = self.rotation(F.pad(places_NA, (0, 0, length, 0)))
+        for double in self.double_layers.values():
+            text_BLD, image_BND = double(text_BLD, image_BND, told_BD, rotation)
+        both_BSD = torch.cat((text_BLD, image_BND), 1)
+        for single in self.layers.values():
+            both_BSD = single(both_BSD, told_BD, rotation)
+        scale, shift = self.modulation(told_BD)
+        out: Tensor = self.output(modulated(both_BSD[:, length:], shift, scale, self.config.norm_eps))
+        return out
+
+    def rotation(self, places_SA: Tensor) -> RotaryEmbedding:
+        """Each axis turns its share of a head."""
+        theta = self.config.rope_theta
+        angles = [
+            places_SA[:, axis, None].float()
+            * kept_on_device((width, theta, None), partial(rope_frequencies, width, theta), places_SA)
+            for axis, width in enumerate(self.config.axes)
+        ]
+        together = torch.cat(angles, -1)[None]
+        return RotaryEmbedding(together.cos(), together.sin())
+
+
+def to_tokens(latents_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Squares of two by two latents become tokens (B, N, 4 C), row by row; and their places (N, 3): 0, row, column."""
+    batch, channels, height, width = latents_BCHW.shape
+    if height % 2 or width % 2:
+        raise ValueError(f"latents of {height} x {width} do not divide into squares of two by two")
+    cut = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    rows, columns = torch.arange(height // 2), torch.arange(width // 2)
+    places = torch.cartesian_prod(torch.zeros(1, dtype=torch.long), rows, columns)
+    return cut.flatten(3).flatten(1, 2), places.to(latents_BCHW.device)
+
+
+def to_latents(tokens_BNI: Tensor, height: int, width: int) -> Tensor:
+    """Inverse of :func:`to_tokens` for latents of ``height`` x ``width``."""
+    cut = tokens_BNI.unflatten(2, (-1, 2, 2)).unflatten(1, (height // 2, width // 2))  # (B, h, w, C, 2, 2)
+    latents: Tensor = cut.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+    return latents
+
+
+def flow_loss(
+    model: Flux, image_BNI: Tensor, places_NA: Tensor, conditions: Conditions, generator: torch.Generator | None = None
+) -> Tensor:  # fmt: skip
+    """Mean squared error of the velocity noise - image on the line between them (Liu et al. 2022), at times drawn from the
+    logistic of a normal distribution (Esser et al. 2024). The random numbers are drawn on the generator's device.
+    """
+    device = generator.device if generator is not None else image_BNI.device
+    noise = torch.randn(image_BNI.shape, generator=generator, device=device).to(image_BNI)
+    times = torch.randn(len(image_BNI), generator=generator, device=device).sigmoid().to(image_BNI.device)
+    along = times[:, None, None].to(image_BNI.dtype)
+    velocity = model((1 - along) * image_BNI + along * noise, places_NA, times, conditions)
+    loss: Tensor = F.mse_loss(velocity.float(), (noise - image_BNI).float())
+    return loss
+
+
+def schedule(steps: int, tokens: int, shifted: bool = True) -> list[float]:
+    """``steps`` + 1 times from 1 to 0; ``shifted`` spends more of them near noise the more tokens an image has, as FLUX.1 dev does:
+    e^m / (e^m + 1 / t - 1), with m on the line through 0.5 at 256 and 1.15 at 4096 tokens.
+    """
+    times = [1 - step / steps for step in range(steps + 1)]
+    if not shifted:
+        return times
+    strength = math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
+    return [strength / (strength - 1 + 1 / time) if time else 0.0 for time in times]
+
+
+@torch.no_grad()
+def sample(
+    model: Flux, noise_BNI: Tensor, places_NA: Tensor, conditions: Conditions, steps: int = 28, shifted: bool = True,
+    without: Conditions | None = None, strength: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Image tokens from noise by Euler's method, against the velocity from time 1 to 0.
+
+    With conditions ``without`` (an empty text), velocities are led away from theirs by ``strength`` (Ho and Salimans 2022).
+    """
+    image = noise_BNI
+    times = schedule(steps, noise_BNI.shape[1], shifted)
+    for now, then in pairwise(times):
+        at = torch.full((len(image),), now, device=image.device)
+        velocity = model(image, places_NA, at, conditions)
+        if without is not None:
+            free = model(image, places_NA, at, without)
+            velocity = free + strength * (velocity - free)
+        image = image + (then - now) * velocity
+    return image
+
+
+FLUX_SIZES = {
+    "debug": FluxConfig(
+        in_channels=16, text_dim=64, summary_dim=32, dim=128, heads=4, hidden=512, double_layers=2, single_layers=3, axes=(4, 14, 14)
+    ),
+    "schnell": FluxConfig(),
+    "dev": FluxConfig(guidance=True),
+}  # fmt: skip

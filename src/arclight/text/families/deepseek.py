@@ -1,0 +1,171 @@
+"""DeepSeek-V3 (Liu et al. 2024): attention with latent keys and values, then experts chosen within groups of nodes.
+
+Beside the dimensions of `layers`: R width of a latent.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arclight.parallel.initial import Normal
+from arclight.text.families.llama import Block
+from arclight.text.model.attention import InnerAttention
+from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
+from arclight.text.model.layers import FeedForward, RMSNorm, RotaryEmbedding, kept_on_device, rope_frequencies
+from arclight.text.model.moe import MoE, MoEConfig
+
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever that of the others is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Rotations stretched by parts, and attention made sharper for it (Peng et al. 2023)."""
+
+    factor: float = 40.0
+    original_positions: int = 4096
+    fast: float = 32.0
+    """Turns within the original positions from which on a rotation stays as it is."""
+    slow: float = 1.0
+    """Turns up to which it is slowed down by ``factor``."""
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    def frequencies(self, width: int, theta: float) -> Tensor:
+        """Angles per position (width / 2,)."""
+        plain = rope_frequencies(width, theta)
+        low, high = (
+            width * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (self.fast, self.slow)
+        )
+        low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
+        slowed = ((torch.arange(width // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return plain * (1 - slowed) + plain / self.factor * slowed
+
+    def temperature(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+    @property
+    def rotation_factor(self) -> float:
+        """What turned parts of queries and keys are multiplied with."""
+        if self.mscale and self.mscale_all_dim:
+            return self.temperature(self.mscale) / self.temperature(self.mscale_all_dim)
+        return self.temperature(1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekConfig(DecoderConfig):
+    heads: int
+    hidden: int
+    """Width of the feed-forward part of dense layers."""
+    dense_layers: int
+    """First layers that have no experts."""
+    moe: MoEConfig
+    query_rank: int | None
+    """Width of the latent that queries are made from; None: they are made from the hidden states."""
+    latent: int = 512
+    """Width of the latent that keys and values are made from."""
+    plain_width: int = 128
+    """Part of a head's queries and keys that does not turn."""
+    turned_width: int = 64
+    """Part that turns; its keys are the same for all heads."""
+    value_width: int = 128
+    rope_theta: float = 10_000.0
+    yarn: Yarn | None = None
+    norm_eps: float = 1e-6
+
+    @property
+    def attention_width(self) -> float:
+        """Width of a head, as the mean of its keys' and its values'."""
+        return (self.plain_width + self.turned_width + self.value_width) / 2
+
+    @property
+    def softmax_scale(self) -> float:
+        scale = 1 / math.sqrt(self.plain_width + self.turned_width)
+        if self.yarn is not None and self.yarn.mscale_all_dim:
+            scale *= self.yarn.temperature(self.yarn.mscale_all_dim) ** 2
+        return scale
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024).
+
+    The cache holds latents and turned keys, latent + turned_width numbers per token; keys and values are made from them anew.
+    """
+
+    sharding: ClassVar[dict[str, str]] = {
+        "": "gather", "wq": "column", "wq_a": "shared", "q_norm": "shared", "wq_b": "column",
+        "wkv_a": "shared", "kv_norm": "shared", "wkv_b": "column", "wo": "row",
+    }  # fmt: skip
+
+    def __init__(self, config: DeepSeekConfig, layer: str) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        width, rank = config.plain_width + config.turned_width, config.query_rank
+        self.wq = nn.Linear(config.dim, config.heads * width, bias=False) if rank is None else None
+        self.wq_a = nn.Linear(config.dim, rank, bias=False) if rank is not None else None
+        self.q_norm = RMSNorm(rank, _LATENT_EPS) if rank is not None else None
+        self.wq_b = nn.Linear(rank, config.heads * width, bias=False) if rank is not None else None
+        self.wkv_a = nn.Linear(config.dim, config.latent + config.turned_width, bias=False)
+        self.kv_norm = RMSNorm(config.latent, _LATENT_EPS)
+        self.wkv_b = nn.Linear(config.latent, config.heads * (config.plain_width + config.value_width), bias=False)
+        self.wo = nn.Linear(config.heads * config.value_width, config.dim, bias=False)
+        self.inner = InnerAttention(scale=config.softmax_scale)
+        made = ("wq",) if rank is None else ("wq_a", "wq_b")
+        self.initial = {f"{name}.weight": Normal(config.std) for name in (*made, "wkv_a", "wkv_b")}
+        self.initial["wo.weight"] = Normal(config.std_out)
+
+    def forward(self, x_BTD: Tensor, around: BlockContext) -> Tensor:
+        config, rotation = self.config, around.rotation
+        assert rotation is not None
+        q_BTHC = self._queries(x_BTD).unflatten(-1, (-1, config.plain_width + config.turned_width))
+        q_plain, q_turned = q_BTHC.split([config.plain_width, config.turned_width], dim=-1)
+        q_BTHC = torch.cat((q_plain, rotation.apply_interleaved(q_turned)), dim=-1)
+        latent_BTR, k_turned_BTC = self.wkv_a(x_BTD).split([config.latent, config.turned_width], dim=-1)
+        latent_B1TR = self.kv_norm(latent_BTR)[:, None]
+        k_turned_B1TC = rotation.apply_interleaved(k_turned_BTC[:, :, None]).transpose(1, 2)
+        if around.cache is not None:
+            latent_B1TR, k_turned_B1TC = around.cache.extend(self.layer, latent_B1TR, k_turned_B1TC)
+        kv_BHTC = self.wkv_b(latent_B1TR[:, 0]).unflatten(-1, (-1, config.plain_width + config.value_width))
+        k_plain, v_BHTC = kv_BHTC.transpose(1, 2).split([config.plain_width, config.value_width], dim=-1)
+        k_BHTC = torch.cat((k_plain, k_turned_B1TC.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
+        out_BHTC = self.inner(q_BTHC.transpose(1, 2), k_BHTC, v_BHTC, around.masks["full"])
+        out: Tensor = self.wo(out_BHTC.transpose(1, 2).flatten(2))
+        return out
+
+    def _queries(self, x_BTD: Tensor) -> Tensor:
+        if self.wq is not None:
+            whole: Tensor = self.wq(x_BTD)
+            return whole
+        assert self.wq_a is not None
+        assert self.wq_b is not None
+        assert self.q_norm is not None
+        made: Tensor = self.wq_b(self.q_norm(self.wq_a(x_BTD)))
+        return made
+
+
+class DeepSeek(Decoder):
+    config: DeepSeekConfig
+
+    def __init__(self, config: DeepSeekConfig) -> None:
+        super().__init__(config, lambda number: self.block(config, number))
+
+    @staticmethod
+    def block(config: DeepSeekConfig, number: int) -> nn.Module:
+        if number < config.dense_layers:
+            feed_forward: nn.Module = FeedForward(config.dim, config.hidden, config.std, config.std_out)
+        else:
+            feed_forward = MoE(config.moe, config.dim, config.std, config.std_out)
+        return Block(config, LatentAttention(config, str(number)), feed_forward)
+
+    def rotation(self, positions: Tensor) -> RotaryEmbedding:
+        width, theta, yarn = self.config.turned_width, self.config.rope_theta, self.config.yarn
+        make = partial(rope_frequencies if yarn is None else yarn.frequencies, width, theta)
+        factor = 1.0 if yarn is None else yarn.rotation_factor
+        return RotaryEmbedding.at(positions, kept_on_device((width, theta, yarn), make, positions), factor)

@@ -1,0 +1,122 @@
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU, biases everywhere; embeddings and output share their weights.
+
+Queries, keys and values are three maps where the published weights have one, so that each can be cut by heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.parallel.initial import Constant, Initial, Normal
+from arclight.text.model.attention import InnerAttention
+from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
+from arclight.text.model.layers import LayerNorm, in_compute_type
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(DecoderConfig):
+    heads: int
+    max_positions: int = 1024
+    tied: bool = True
+
+    @property
+    def hidden(self) -> int:
+        return 4 * self.dim
+
+
+class BlockConfig(Protocol):
+    """What blocks must know, wherever they are used."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def std(self) -> float: ...
+    @property
+    def std_out(self) -> float: ...
+
+
+class Attention(nn.Module):
+    sharding: ClassVar[dict[str, str]] = {"": "gather", "wq": "column", "wk": "column", "wv": "column", "wo": "row"}
+
+    def __init__(self, config: BlockConfig, layer: str) -> None:
+        super().__init__()
+        self.layer, self.width = layer, config.dim // config.heads
+        self.wq = nn.Linear(config.dim, config.dim)
+        self.wk = nn.Linear(config.dim, config.dim)
+        self.wv = nn.Linear(config.dim, config.dim)
+        self.wo = nn.Linear(config.dim, config.dim)
+        self.inner = InnerAttention()
+        self.initial: dict[str, Initial] = {f"{name}.weight": Normal(config.std) for name in ("wq", "wk", "wv")}
+        self.initial["wo.weight"] = Normal(config.std_out)
+        self.initial |= {f"{name}.bias": Constant(0.0) for name in ("wq", "wk", "wv", "wo")}
+
+    def forward(self, x_BTD: Tensor, around: BlockContext) -> Tensor:
+        q_BHTC, k_BHTC, v_BHTC = (
+            w(x_BTD).unflatten(-1, (-1, self.width)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
+        )
+        if around.cache is not None:
+            k_BHTC, v_BHTC = around.cache.extend(self.layer, k_BHTC, v_BHTC)
+        out_BHTC = self.inner(q_BHTC, k_BHTC, v_BHTC, around.masks["full"])
+        out: Tensor = self.wo(out_BHTC.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    sharding: ClassVar[dict[str, str]] = {"": "gather", "w1": "column", "w2": "row"}
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden)
+        self.w2 = nn.Linear(config.hidden, config.dim)
+        self.initial: dict[str, Initial] = {"w1.weight": Normal(config.std), "w2.weight": Normal(config.std_out)}
+        self.initial |= {"w1.bias": Constant(0.0), "w2.bias": Constant(0.0)}
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.gelu(self.w1(x_BTD), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    sharding: ClassVar[dict[str, str]] = {"attention_norm": "sequence", "feed_forward_norm": "sequence"}
+
+    def __init__(self, config: BlockConfig, number: int) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config, str(number))
+        self.feed_forward_norm = LayerNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, h_BTD: Tensor, around: BlockContext) -> Tensor:
+        h_BTD = h_BTD + self.attention(self.attention_norm(h_BTD), around)
+        out: Tensor = h_BTD + self.feed_forward(self.feed_forward_norm(h_BTD))
+        return out
+
+
+class GPT2(Decoder):
+    """Its ``positions`` belong to ``tok_embeddings``: a pipeline stage without the one has no use for the other."""
+
+    sharding: ClassVar[dict[str, str]] = Decoder.sharding | {"positions": "vocabulary"}
+    config: GPT2Config
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config, lambda number: Block(config, number))
+        self.positions = nn.Embedding(config.max_positions, config.dim)
+        self.initial["positions.weight"] = Normal(config.std / 2)
+
+    def final_norm(self, config: DecoderConfig) -> nn.Module:
+        return LayerNorm(config.dim, config.norm_eps)
+
+    def embed(self, tokens_BT: Tensor, around: BlockContext) -> Tensor:
+        places = around.positions if around.positions.ndim == 2 else around.positions[None]
+        h_BTD: Tensor = super().embed(tokens_BT, around) + in_compute_type(self.positions(places))
+        return h_BTD

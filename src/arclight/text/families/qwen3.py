@@ -1,0 +1,37 @@
+"""Qwen3 (Yang et al. 2025): Llama's blocks with heads of their own width, whose queries and keys are normalised before they turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from arclight.text.families.llama import Attention, Block, Llama, LlamaConfig
+from arclight.text.model.moe import MoE, MoEConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(LlamaConfig):
+    head_dim: int | None = 128
+    rope_theta: float = 1_000_000.0
+    norm_eps: float = 1e-6
+    max_positions: int = 40960
+    qk_norm: bool = True
+
+
+class Qwen3(Llama):
+    config: Qwen3Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoEConfig(Qwen3Config):
+    moe: MoEConfig
+
+
+class Qwen3MoE(Llama):
+    config: Qwen3MoEConfig
+
+    @staticmethod
+    def block(config: Any, number: int) -> nn.Module:
+        return Block(config, Attention(config, str(number)), MoE(config.moe, config.dim, config.std, config.std_out))

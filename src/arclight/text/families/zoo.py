@@ -1,0 +1,209 @@
+"""Models by name: each family's sizes, from one that trains on a laptop in minutes to the published ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from arclight.text.families.deepseek import DeepSeek, DeepSeekConfig, Yarn
+from arclight.text.families.gpt2 import GPT2, GPT2Config
+from arclight.text.families.llama import Llama, LlamaConfig
+from arclight.text.families.llama4 import Llama4, Llama4Config
+from arclight.text.families.qwen3 import Qwen3, Qwen3Config, Qwen3MoE, Qwen3MoEConfig
+from arclight.text.model.layers import RopeScaling
+from arclight.text.model.moe import MoEConfig
+from arclight.text.vision_language.vision_llama import VisionConfig, VisionLlama, VisionLlamaConfig
+
+Family = tuple[str, type[nn.Module], dict[str, Any]]
+
+_STRETCHED = RopeScaling()
+_LLAMA3: dict[str, Any] = {
+    "debug": LlamaConfig(vocab_size=2048, dim=256, layers=6, heads=8, kv_heads=4, hidden=704, max_positions=2048),
+    "1b": LlamaConfig(
+        vocab_size=128256, dim=2048, layers=16, heads=32, kv_heads=8, hidden=8192, max_positions=131072, tied=True,
+        rope_scaling=RopeScaling(factor=32.0),
+    ),
+    "3b": LlamaConfig(
+        vocab_size=128256, dim=3072, layers=28, heads=24, kv_heads=8, hidden=8192, max_positions=131072, tied=True,
+        rope_scaling=RopeScaling(factor=32.0),
+    ),
+    "8b": LlamaConfig(
+        vocab_size=128256, dim=4096, layers=32, heads=32, kv_heads=8, hidden=14336, max_positions=131072,
+        rope_scaling=_STRETCHED,
+    ),
+    "70b": LlamaConfig(
+        vocab_size=128256, dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672, max_positions=131072,
+        rope_scaling=_STRETCHED,
+    ),
+    "405b": LlamaConfig(
+        vocab_size=128256, dim=16384, layers=126, heads=128, kv_heads=8, hidden=53248, max_positions=131072,
+        rope_scaling=_STRETCHED,
+    ),
+}  # fmt: skip
+
+_QWEN3: dict[str, Any] = {
+    "debug": Qwen3Config(
+        vocab_size=2048, dim=256, layers=6, heads=8, kv_heads=4, head_dim=48, hidden=704, max_positions=2048, tied=True
+    ),
+    "0.6b": Qwen3Config(vocab_size=151936, dim=1024, layers=28, heads=16, kv_heads=8, hidden=3072, tied=True),
+    "1.7b": Qwen3Config(vocab_size=151936, dim=2048, layers=28, heads=16, kv_heads=8, hidden=6144, tied=True),
+    "4b": Qwen3Config(vocab_size=151936, dim=2560, layers=36, heads=32, kv_heads=8, hidden=9728, tied=True),
+    "8b": Qwen3Config(vocab_size=151936, dim=4096, layers=36, heads=32, kv_heads=8, hidden=12288),
+    "14b": Qwen3Config(vocab_size=151936, dim=5120, layers=40, heads=40, kv_heads=8, hidden=17408),
+    "32b": Qwen3Config(vocab_size=151936, dim=5120, layers=64, heads=64, kv_heads=8, hidden=25600),
+}
+
+_GPT2: dict[str, Any] = {
+    "debug": GPT2Config(vocab_size=2048, dim=256, layers=6, heads=8),
+    "124m": GPT2Config(vocab_size=50257, dim=768, layers=12, heads=12),
+    "350m": GPT2Config(vocab_size=50257, dim=1024, layers=24, heads=16),
+    "774m": GPT2Config(vocab_size=50257, dim=1280, layers=36, heads=20),
+    "1.5b": GPT2Config(vocab_size=50257, dim=1600, layers=48, heads=25),
+}
+
+_SO400M = VisionConfig(dim=1152, layers=27, heads=16, hidden=4304)
+_VISION: dict[str, Any] = {
+    "debug": VisionLlamaConfig(
+        vocab_size=2048, dim=256, layers=6, heads=8, kv_heads=4, hidden=704, max_positions=2048, image_token=2047,
+        vision=VisionConfig(dim=192, layers=4, heads=4, hidden=512),
+    ),
+    "1b": VisionLlamaConfig(**vars(_LLAMA3["1b"]), vision=VisionConfig(), image_token=128255),
+    "8b": VisionLlamaConfig(**vars(_LLAMA3["8b"]), vision=_SO400M, image_token=128255),
+}  # fmt: skip
+
+_QWEN3_MOE: dict[str, Any] = {
+    "moe-debug": Qwen3MoEConfig(
+        vocab_size=2048, dim=256, layers=4, heads=8, kv_heads=4, head_dim=48, hidden=704, max_positions=2048,
+        moe=MoEConfig(experts=16, top_k=4, hidden=128, route_norm=True, bias_rate=1e-3),
+    ),
+    "30b-a3b": Qwen3MoEConfig(
+        vocab_size=151936, dim=2048, layers=48, heads=32, kv_heads=4, hidden=6144,
+        moe=MoEConfig(experts=128, top_k=8, hidden=768, route_norm=True),
+    ),
+    "235b-a22b": Qwen3MoEConfig(
+        vocab_size=151936, dim=4096, layers=94, heads=64, kv_heads=4, hidden=12288,
+        moe=MoEConfig(experts=128, top_k=8, hidden=1536, route_norm=True),
+    ),
+}  # fmt: skip
+
+_DEEPSEEK_V3: dict[str, Any] = {
+    "debug": DeepSeekConfig(
+        vocab_size=2048, dim=256, layers=4, heads=8, hidden=704, dense_layers=1, max_positions=2048, query_rank=96,
+        latent=64, plain_width=32, turned_width=16, value_width=32,
+        moe=MoEConfig(
+            experts=16, top_k=4, hidden=128, shared=1, score="sigmoid", route_norm=True, route_scale=2.5, groups=4,
+            top_groups=2, bias_rate=1e-3, balance_loss=1e-4,
+        ),
+    ),
+    "16b": DeepSeekConfig(
+        vocab_size=102400, dim=2048, layers=27, heads=16, hidden=10944, dense_layers=1, max_positions=163840,
+        query_rank=None, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
+        moe=MoEConfig(experts=64, top_k=6, hidden=1408, shared=2, bias_rate=1e-3),
+    ),
+    "236b": DeepSeekConfig(
+        vocab_size=102400, dim=5120, layers=60, heads=128, hidden=12288, dense_layers=1, max_positions=163840,
+        query_rank=1536, yarn=Yarn(mscale=0.707, mscale_all_dim=0.707),
+        moe=MoEConfig(
+            experts=160, top_k=6, hidden=1536, shared=2, route_scale=16.0, groups=8, top_groups=3, group_best=1,
+            bias_rate=1e-3,
+        ),
+    ),
+    "671b": DeepSeekConfig(
+        vocab_size=129280, dim=7168, layers=61, heads=128, hidden=18432, dense_layers=3, max_positions=163840,
+        query_rank=1536, yarn=Yarn(),
+        moe=MoEConfig(
+            experts=256, top_k=8, hidden=2048, shared=1, score="sigmoid", route_norm=True, route_scale=2.5, groups=8,
+            top_groups=4, bias_rate=1e-3, balance_loss=1e-4,
+        ),
+    ),
+}  # fmt: skip
+
+_LLAMA4: dict[str, Any] = {
+    "debug": Llama4Config(
+        vocab_size=2048, dim=256, layers=4, heads=8, kv_heads=4, hidden=704, max_positions=2048, moe_every=2, chunk=128,
+        temperature_floor=256,
+        moe=MoEConfig(experts=8, top_k=1, hidden=352, shared=1, score="sigmoid", score_before=True, bias_rate=1e-3),
+    ),
+    "scout-17bx16e": Llama4Config(
+        vocab_size=202048, dim=5120, layers=48, heads=40, kv_heads=8, head_dim=128, hidden=16384, max_positions=10485760,
+        rope_scaling=RopeScaling(factor=16.0, low_frequency_factor=1.0, high_frequency_factor=1.0),
+        moe=MoEConfig(experts=16, top_k=1, hidden=8192, shared=1, score="sigmoid", score_before=True),
+    ),
+    "maverick-17bx128e": Llama4Config(
+        vocab_size=202048, dim=5120, layers=48, heads=40, kv_heads=8, head_dim=128, hidden=16384, max_positions=1048576,
+        qk_l2_norm=False, moe_every=2,
+        moe=MoEConfig(experts=128, top_k=1, hidden=8192, shared=1, score="sigmoid", score_before=True),
+    ),
+}  # fmt: skip
+
+FAMILIES: tuple[Family, ...] = (
+    ("llama3", Llama, _LLAMA3),
+    ("qwen3", Qwen3, _QWEN3),
+    ("qwen3", Qwen3MoE, _QWEN3_MOE),
+    ("gpt2", GPT2, _GPT2),
+    ("deepseek-v3", DeepSeek, _DEEPSEEK_V3),
+    ("llama4", Llama4, _LLAMA4),
+    ("llama3-vision", VisionLlama, _VISION),
+)
+MODELS = {f"{family}-{size}": (model, config) for family, model, sizes in FAMILIES for size, config in sizes.items()}
+
+
+def model_names() -> list[str]:
+    """All names that :func:`build_model` knows."""
+    return list(MODELS)
+
+
+def model_config(name: str, **overrides: Any) -> Any:
+    """The configuration called ``name``, with fields replaced.
+
+    Raises ValueError for an unknown name or field, and names the nearest; and for heads that do not divide.
+    """
+    if name not in MODELS:
+        near = difflib.get_close_matches(name, model_names(), 3, 0.4) or model_names()
+        raise ValueError(f"there is no model {name!r}; there is {', '.join(near)}")
+    config = _replaced(name, MODELS[name][1], overrides)
+    kv_heads = getattr(config, "kv_heads", None) or config.heads
+    if config.heads % kv_heads:
+        raise ValueError(f"{name}: {config.heads} heads do not divide among kv_heads = {kv_heads}")
+    if getattr(config, "head_dim", 0) is None and config.dim % config.heads:
+        raise ValueError(f"{name}: dim = {config.dim} does not divide among {config.heads} heads")
+    return config
+
+
+def _replaced(name: str, config: Any, overrides: Mapping[str, Any]) -> Any:
+    """``config`` with fields replaced; a mapping for a field that is a configuration itself replaces fields of that."""
+    fields = [field.name for field in dataclasses.fields(config)]
+    values = {}
+    for key, value in overrides.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1, 0.4) or fields
+            raise ValueError(f"{name} has no {key!r} to set; did you mean {', '.join(near)}?")
+        inner = getattr(config, key)
+        nested = isinstance(value, Mapping) and dataclasses.is_dataclass(inner)
+        values[key] = _replaced(f"{name}'s {key}", inner, value) if nested else _value(value)
+    return dataclasses.replace(config, **values)
+
+
+def _value(value: Any) -> Any:
+    """What was typed on a command line, as TOML means it; None for "none"."""
+    if value == "none":
+        return None
+    with contextlib.suppress(tomllib.TOMLDecodeError, TypeError):
+        return tomllib.loads(f"x = {value}")["x"] if isinstance(value, str) else value
+    return value
+
+
+def build_model(name: str, **overrides: Any) -> nn.Module:
+    """The model called ``name`` (see :func:`model_names`), its configuration changed by ``overrides``.
+
+    Its weights are torch's defaults until `arclight.parallel.initialize` draws them or a checkpoint is loaded.
+    """
+    config = model_config(name, **overrides)
+    model: nn.Module = MODELS[name][0](config)
+    return model

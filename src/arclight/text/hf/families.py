@@ -1,0 +1,368 @@
+"""What Hugging Face calls things, family by family: fields of config.json and names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any
+
+from torch import nn
+
+from arclight.text.diffusion.flux import Flux, FluxConfig
+from arclight.text.families.gpt2 import GPT2, GPT2Config
+from arclight.text.families.llama import Llama, LlamaConfig
+from arclight.text.families.qwen3 import Qwen3, Qwen3Config
+from arclight.text.hf.state_keys import Key
+from arclight.text.model.layers import RopeScaling
+from arclight.text.vision_language.vision_llama import VisionConfig, VisionEncoder
+
+REQUIRED = object()
+"""In the place of a default: config.json must say."""
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family under its names at Hugging Face."""
+
+    model_type: str
+    architecture: str
+    kind: str = "model_type"
+    """The field of config.json that holds ``model_type``."""
+    stem: str = "model"
+    """What files of weights are called, up to the first dot or number."""
+    model: type[nn.Module]
+    config: type[Any]
+    fields: dict[str, tuple[str, Any]]
+    """Our field: (theirs, what theirs is where config.json does not say)."""
+    fixed: dict[str, Any]
+    """Fields of theirs that our model knows one value of, which is also what they are where config.json does not say."""
+    keys: tuple[Key, ...]
+    """Several with the same name of ours: the first that a file has is read, the first of all is written."""
+    prefix: str = "model."
+    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    """Pieces of names of tensors that our model has no use for: nothing learned, or parts that it does not have."""
+    unread: Callable[[Fields], tuple[str, ...]] = field(default=lambda theirs: ())
+    """Pieces of names of what a folder holds beside the model, as its config.json says."""
+    read_more: Callable[[Fields], Fields] = field(default=lambda theirs: {})
+    """What a table cannot say, theirs to ours, and back."""
+    write_more: Callable[[Any], Fields] = field(default=lambda config: {})
+
+    def read(self, theirs: Fields) -> Fields:
+        """Arguments of our configuration. Raises ValueError for what our model does not do."""
+        for name, value in self.fixed.items():
+            if theirs.get(name, value) != value:
+                raise ValueError(
+                    f"config.json has {name} = {theirs[name]!r}; {self.model.__name__} here knows only {value!r}"
+                )
+        ours = {}
+        for name, (other, default) in self.fields.items():
+            value = theirs.get(other, default)
+            if value is REQUIRED:
+                raise ValueError(f"config.json has no {other}, which a {self.model_type} model needs")
+            ours[name] = value
+        return ours | self.read_more(theirs)
+
+    def write(self, config: Any) -> Fields:
+        theirs = {other: getattr(config, name) for name, (other, _) in self.fields.items()}
+        base: Fields = {self.kind: self.model_type}
+        if self.kind == "model_type":
+            base = {"architectures": [self.architecture]} | base
+        return base | self.fixed | theirs | self.write_more(config)
+
+
+def read_rope(theirs: Fields, theta: float) -> Fields:
+    """rope_theta and rope_scaling from their old places or from transformers 5's rope_parameters."""
+    rope = (theirs.get("rope_scaling") or {}) | (theirs.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    base = rope.get("rope_theta", theirs.get("rope_theta", theta))
+    if kind == "default":
+        return {"rope_theta": base, "rope_scaling": None}
+    if kind != "llama3":
+        raise ValueError(f"config.json stretches rotary embeddings as {kind!r}; only 'default' and 'llama3' are known")
+    scaling = RopeScaling(
+        factor=rope["factor"], low_frequency_factor=rope["low_freq_factor"], high_frequency_factor=rope["high_freq_factor"],
+        original_positions=rope["original_max_position_embeddings"],
+    )  # fmt: skip
+    return {"rope_theta": base, "rope_scaling": scaling}
+
+
+def write_rope(config: LlamaConfig) -> Fields:
+    scaling = config.rope_scaling
+    stretched = scaling and {
+        "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor, "original_max_position_embeddings": scaling.original_positions,
+    }  # fmt: skip
+    return {"rope_theta": config.rope_theta, "rope_scaling": stretched}
+
+
+def read_llama(theirs: Fields) -> Fields:
+    heads = theirs.get("num_attention_heads")
+    kv_heads = theirs.get("num_key_value_heads")
+    return read_rope(theirs, 10_000.0) | {"kv_heads": heads if kv_heads is None else kv_heads}
+
+
+def write_llama(config: LlamaConfig) -> Fields:
+    return write_rope(config) | {"num_key_value_heads": config.kv_heads, "head_dim": config.width}
+
+
+TRUNK_FIELDS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", REQUIRED),
+    "dim": ("hidden_size", REQUIRED),
+    "layers": ("num_hidden_layers", REQUIRED),
+    "heads": ("num_attention_heads", REQUIRED),
+    "hidden": ("intermediate_size", REQUIRED),
+    "max_positions": ("max_position_embeddings", REQUIRED),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "tied": ("tie_word_embeddings", False),
+    "std": ("initializer_range", 0.02),
+}
+
+TRUNK_KEYS = (
+    Key("tok_embeddings.weight", "model.embed_tokens.weight"),
+    Key("norm.weight", "model.norm.weight"),
+    Key("output.weight", "lm_head.weight"),
+    Key("layers.{layer}.attention_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
+    Key("layers.{layer}.feed_forward_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
+)
+
+GROUPED_ATTENTION_KEYS = (
+    Key("layers.{layer}.attention.wq.weight", "model.layers.{layer}.self_attn.q_proj.weight"),
+    Key("layers.{layer}.attention.wk.weight", "model.layers.{layer}.self_attn.k_proj.weight"),
+    Key("layers.{layer}.attention.wv.weight", "model.layers.{layer}.self_attn.v_proj.weight"),
+    Key("layers.{layer}.attention.wo.weight", "model.layers.{layer}.self_attn.o_proj.weight"),
+)
+
+QK_NORM_KEYS = (
+    Key("layers.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),
+    Key("layers.{layer}.attention.k_norm.weight", "model.layers.{layer}.self_attn.k_norm.weight"),
+)
+
+
+def feed_forward_keys(ours: str, theirs: str) -> tuple[Key, ...]:
+    """The three maps of a SwiGLU below ``ours`` and ``theirs``."""
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    return tuple(Key(f"{ours}.{own}.weight", f"{theirs}.{other}.weight") for own, other in names.items())
+
+
+LLAMA_KEYS = (
+    *TRUNK_KEYS,
+    *GROUPED_ATTENTION_KEYS,
+    *feed_forward_keys("layers.{layer}.feed_forward", "model.layers.{layer}.mlp"),
+)
+LLAMA_FIXED: Fields = {"hidden_act": "silu", "attention_bias": False}
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    model=Llama,
+    config=LlamaConfig,
+    fields=TRUNK_FIELDS | {"head_dim": ("head_dim", None)},
+    fixed=LLAMA_FIXED | {"mlp_bias": False},
+    keys=LLAMA_KEYS,
+    read_more=read_llama,
+    write_more=write_llama,
+)
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    model=Qwen3,
+    config=Qwen3Config,
+    fields=TRUNK_FIELDS | {"head_dim": ("head_dim", 128)},
+    fixed=LLAMA_FIXED | {"use_sliding_window": False},
+    keys=LLAMA_KEYS + QK_NORM_KEYS,
+    read_more=read_llama,
+    write_more=write_llama,
+)
+
+
+def _gpt2_keys() -> tuple[Key, ...]:
+    ours, theirs, found = "layers.{layer}", "transformer.h.{layer}", []
+    for number, name in enumerate(("wq", "wk", "wv")):  # one map in the file, its matrix with inputs first
+        found.append(Key(f"{ours}.attention.{name}.weight", f"{theirs}.attn.c_attn.weight", number, 3, transposed=True))
+        found.append(Key(f"{ours}.attention.{name}.bias", f"{theirs}.attn.c_attn.bias", number, 3))
+    for own, other in {
+        "attention.wo": "attn.c_proj",
+        "feed_forward.w1": "mlp.c_fc",
+        "feed_forward.w2": "mlp.c_proj",
+    }.items():
+        found.append(Key(f"{ours}.{own}.weight", f"{theirs}.{other}.weight", transposed=True))
+        found.append(Key(f"{ours}.{own}.bias", f"{theirs}.{other}.bias"))
+    norms = {
+        f"{ours}.attention_norm": f"{theirs}.ln_1",
+        f"{ours}.feed_forward_norm": f"{theirs}.ln_2",
+        "norm": "transformer.ln_f",
+    }
+    found += [Key(f"{own}.{end}", f"{other}.{end}") for own, other in norms.items() for end in ("weight", "bias")]
+    return (
+        Key("tok_embeddings.weight", "transformer.wte.weight"),
+        Key("positions.weight", "transformer.wpe.weight"),
+        Key("output.weight", "lm_head.weight"),
+        *found,
+    )
+
+
+def _read_gpt2(theirs: Fields) -> Fields:
+    inner = theirs.get("n_inner")
+    if inner is not None and inner != 4 * theirs["n_embd"]:
+        raise ValueError(f"config.json has n_inner = {inner}; GPT2 here knows only 4 * n_embd = {4 * theirs['n_embd']}")
+    return {}
+
+
+GPT2_FAMILY = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    model=GPT2,
+    config=GPT2Config,
+    fields={
+        "vocab_size": ("vocab_size", 50257),
+        "dim": ("n_embd", 768),
+        "layers": ("n_layer", 12),
+        "heads": ("n_head", 12),
+        "max_positions": ("n_positions", 1024),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        "tied": ("tie_word_embeddings", True),
+        "std": ("initializer_range", 0.02),
+    },
+    fixed={
+        "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    keys=_gpt2_keys(),
+    prefix="transformer.",
+    ignored=(".attn.bias", ".attn.masked_bias"),
+    read_more=_read_gpt2,
+    write_more=lambda config: {"n_inner": None},
+)
+
+
+def _both(names: dict[str, str]) -> list[Key]:
+    """Weights and biases of maps and norms."""
+    return [Key(f"{own}.{end}", f"{other}.{end}") for own, other in names.items() for end in ("weight", "bias")]
+
+
+def _siglip2_keys() -> tuple[Key, ...]:
+    ours, theirs = "layers.{layer}", "vision_model.encoder.layers.{layer}"
+    names = {
+        f"{ours}.attention.wq": f"{theirs}.self_attn.q_proj",
+        f"{ours}.attention.wk": f"{theirs}.self_attn.k_proj",
+        f"{ours}.attention.wv": f"{theirs}.self_attn.v_proj",
+        f"{ours}.attention.wo": f"{theirs}.self_attn.out_proj",
+        f"{ours}.feed_forward.w1": f"{theirs}.mlp.fc1",
+        f"{ours}.feed_forward.w2": f"{theirs}.mlp.fc2",
+        f"{ours}.attention_norm": f"{theirs}.layer_norm1",
+        f"{ours}.feed_forward_norm": f"{theirs}.layer_norm2",
+        "patches": "vision_model.embeddings.patch_embedding",
+        "norm": "vision_model.post_layernorm",
+    }
+    return (*_both(names), Key("positions.weight", "vision_model.embeddings.position_embedding.weight"))
+
+
+def _read_siglip2(theirs: Fields) -> Fields:
+    places = theirs.get("num_patches", 256)
+    if isqrt(places) ** 2 != places:
+        raise ValueError(f"config.json has num_patches = {places}, which is no square")
+    return {"grid": isqrt(places)}
+
+
+SIGLIP2 = Family(
+    model_type="siglip2_vision_model",
+    architecture="Siglip2VisionModel",
+    model=VisionEncoder,
+    config=VisionConfig,
+    fields={
+        "dim": ("hidden_size", 768),
+        "layers": ("num_hidden_layers", 12),
+        "heads": ("num_attention_heads", 12),
+        "hidden": ("intermediate_size", 3072),
+        "patch": ("patch_size", 16),
+        "channels": ("num_channels", 3),
+        "norm_eps": ("layer_norm_eps", 1e-6),
+    },
+    fixed={"hidden_act": "gelu_pytorch_tanh"},
+    keys=_siglip2_keys(),
+    prefix="vision_model.",
+    ignored=("vision_model.head.",),
+    read_more=_read_siglip2,
+    write_more=lambda config: {"num_patches": config.grid**2, "vision_use_head": False},
+)
+
+
+def _flux_keys() -> tuple[Key, ...]:
+    names = {
+        "text_in": "context_embedder",
+        "image_in": "x_embedder",
+        "modulation.w": "norm_out.linear",
+        "output": "proj_out",
+    }
+    for own, other in (("time", "timestep"), ("summary", "text"), ("guidance", "guidance")):
+        for number in "12":
+            names[f"{own}_in.w{number}"] = f"time_text_embed.{other}_embedder.linear_{number}"
+    ours, theirs, norms = "double_layers.{layer}", "transformer_blocks.{layer}", {}
+    for stream, end, added in (("image", "", False), ("text", "_context", True)):
+        names[f"{ours}.{stream}.modulation.w"] = f"{theirs}.norm1{end}.linear"
+        names[f"{ours}.{stream}.wo"] = f"{theirs}.attn.{'to_add_out' if added else 'to_out.0'}"
+        names[f"{ours}.{stream}.feed_forward.w1"] = f"{theirs}.ff{end}.net.0.proj"
+        names[f"{ours}.{stream}.feed_forward.w2"] = f"{theirs}.ff{end}.net.2"
+        for name in "qkv":
+            names[f"{ours}.{stream}.heads.w{name}"] = f"{theirs}.attn.{f'add_{name}_proj' if added else f'to_{name}'}"
+        for name in "qk":
+            norms[f"{ours}.{stream}.heads.{name}_norm"] = f"{theirs}.attn.norm_{'added_' if added else ''}{name}"
+    ours, theirs = "layers.{layer}", "single_transformer_blocks.{layer}"
+    names |= {f"{ours}.modulation.w": f"{theirs}.norm.linear", f"{ours}.w1": f"{theirs}.proj_mlp"}
+    names |= {f"{ours}.heads.w{name}": f"{theirs}.attn.to_{name}" for name in "qkv"}
+    norms |= {f"{ours}.heads.{name}_norm": f"{theirs}.attn.norm_{name}" for name in "qk"}
+    return (
+        *_both(names),
+        *(Key(f"{own}.weight", f"{other}.weight") for own, other in norms.items()),
+        Key(f"{ours}.wo.bias", f"{theirs}.proj_out.bias"),
+        Key(
+            f"{ours}.wo.weight", f"{theirs}.proj_out.weight", 0, 5, dim=1
+        ),  # one map of attention and feed-forward part
+        Key(f"{ours}.w2.weight", f"{theirs}.proj_out.weight", 1, 5, dim=1, span=4),
+    )
+
+
+def _read_flux(theirs: Fields) -> Fields:
+    dim = theirs["num_attention_heads"] * theirs.get("attention_head_dim", 128)
+    if theirs.get("out_channels") not in (None, theirs.get("in_channels", 64)):
+        raise ValueError(
+            f"config.json has out_channels = {theirs['out_channels']}; Flux here gives as many as it takes"
+        )
+    return {"dim": dim, "hidden": 4 * dim, "axes": tuple(theirs.get("axes_dims_rope", (16, 56, 56)))}
+
+
+def _write_flux(config: FluxConfig) -> Fields:
+    if config.hidden != 4 * config.dim or config.rope_theta != 10_000.0:
+        raise ValueError("diffusers knows Flux with hidden = 4 * dim and rope_theta = 10000 only")
+    return {"attention_head_dim": config.dim // config.heads, "axes_dims_rope": list(config.axes), "out_channels": None}
+
+
+FLUX = Family(
+    model_type="FluxTransformer2DModel",
+    architecture="FluxTransformer2DModel",
+    kind="_class_name",
+    stem="diffusion_pytorch_model",
+    model=Flux,
+    config=FluxConfig,
+    fields={
+        "in_channels": ("in_channels", 64),
+        "text_dim": ("joint_attention_dim", 4096),
+        "summary_dim": ("pooled_projection_dim", 768),
+        "heads": ("num_attention_heads", REQUIRED),
+        "double_layers": ("num_layers", REQUIRED),
+        "single_layers": ("num_single_layers", REQUIRED),
+        "guidance": ("guidance_embeds", False),
+    },
+    fixed={"patch_size": 1},
+    keys=_flux_keys(),
+    prefix="",
+    ignored=(),
+    read_more=_read_flux,
+    write_more=_write_flux,
+)

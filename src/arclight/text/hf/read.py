@@ -1,0 +1,268 @@
+"""From a Hugging Face folder, or a model of transformers, to one of our models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arclight.fabric.tying import find_shared_parameters, set_shared_parameters
+from arclight.fabric.weight_files import WeightFiles
+from arclight.text.hf.families import Family
+from arclight.text.hf.registry import family_of_model, family_of_type
+from arclight.text.hf.state_keys import Bounds, Key, own_part, same_tensors, tensors
+
+
+def from_hf(
+    source: str | Path | nn.Module, model: nn.Module | None = None, *, dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> nn.Module:  # fmt: skip
+    """Build the model that ``source`` has: a folder as Hugging Face writes them, or a model of transformers. Nothing is downloaded.
+
+    model: fill this one, in its own types: whole, on meta (it moves to ``device``), shared out (each process reads its part
+    only), a pipeline stage (its parameters only), or one with more beside the trunk (which stays as it is). Otherwise a new
+    one is made, in ``dtype`` (None: that of config.json, or of the weights of a model). Values are copied, never shared.
+    Raises FileNotFoundError where the folder or its files are missing, ValueError where config.json asks for what the family
+    here does not do, differs from ``model``'s, or where tensors are missing, left over or of other shapes: all are named.
+    """
+    theirs = _config_of(source) if isinstance(source, nn.Module) else read_config(Path(source))
+    family = family_of_type(theirs.get("model_type") or theirs.get("_class_name", ""))
+    ours = family.read(theirs)
+    with torch.device("meta"):
+        whole = family.model(family.config(**ours))
+    if model is None:
+        model = whole
+        kept = dtype or _dtype_of(source, theirs)
+        for parameter in whole.parameters():
+            parameter.data = parameter.data.to(kept)
+    else:
+        _check_same(model, family, ours)
+    if any(tensor.is_meta for tensor in tensors(model).values()):
+        for child in getattr(model, "beside", ()):
+            if any(tensor.is_meta for tensor in tensors(model.get_submodule(child)).values()):
+                raise ValueError(f"{child} is on meta and gets no weights from this folder: give it its own first")
+        tied = find_shared_parameters(model)
+        model = set_shared_parameters(model.to_empty(device=device), tied)
+    held = source.state_dict() if isinstance(source, nn.Module) else None
+    where = type(source).__name__ if isinstance(source, nn.Module) else Path(source)
+    weights = Folder(where, family.prefix, _blocks(theirs), family.stem, held)
+    _fill(model, whole, family, weights, (*family.ignored, *family.unread(theirs)))
+    return model
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """Return what config.json of ``model`` would say. Raises TypeError for one that is not of transformers, ValueError without weights."""
+    config: Any = getattr(model, "config", None)
+    if not callable(getattr(config, "to_dict", None)):
+        raise TypeError(
+            f"{type(model).__name__} is no model of transformers (it has no config with to_dict): give such a model, or the folder of one"
+        )
+    if meta := next((name for name, tensor in model.state_dict().items() if tensor.is_meta), None):
+        raise ValueError(f"{meta} of {type(model).__name__} is on meta and has no values: load its weights first")
+    theirs: dict[str, Any] = config.to_dict()
+    return theirs
+
+
+def _dtype_of(source: str | Path | nn.Module, theirs: dict[str, Any]) -> torch.dtype:
+    if isinstance(source, nn.Module):
+        return next(p.dtype for p in source.parameters() if p.is_floating_point() and p.dtype.itemsize > 1)
+    return dtype_named(theirs.get("dtype") or theirs.get("torch_dtype"))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder; raises FileNotFoundError with what to do where there is none."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder; nothing is downloaded here: fetch the model's files yourself, then name their folder"
+        )
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is no folder of a Hugging Face model")
+    theirs: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return theirs
+
+
+def _check_same(model: nn.Module, family: Family, ours: dict[str, Any]) -> None:
+    if family_of_model(model) is not family:
+        raise ValueError(f"the source has a model of {family.model_type}; the given one is a {type(model).__name__}")
+    other = {name: (value, own) for name, value in ours.items() if (own := getattr(model.config, name)) != value}
+    for name in ("std", "head_dim"):  # how it began says nothing about how it computes; shapes are compared anyway
+        other.pop(name, None)
+    if other:
+        told = ", ".join(
+            f"{name} is {value!r} in the source, {own!r} in the model" for name, (value, own) in other.items()
+        )
+        raise ValueError(f"the given model is another one: {told}")
+
+
+def _blocks(theirs: dict[str, Any]) -> tuple[int, int] | None:
+    settings = theirs.get("quantization_config")
+    if settings is None:
+        return None
+    if settings.get("quant_method") != "fp8" or len(settings.get("weight_block_size") or ()) != 2:
+        raise ValueError(
+            f"weights are quantized as {settings.get('quant_method')!r} with blocks {settings.get('weight_block_size')}; "
+            "only 'fp8' in blocks of two dimensions can be read"
+        )
+    height, width = settings["weight_block_size"]
+    return height, width
+
+
+def _found(names: list[str], family: Family, shape: torch.Size, source: Folder) -> Key | None:
+    """The first key, of the parameter under any of its names, all of whose tensors the file has."""
+    for name in names:
+        for rule in family.keys:
+            key = rule.match(name)
+            if key is not None and all(theirs in source for theirs, _ in key.files(shape)):
+                return key
+    return None
+
+
+def _fill(model: nn.Module, whole: nn.Module, family: Family, source: Folder, ignored: tuple[str, ...]) -> None:
+    beside = tuple(f"{child}." for child in getattr(model, "beside", ()))
+    everything = tensors(whole)
+    targets = {name: tensor for name, tensor in tensors(model).items() if not name.startswith(beside)}
+    missing, wrong, used = [], [], set()
+    jobs: list[tuple[Tensor, Key]] = []
+    for names in same_tensors(everything):
+        shape = everything[names[0]].shape
+        key = _found(names, family, shape, source)
+        wanted = [name for name in names if name in targets]
+        if key is None:
+            missing += wanted[:1]
+            continue
+        files = key.files(shape)
+        used |= {theirs for theirs, _ in files}
+        wrong += [
+            f"{theirs} is {source.shape(theirs)}, {key.ours} needs {expected}"
+            for theirs, expected in files
+            if source.shape(theirs) != expected
+        ]
+        used |= _copies(names, key, family, shape, source)
+        jobs += [(tensor, key) for tensor in {id(targets[name]): targets[name] for name in wanted}.values()]
+    left = [name for name in sorted(source.names() - used) if not any(piece in name for piece in ignored)]
+    unknown = [name for name in targets if name not in everything]
+    for what, names in (
+        ("it lacks the weights of", missing),
+        ("it has weights that the model has no place for:", left),
+        ("the model has weights that its configuration knows nothing of:", unknown),
+        ("shapes differ:", wrong),
+    ):
+        if names:
+            more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+            raise ValueError(f"{source.folder}: {what} {', '.join(names[:20])}{more}")
+    with torch.no_grad():
+        for tensor, key in jobs:
+            own, bounds = own_part(tensor)
+            if own.numel():
+                own.copy_(key.read(bounds, tensor.shape, source.read))
+
+
+def _copies(names: list[str], used: Key, family: Family, shape: torch.Size, source: Folder) -> set[str]:
+    """Files of the same parameter under its other names. Raises ValueError where a tied parameter's differ."""
+    copies = set()
+    for name in names:
+        for rule in family.keys:
+            key = rule.match(name)
+            if key is None or key.ours == used.ours or not all(theirs in source for theirs, _ in key.files(shape)):
+                continue
+            copies |= {theirs for theirs, _ in key.files(shape)}
+            bounds = tuple((0, size) for size in shape)
+            if not torch.equal(key.read(bounds, shape, source.read), used.read(bounds, shape, source.read)):
+                raise ValueError(
+                    f"{source.folder}: config.json ties {used.theirs} and {key.theirs}, but the file has two that differ; "
+                    "if they are meant to, set tie_word_embeddings to false there"
+                )
+    return copies
+
+
+_SCALE = "_scale_inv"
+
+
+class InMemory:
+    """The tensors of a state dict, read as those of files are."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def part(self, name: str) -> InMemory.Part:
+        return InMemory.Part(self._tensors[name])
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    class Part:
+        """What safetensors calls a slice."""
+
+        def __init__(self, tensor: Tensor) -> None:
+            self._tensor = tensor
+
+        def get_shape(self) -> list[int]:
+            return list(self._tensor.shape)
+
+        def __getitem__(self, places: Any) -> Tensor:
+            return self._tensor[places]
+
+
+class Folder:
+    """Tensors of ``<stem>.safetensors``, or of the shards that ``<stem>.safetensors.index.json`` lists; or those ``held`` in memory.
+
+    prefix: names that lack it are found with it, because files of a family's trunk alone leave it out.
+    block: height and width of the blocks of 8-bit weights that share a scale, where the folder has such.
+    """
+
+    def __init__(
+        self, folder: str | Path, prefix: str = "", block: tuple[int, int] | None = None, stem: str = "model",
+        held: dict[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.block = folder, block
+        self._files: Any = WeightFiles(folder, stem) if held is None else InMemory(held)
+        bare = prefix and not any(name.startswith(prefix) for name in self._files)
+        self._names = {prefix + name if bare else name: name for name in self._files}
+
+    def names(self) -> set[str]:
+        """All tensors but the scales of 8-bit blocks, which belong to their weights."""
+        if self.block is None:
+            return set(self._names)
+        return {name for name in self._names if not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in self)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files.part(self._names[name]).get_shape())
+
+    def read(self, name: str, bounds: Bounds) -> Tensor:
+        """The part ``bounds`` of a tensor, in its own type; 8-bit blocks as float32."""
+        part = self._part(name, bounds)
+        if self.block is None or name + _SCALE not in self:
+            return part
+        blocks = tuple(
+            (start // size, -(-stop // size)) for (start, stop), size in zip(bounds, self.block, strict=True)
+        )
+        scales = self._part(name + _SCALE, blocks).float()
+        for dim, ((start, stop), size) in enumerate(zip(bounds, self.block, strict=True)):
+            scales = scales.repeat_interleave(size, dim).narrow(dim, start % size, stop - start)
+        return part.float() * scales
+
+    def _part(self, name: str, bounds: Bounds) -> Tensor:
+        where = self._files.part(self._names[name])
+        if tuple(stop - start for start, stop in bounds) == tuple(where.get_shape()):
+            whole: Tensor = self._files.tensor(self._names[name])  # which copies nothing
+            return whole
+        part: Tensor = where[tuple(slice(*bound) for bound in bounds)]
+        return part
+
+
+def dtype_named(name: str | None) -> torch.dtype:
+    """A type by its name in config.json; float32 where there is none. Raises ValueError for a name that is no floating type."""
+    found = getattr(torch, (name or "float32").removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"config.json has the dtype {name!r}, which is no floating type")
+    return found

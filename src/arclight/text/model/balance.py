@@ -1,0 +1,92 @@
+"""How the loads of experts are kept equal while a model trains: the bias that needs no loss, and the weight of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from arclight.text.model.moe import Router
+
+
+def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """The routers of ``model`` by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
+
+
+def weigh_balance_loss(loss: Tensor, model: nn.Module) -> Tensor:
+    """``loss``; in its backward pass the balance losses of ``model`` take its gradient as theirs, as if they were a part of it.
+
+    So they count as the loss does, whatever it is multiplied by (weights of batches, a scaler). Stages of a pipeline run backward
+    without seeing it: there `scale_balance_loss` says how they count.
+    """
+    balanced = [router for _, router in routers(model) if router.config.balance_loss]
+    if not balanced or any(router.scale_per_token for router in balanced):
+        return loss
+    weighed: Tensor = _Weigh.apply(loss, model)
+    return weighed
+
+
+def scale_balance_loss(model: nn.Module, scale: float | Tensor, per_token: bool = False) -> None:
+    """Let the balance losses of ``model`` count ``scale`` in the backward passes to come.
+
+    per_token: times the tokens of a pass, as beside a loss that is a sum over tokens.
+    """
+    for _, router in routers(model):
+        router.loss_scale, router.scale_per_token = scale, per_token
+
+
+class _Weigh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, model: nn.Module) -> Tensor:
+        ctx.model = model
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        scale_balance_loss(ctx.model, grad)
+        return grad, None
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Move every balancing bias one step towards equal loads and begin to count anew; call it once before each optimizer step.
+
+    The counts of all layers are summed up in one exchange over ``group``: the processes that read different tokens (data and
+    context parallel), None for one process. Then bias += rate * sign(mean count - count), minus the mean of that step
+    (Wang et al. 2024). A `Module` calls it in ``on_before_optimizer_step``.
+
+    Gives what the loads were, as tensors on the device: the mean and the highest over layers of ``max_violation`` (highest load
+    over mean load, minus 1) and the mean of ``entropy`` (of the loads, 1 where all are equal). Empty where nothing was counted.
+    """
+    layers = [router for _, router in routers(model)]
+    if not layers:
+        return {}
+    none = [torch.zeros(router.config.experts, dtype=torch.int64, device=router.weight.device) for router in layers]
+    flat = torch.cat(
+        [zeros if router.counts is None else router.counts for router, zeros in zip(layers, none, strict=True)]
+    )
+    if group is not None:
+        dist.all_reduce(flat, group=group)
+    violations, entropies = [], []
+    for router, counts_E in zip(layers, flat.split([len(zeros) for zeros in none]), strict=True):
+        router.counts = None
+        load_E = counts_E.double()
+        mean = load_E.mean()
+        share_E = load_E / load_E.sum().clamp(min=1)
+        violations.append((load_E.max() - mean) / mean.clamp(min=1e-9))
+        entropies.append(torch.special.entr(share_E).sum() / torch.tensor(float(len(load_E))).log())
+        if router.expert_bias is not None and router.config.bias_rate:
+            step_E = (mean - load_E).sign() * router.config.bias_rate
+            router.expert_bias += (step_E - step_E.mean()).float()
+    worst = torch.stack(violations)
+    return {
+        "max_violation": worst.mean().float(),
+        "max_violation_of_worst": worst.max().float(),
+        "entropy": torch.stack(entropies).mean().float(),
+    }

@@ -1,0 +1,177 @@
+"""The trunk that all language models share: embeddings, blocks, norm, output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from arclight.parallel.initial import Normal
+from arclight.text.model.attention import Mask
+from arclight.text.model.kv_cache import KVCache
+from arclight.text.model.layers import RMSNorm, RotaryEmbedding, in_compute_type
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """What the trunk must know; families add what their blocks must."""
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    max_positions: int = 8192
+    norm_eps: float = 1e-5
+    tied: bool = False
+    """Whether the output uses the embeddings' weights."""
+    std: float = 0.02
+    """Standard deviation of first weights; those that add to the residual stream have std / sqrt(2 layers)."""
+
+    @property
+    def attention_width(self) -> float:
+        """Width of a head, the mean of keys' and values', as operations are counted."""
+        return self.dim / self.heads
+
+    def keys(self, layer: int, sequence: int) -> int:
+        """Return how many keys a query of a layer may see in a ``sequence``, as operations are counted."""
+        return sequence
+
+    @property
+    def std_out(self) -> float:
+        return self.std / math.sqrt(2 * self.layers)
+
+
+@dataclass
+class BlockContext:
+    """What every block of one forward pass gets beside the hidden states."""
+
+    masks: dict[str, Mask]
+    positions: Tensor
+    """Place of each token in its document, (T,) or (B, T)."""
+    rotation: RotaryEmbedding | None
+    cache: KVCache | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Decoder(nn.Module):
+    """Token ids (B, T) to logits (B, T, V). A pipeline stage is this with parts deleted (None): ids become hidden states (B, T, D)."""
+
+    sharding: ClassVar[dict[str, str]] = {"tok_embeddings": "vocabulary", "norm": "sequence_gather", "output": "head"}
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    """What a family can be given beside tokens; blocks and ``embed`` find it in ``BlockContext.extra``."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Children that are no part of the trunk and get their weights from elsewhere."""
+
+    def __init__(self, config: DecoderConfig, block: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(number): block(number) for number in range(config.layers)})
+        self.norm: nn.Module | None = self.final_norm(config)
+        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.initial = {"tok_embeddings.weight": Normal(config.std), "output.weight": Normal(config.dim**-0.5)}
+        if config.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Tokens that stand for inputs of other kinds, and are never generated."""
+        return ()
+
+    def final_norm(self, config: DecoderConfig) -> nn.Module:
+        return RMSNorm(config.dim, config.norm_eps)
+
+    def forward(
+        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
+        logits: bool = True, last: bool = False, **extra: Any,
+    ) -> Tensor:  # fmt: skip
+        """Logits (B, T, V); ``positions`` (B, T) and ``documents`` (B, T) are those of packed documents, ``cache`` that of generation.
+
+        Without ``logits``: the hidden states (B, T, D) that ``output`` maps to them, for a loss that never holds them all.
+        With ``last``: what belongs to the last token only (B, 1, ...).
+        """
+        h_BTD = self.hidden(tokens_BT, positions, documents, cache, **extra)
+        h_BTD = h_BTD[:, -1:] if last else h_BTD
+        return h_BTD if self.output is None or not logits else self.output(h_BTD)
+
+    def hidden(
+        self, tokens_BT: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: KVCache | None = None,
+        **extra: Any,
+    ) -> Tensor:  # fmt: skip
+        """What ``output`` maps to logits: (B, T, D)."""
+        new = tokens_BT.shape[1]
+        around = self.surroundings(new, tokens_BT.device, positions, documents, cache)
+        if extra.keys() - self.inputs:
+            raise TypeError(f"{type(self).__name__} takes no {', '.join(sorted(extra.keys() - self.inputs))}")
+        around.extra |= extra
+        h_BTD = self.embed(tokens_BT, around) if self.tok_embeddings is not None else tokens_BT
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, around)
+        if cache is not None:
+            cache.used += new
+        return self.norm(h_BTD) if self.norm is not None else h_BTD
+
+    def embed(self, tokens_BT: Tensor, around: BlockContext) -> Tensor:
+        assert self.tok_embeddings is not None
+        return in_compute_type(self.tok_embeddings(tokens_BT))
+
+    def surroundings(
+        self, new: int, device: torch.device, positions: Tensor | None, documents: Tensor | None, cache: KVCache | None
+    ) -> BlockContext:  # fmt: skip
+        """Masks and rotation of a pass over ``new`` tokens."""
+        if cache is None:
+            mask = Mask(documents_q=documents, documents_k=documents, positions_q=positions, positions_k=positions)
+            places = torch.arange(new, device=device) if positions is None else positions
+        elif positions is None and documents is None:
+            mask, places = cache.mask(new, device)
+        else:
+            raise ValueError("with a cache, positions and documents follow from what it holds: leave them out")
+        return BlockContext(self.masks(mask), places, self.rotation(places), cache)
+
+    def masks(self, mask: Mask) -> dict[str, Mask]:
+        """The masks that the blocks choose from by name; ``mask`` is causal, within documents."""
+        return {"full": mask}
+
+    def rotation(self, positions: Tensor) -> RotaryEmbedding | None:
+        """Angles at ``positions``; None for models without rotary embeddings."""
+        return None
+
+
+def active_parameters(model: nn.Module, embeddings: bool = True) -> float:
+    """Count the parameters that one token passes through: of a mixture's experts only the share that is chosen.
+
+    A module says that share in an attribute ``active_share``. Without ``embeddings`` the table that is only looked up is left out (a
+    tied one is multiplied with at the output, and counts).
+    """
+    total = 0.0
+    seen: set[int] = set()
+    looked_up = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    multiplied = {id(p) for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters()}
+    for module in model.modules():
+        share = getattr(module, "active_share", 1.0)
+        for parameter in module.parameters(recurse=False):
+            left_out = not embeddings and id(parameter) in looked_up and id(parameter) not in multiplied
+            if id(parameter) not in seen and not left_out:
+                total += parameter.numel() * share
+            seen.add(id(parameter))
+    return total
+
+
+def flops_per_token(model: nn.Module, sequence: int) -> float:
+    """Count the operations of forward and backward for a token of text: 6 N + 12 H C (sum over layers of keys).
+
+    N: parameters of the trunk that it is multiplied with (of experts, the chosen ones); what is beside the trunk sees other things
+    than tokens. Keys: those of the sequence, or of a layer's window or chunk where that is shorter; counted whole although half of
+    them are masked, as publications of MFU do.
+    """
+    config: Any = model.config
+    keys = sum(config.keys(layer, sequence) for layer in range(config.layers))
+    beside = sum(
+        active_parameters(model.get_submodule(name), embeddings=False) for name in getattr(model, "beside", ())
+    )
+    attention: float = 12 * config.heads * config.attention_width * keys
+    return 6 * (active_parameters(model, embeddings=False) - beside) + attention

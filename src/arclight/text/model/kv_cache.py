@@ -1,0 +1,52 @@
+"""Keys and values of earlier tokens, kept while text is generated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from arclight.text.model.attention import Mask
+
+
+class KVCache:
+    """Room for ``length`` tokens of ``batch`` sequences, layer by layer; memory is taken when a layer first writes.
+
+    padding: (B,) int, tokens without meaning at the left of each sequence, so that sequences of different lengths end together.
+    """
+
+    def __init__(self, batch: int, length: int, padding: Tensor | None = None) -> None:
+        self.batch, self.length, self.padding = batch, length, padding
+        self.used = 0
+        """Tokens held; the decoder moves it on once all layers have written."""
+        self._layers: dict[str, tuple[Tensor, ...]] = {}
+
+    def extend(self, layer: str, *new: Tensor) -> tuple[Tensor, ...]:
+        """Append the tensors (B, K, T, C) of a step; all tokens so far. Raises ValueError where the room is used up."""
+        stop = self.used + new[0].shape[2]
+        if stop > self.length:
+            raise ValueError(f"the cache has room for {self.length} tokens; {stop} are needed: make it longer")
+        if layer not in self._layers:
+            self._layers[layer] = tuple(x.new_empty(*x.shape[:2], self.length, x.shape[3]) for x in new)
+        for kept, x in zip(self._layers[layer], new, strict=True):
+            kept[:, :, self.used : stop] = x
+        return tuple(kept[:, :, :stop] for kept in self._layers[layer])
+
+    def keep(self, rows: Tensor) -> None:
+        """Keep only these sequences (indices into the batch)."""
+        self.batch = len(rows)
+        self.padding = None if self.padding is None else self.padding[rows]
+        self._layers = {name: tuple(x[rows] for x in kept) for name, kept in self._layers.items()}
+
+    def mask(self, new: int, device: torch.device) -> tuple[Mask, Tensor]:
+        """What the next ``new`` tokens see, and their places in their sequences, (T,) or (B, T)."""
+        places = torch.arange(self.used, self.used + new, device=device)
+        if self.padding is None:
+            # The newest token alone sees all keys: without a mask in full, kernels may choose their fastest way.
+            return Mask(causal=new > 1 or not self.used, index_q=places if self.used else None), places
+        columns, padding = torch.arange(self.used + new, device=device)[None], self.padding.to(device)[:, None]
+        meant, positions = (columns >= padding).long(), (columns - padding).clamp(min=0)
+        mask = Mask(
+            index_q=places, documents_q=meant[:, self.used :], documents_k=meant,
+            positions_q=positions[:, self.used :], positions_k=positions,
+        )  # fmt: skip
+        return mask, positions[:, self.used :]

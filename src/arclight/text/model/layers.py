@@ -1,0 +1,137 @@
+"""Parts that all language models are made of.
+
+Names of tensors end in their dimensions: B batch, T sequence, D model width, H heads, K key and value heads, C head width,
+F hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from arclight.parallel.initial import Constant, Initial, Normal
+
+
+def in_compute_type(x: Tensor) -> Tensor:
+    """Return ``x`` in bfloat16 where autocast computes in that.
+
+    FSDP gathers weights in bfloat16 then, so that embeddings and with them the residual stream have it; one device must not
+    compute with other numbers. (In float16, which sums overflow, weights are gathered as they are.)
+    """
+    kind = x.device.type
+    if kind == "meta" or x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):  # which meta does not know
+        return x
+    return x.to(torch.bfloat16) if torch.get_autocast_dtype(kind) == torch.bfloat16 else x
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / rms(x) * weight, computed in float32 (Zhang and Sennrich 2019) and given in the type of x."""
+
+    initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (self.eps or 0.0))
+        return self.weight.to(x.dtype) * wide.to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016), computed in float32 and given in the type of x."""
+
+    initial: ClassVar[dict[str, Initial]] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)  # half kernels of CPUs sum gradients in their own type
+        weight, bias = (parameter.to(x.dtype).to(wide) for parameter in (self.weight, self.bias))
+        return F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of slow rotations (Grattafiori et al. 2024)."""
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_positions: int = 8192
+
+
+def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Angles per position (width / 2,) float32 (Su et al. 2021): theta ** (-2 i / width), stretched as ``scaling`` says."""
+    frequencies = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    if scaling is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    smooth = ((scaling.original_positions / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+_TABLES: dict[tuple[Any, ...], Tensor] = {}
+
+
+def kept_on_device(key: tuple[Any, ...], make: Callable[[], Tensor], positions: Tensor) -> Tensor:
+    """Return the small table that ``make`` computes on the host, on the device of ``positions``; it is copied there once.
+
+    A copy from pageable memory waits for the device, in each forward and for each generated token. Tensors without data and those of
+    inference mode are made anew, as no other forward could use them.
+    """
+    place = (*key, positions.device)
+    ordinary = type(positions) is Tensor and not positions.is_meta and not torch.compiler.is_compiling()
+    if ordinary and place in _TABLES:
+        return _TABLES[place]
+    table = make().to(positions.device)
+    if ordinary and type(table) is Tensor and not table.is_inference():
+        _TABLES[place] = table
+    return table
+
+
+@dataclass
+class RotaryEmbedding:
+    """Cosines and sines (B or 1, T, C / 2) float32 of each token's angles."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> RotaryEmbedding:
+        """positions: (T,) or (B, T) int. factor: multiplies both (YaRN's temperature)."""
+        angles = (positions if positions.ndim == 2 else positions[None])[..., None].float() * frequencies
+        return cls(angles.cos() * factor, angles.sin() * factor)
+
+    def apply(self, x_BTHC: Tensor) -> Tensor:
+        """Rotate pairs (i, i + C / 2), as Hugging Face's weights have them."""
+        first, second = x_BTHC.float().chunk(2, dim=-1)
+        cos, sin = self.cos[:, :, None], self.sin[:, :, None]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHC.dtype)
+
+    def apply_interleaved(self, x_BTHC: Tensor) -> Tensor:
+        """Rotate pairs (2 i, 2 i + 1), as the original weights of DeepSeek and Llama 4 have them."""
+        first, second = x_BTHC.float().unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = self.cos[:, :, None], self.sin[:, :, None]
+        return (
+            torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x_BTHC.dtype)
+        )
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x) (Shazeer 2020)."""
+
+    sharding: ClassVar[dict[str, str]] = {"": "gather", "w1": "column", "w3": "column", "w2": "row"}
+
+    def __init__(self, width: int, hidden: int, std: float, std_out: float) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+        self.w3 = nn.Linear(width, hidden, bias=False)
+        self.initial = {"w1.weight": Normal(std), "w3.weight": Normal(std), "w2.weight": Normal(std_out)}
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+        return out

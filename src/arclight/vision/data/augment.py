@@ -1,0 +1,161 @@
+"""Random changes to training images, with the boxes that follow them.
+
+Every function takes its random numbers from the generator it is given, so the same state of it and the same images
+give the same bits wherever they run. Boxes are float32 (n, 5) rows ``class, x1, y1, x2, y2`` in pixels; coordinates
+name places, not pixels: an image of width w covers [0, w], and its first pixel has its centre at 0.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arclight.fabric.extras import require
+from arclight.vision.data.images import Image
+from arclight.vision.data.letterbox import GREY
+from arclight.vision.tasks.settings import Augment
+
+cv2 = require("cv2", extra="vision")
+
+Boxes = NDArray[np.float32]
+Matrix = NDArray[np.float64]
+Labelled = tuple[Image, Boxes]
+
+MIN_SIDE = 2.0
+"""Boxes with a shorter side than this, pixels, are dropped: there is nothing left to see."""
+MIN_VISIBLE = 0.1
+"""Boxes of which less than this share is inside the image are dropped."""
+
+
+def mosaic(tiles: Sequence[Labelled], rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
+    """Four images around a random centre, under one random transform: a square of ``size`` pixels.
+
+    The idea (YOLOv4, arXiv 2004.10934) speaks of a mosaic of twice the size, of which a random part is cut out. That
+    one is never drawn: each tile is warped once, straight to where it ends up.
+    """
+    transform = random_transform(rng, augment, size, reach=1.5 * size) @ _shift(-size, -size)
+    centre_x, centre_y = rng.uniform(0.5 * size, 1.5 * size, 2)
+    canvas = np.full((size, size, 3), GREY, np.uint8)
+    boxes = []
+    for place, (image, labels) in enumerate(tiles):
+        height, width = image.shape[:2]
+        left = centre_x - width if place % 2 == 0 else centre_x
+        top = centre_y - height if place < 2 else centre_y
+        matrix = transform @ _shift(left, top)
+        _warp_into(canvas, image, matrix)
+        boxes.append(warp_boxes(labels, matrix, size))
+    return canvas, np.concatenate(boxes)
+
+
+def random_affine(tile: Labelled, rng: np.random.Generator, augment: Augment, size: int) -> Labelled:
+    """One whole image in a square of ``size`` pixels, under a random transform about its centre."""
+    image, labels = tile
+    matrix = random_transform(rng, augment, size, reach=0.5 * size) @ _shift(-image.shape[1] / 2, -image.shape[0] / 2)
+    canvas = np.full((size, size, 3), GREY, np.uint8)
+    _warp_into(canvas, image, matrix)
+    return canvas, warp_boxes(labels, matrix, size)
+
+
+def random_transform(rng: np.random.Generator, augment: Augment, size: int, *, reach: float) -> Matrix:
+    """(3, 3): from places around the origin to a square of ``size`` pixels.
+
+    Perspective, then rotation and scale, then shear, then a shift of the origin to about the middle of the square.
+    What is drawn lies within ``reach`` of the origin on both axes; perspective is bounded so that it stays in front.
+    """
+    perspective = np.eye(3)
+    # The denominator x * p0 + y * p1 + 1 stays within [0.4, 1.6]: nothing turns inside out.
+    perspective[2, :2] = rng.uniform(-1, 1, 2) * min(augment.perspective, 0.3 / reach)
+    angle = math.radians(rng.uniform(-augment.degrees, augment.degrees))
+    scale = rng.uniform(1 - augment.scale, 1 + augment.scale)
+    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
+    rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
+    shear = np.eye(3)
+    shear[0, 1], shear[1, 0] = np.tan(np.radians(rng.uniform(-augment.shear, augment.shear, 2)))
+    middle = rng.uniform(0.5 - augment.translate, 0.5 + augment.translate, 2) * size
+    result: Matrix = _shift(*middle) @ shear @ rotation @ perspective
+    return result
+
+
+def warp_boxes(boxes: Boxes, matrix: Matrix, size: int) -> Boxes:
+    """The upright hulls of warped ``boxes``, clipped to the square of ``size`` pixels; without those hardly seen."""
+    if len(boxes) == 0:
+        return boxes
+    corners = _project(matrix, boxes[:, [1, 2, 3, 2, 3, 4, 1, 4]].reshape(-1, 2)).reshape(-1, 4, 2)
+    whole = np.concatenate((corners.min(1), corners.max(1)), 1)
+    seen = whole.clip(0, size)
+    sides, whole_sides = seen[:, 2:] - seen[:, :2], whole[:, 2:] - whole[:, :2]
+    keep = (sides.min(1) >= MIN_SIDE) & (sides.prod(1) >= MIN_VISIBLE * whole_sides.prod(1))
+    return np.concatenate((boxes[keep, :1], seen[keep]), 1, dtype=np.float32)
+
+
+def flip(labelled: Labelled, rng: np.random.Generator, augment: Augment) -> Labelled:
+    """Mirror left-right and top-bottom, each with its probability."""
+    image, boxes = labelled
+    height, width = image.shape[:2]
+    if rng.random() < augment.fliplr:
+        image = cv2.flip(image, 1)
+        boxes = np.stack((boxes[:, 0], width - boxes[:, 3], boxes[:, 2], width - boxes[:, 1], boxes[:, 4]), 1)
+    if rng.random() < augment.flipud:
+        image = cv2.flip(image, 0)
+        boxes = np.stack((boxes[:, 0], boxes[:, 1], height - boxes[:, 4], boxes[:, 3], height - boxes[:, 2]), 1)
+    return image, boxes
+
+
+def mixup(first: Labelled, second: Labelled, rng: np.random.Generator) -> Labelled:
+    """Two images of one size seen through each other, with the boxes of both (arXiv 1710.09412)."""
+    share = rng.beta(32.0, 32.0)
+    image: Image = cv2.addWeighted(first[0], share, second[0], 1 - share, 0)
+    return image, np.concatenate((first[1], second[1]))
+
+
+def hsv_jitter(image: Image, rng: np.random.Generator, augment: Augment) -> Image:
+    """Multiply hue, saturation and value of the whole image by random gains."""
+    ranges = np.array([augment.hsv_h, augment.hsv_s, augment.hsv_v])
+    gains = 1 + rng.uniform(-1, 1, 3) * ranges
+    if not ranges.any():
+        return image
+    levels = np.arange(256)
+    tables = np.empty((1, 256, 3), np.uint8)
+    tables[0, :, 0] = levels * gains[0] % 180  # OpenCV counts hue in steps of two degrees
+    tables[0, :, 1:] = (levels[:, None] * gains[1:]).clip(0, 255)
+    hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV)
+    result: Image = cv2.cvtColor(cv2.LUT(hsv, tables, dst=hsv), cv2.COLOR_HSV2RGB, dst=hsv)
+    return result
+
+
+def _warp_into(canvas: Image, image: Image, matrix: Matrix) -> None:
+    """Draw ``image`` where ``matrix`` puts it, on that part of ``canvas`` only."""
+    height, width = image.shape[:2]
+    corners = _project(matrix, np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float64))
+    low, high = corners.min(0), corners.max(0)
+    # Upright tiles are cut at whole pixels and fill them; others leave the pixels alone that they do not cover.
+    upright = matrix[0, 1] == matrix[1, 0] == matrix[2, 0] == matrix[2, 1] == 0
+    low, high = (low.round(), high.round()) if upright else (np.floor(low), np.ceil(high))
+    border = cv2.BORDER_REPLICATE if upright else cv2.BORDER_TRANSPARENT
+    (x0, y0), (x1, y1) = (
+        low.clip(0, canvas.shape[0]).astype(int).tolist(),
+        high.clip(0, canvas.shape[0]).astype(int).tolist(),
+    )
+    if x1 <= x0 or y1 <= y0:
+        return
+    # OpenCV's coordinates count from the centre of the first pixel.
+    pixels = _shift(-x0 - 0.5, -y0 - 0.5) @ matrix @ _shift(0.5, 0.5)
+    part = canvas[y0:y1, x0:x1]
+    if matrix[2, 0] == matrix[2, 1] == 0:
+        cv2.warpAffine(image, pixels[:2], (x1 - x0, y1 - y0), dst=part, flags=cv2.INTER_LINEAR, borderMode=border)
+    else:
+        cv2.warpPerspective(image, pixels, (x1 - x0, y1 - y0), dst=part, flags=cv2.INTER_LINEAR, borderMode=border)
+
+
+def _project(matrix: Matrix, points: NDArray[np.floating]) -> NDArray[np.float64]:
+    """``points`` (k, 2) under a (3, 3) homography."""
+    places = points @ matrix[:, :2].T + matrix[:, 2]
+    result: NDArray[np.float64] = places[:, :2] / places[:, 2:]
+    return result
+
+
+def _shift(x: float, y: float) -> Matrix:
+    return np.array([[1.0, 0.0, x], [0.0, 1.0, y], [0.0, 0.0, 1.0]])

@@ -1,0 +1,97 @@
+"""Read a data.yaml: what the classes are called and where the images are. Nothing in it is run or downloaded."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arclight.fabric.extras import require
+from arclight.vision.data.images import SUFFIXES
+from arclight.vision.data.labels import DatasetError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What a data.yaml says: names of the classes, and for each split its folders, images and .txt lists."""
+
+    file: Path
+    names: tuple[str, ...]
+    train: tuple[Path, ...] = ()
+    val: tuple[Path, ...] = ()
+    test: tuple[Path, ...] = ()
+
+    def images(self, split: str) -> list[Path]:
+        """The image files of ``split`` (train, val or test), sorted within each folder. Raises DatasetError."""
+        entries: tuple[Path, ...] = {"train": self.train, "val": self.val, "test": self.test}[split]
+        if not entries:
+            raise DatasetError(f"{self.file} has no {split!r} split; add for example `{split}: images/{split}`")
+        found = [image for entry in entries for image in _images_of(entry)]
+        if not found:
+            raise DatasetError(f"{self.file}: {split}: no image in {', '.join(map(str, entries))}")
+        return found
+
+
+def read_data_yaml(path: str | Path) -> DataSpec:
+    """Read a data.yaml: ``names`` (a list, or numbers to names), ``train``, ``val``, ``test`` and an optional ``path``.
+
+    Relative places are relative to ``path``, and that to the folder of the file. A split is a folder, an image, a
+    ``.txt`` list of images (relative to the list), or several of those. Other keys are ignored. Raises DatasetError.
+    """
+    yaml = require("yaml", extra="vision")
+    file = Path(path)
+    try:
+        # All scalars as text: a class called `no` stays "no", and nothing but text, lists and mappings can come out.
+        content = yaml.load(file.read_text("utf-8-sig"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise DatasetError(f"{file}: {error.strerror or error}{did_you_mean(file)}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{file} is not YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise DatasetError(f"{file} must have the keys names, train and val; it holds {type(content).__name__}")
+    names = _names(file, content)
+    root = file.parent / str(content.get("path") or "")
+    splits = {}
+    for split in ("train", "val", "test"):
+        entries = content.get(split) or []
+        entries = [entries] if isinstance(entries, str) else entries
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise DatasetError(f"{file}: {split} must be a folder, a .txt list, or several of those, not {entries!r}")
+        splits[split] = tuple(root / entry for entry in entries)
+    return DataSpec(file=file, names=names, **splits)
+
+
+def _names(file: Path, content: dict[str, Any]) -> tuple[str, ...]:
+    names = content.get("names")
+    if isinstance(names, dict):
+        numbers = [str(number) for number in range(len(names))]
+        if sorted(names) != sorted(numbers):
+            raise DatasetError(f"{file}: names must number the classes 0 to {len(names) - 1}, not {', '.join(names)}")
+        names = [names[number] for number in numbers]
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
+        raise DatasetError(f"{file}: names must list the classes, for example `names: [qr_code]`; it is {names!r}")
+    count = content.get("nc")
+    if count is not None and count != str(len(names)):
+        raise DatasetError(f"{file}: nc is {count} but names has {len(names)} classes; nc may be left out")
+    return tuple(names)
+
+
+def _images_of(entry: Path) -> list[Path]:
+    if entry.is_dir():
+        return sorted(path for path in entry.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if entry.suffix == ".txt" and entry.is_file():
+        lines = entry.read_text("utf-8-sig").splitlines()
+        return [entry.parent / line.strip() for line in lines if line.strip()]
+    if entry.is_file():
+        return [entry]
+    raise DatasetError(f"{entry} does not exist{did_you_mean(entry)}; nothing is ever downloaded")
+
+
+def did_you_mean(path: Path) -> str:
+    """The end of a sentence about a ``path`` that does not exist: what there is instead, if anything."""
+    parent = path.parent
+    if not parent.is_dir():
+        return f" (nor does {parent})"
+    close = difflib.get_close_matches(path.name, [found.name for found in parent.iterdir()], n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

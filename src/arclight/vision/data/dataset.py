@@ -1,0 +1,281 @@
+"""Detection data sets: images with boxes, and the batches made of them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from arclight.fabric.extras import require
+from arclight.vision.data import augment as changes
+from arclight.vision.data.data_yaml import DataSpec, read_data_yaml
+from arclight.vision.data.images import Image, ImageError, decode_image, decode_reduced
+from arclight.vision.data.labels import DatasetError, DatasetReport, check_labels
+from arclight.vision.data.letterbox import Letterbox, letterbox
+from arclight.vision.data.site_split import SiteSplit
+from arclight.vision.tasks.settings import Augment
+
+cv2 = require("cv2", extra="vision")
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+__all__ = ["DataSpec", "DatasetError", "DatasetReport", "DetectionDataset", "Sample", "collate", "read_data_yaml"]
+
+RECENT_BYTES = 128 * 2**20
+"""Decoded training images that each process keeps from batch to batch."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image of a batch."""
+
+    image: Tensor
+    """(3, S, S) uint8 RGB."""
+    targets: Tensor
+    """(n, 5) float32: class, cx, cy, w, h in [0, 1] of the square."""
+    path: str
+    """The file; of a training image, which may hold parts of several, the first one."""
+    shape: tuple[int, int] | None = None
+    """(height, width) of the original, pixels; None for training images."""
+    letterbox: Letterbox | None = None
+    """How the original went into the square; None for training images."""
+
+
+class BatchBuffer(list[Sample]):
+    """The samples of one batch, whose images lie in one tensor (N, 3, S, S) already: to collate them copies nothing."""
+
+    def __init__(self, size: int, count: int) -> None:
+        super().__init__()
+        self.images = torch.empty(count, 3, size, size, dtype=torch.uint8)
+
+    def add(self, image: Image, targets: NDArray[np.float32], path: Path, *placed: Any) -> None:
+        """Append a sample; ``image`` (S, S, 3) is copied into the tensor, ``placed`` are its shape and letterbox."""
+        planes = self.images[len(self)]
+        cv2.split(image, list(planes.numpy()))
+        self.append(Sample(planes, torch.from_numpy(targets), str(path), *placed))
+
+
+def collate(samples: Sequence[Sample]) -> dict[str, Any]:
+    """A batch: ``images`` (N, 3, S, S) uint8, ``targets`` (M, 6) float32 and ``paths``.
+
+    Rows of targets are ``image in batch, class, cx, cy, w, h``, the last four in [0, 1] of the square. Batches of
+    validation also have ``shapes`` (height, width) and ``letterbox`` (scale, pad_x, pad_y), one of each per image.
+    """
+    rows = [torch.nn.functional.pad(sample.targets, (1, 0), value=place) for place, sample in enumerate(samples)]
+    whole = isinstance(samples, BatchBuffer) and len(samples) == len(samples.images)
+    batch: dict[str, Any] = {
+        "images": cast(BatchBuffer, samples).images if whole else torch.stack([sample.image for sample in samples]),
+        "targets": torch.cat(rows),
+        "paths": [sample.path for sample in samples],
+    }
+    if all(sample.letterbox is not None for sample in samples):
+        batch["shapes"] = [sample.shape for sample in samples]
+        batch["letterbox"] = [sample.letterbox for sample in samples]
+    return batch
+
+
+class _Tile(NamedTuple):
+    """A training image at the size of the input, ready to be placed."""
+
+    image: Image
+    boxes: changes.Boxes
+    path: Path
+
+
+class DetectionDataset(Dataset[Sample]):
+    """Images with boxes: letterboxed, or with ``augment`` changed at random for training.
+
+    images: files. labels: per image (n, 5) rows ``class, cx, cy, w, h`` in [0, 1], as ``labels.scan`` gives them.
+    epochs: length of the run, so that its last share (``augment.close_mosaic``) sees whole images; see ``set_epoch``.
+    cache: keep all training images decoded in memory, at the size of the input.
+
+    What ``__getitems__`` returns is a function of the state of Python's ``random``, the epoch and the indices: not of
+    the process, of what was loaded before, or of caches. Partners for mosaics therefore come from the batch itself
+    and from a few images drawn for it. An image that turns out damaged when it is decoded is replaced by the next
+    sound one, reported once and counted in ``damaged``.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[Path],
+        labels: Sequence[NDArray[np.float32]],
+        *,
+        image_size: int = 640,
+        augment: Augment | None = None,
+        epochs: int | None = None,
+        cache: bool = False,
+        report: DatasetReport | None = None,
+    ) -> None:
+        if len(images) != len(labels) or not images:
+            raise DatasetError(
+                f"{len(images)} images and labels of {len(labels)}: each image needs its own, and one must be"
+            )
+        if cache and augment is None:
+            raise ValueError(
+                "cache=True keeps training images; without augment each image is read once: leave it False"
+            )
+        self.images, self.labels, self.report = list(images), list(labels), report
+        self.image_size, self.augment, self.epochs, self.cache = image_size, augment, epochs, cache
+        self.mosaic_open = True
+        self._damaged = torch.zeros(len(self.images), dtype=torch.uint8).share_memory_()
+        self._tiles: OrderedDict[int, _Tile] = OrderedDict()
+        self._tile_bytes = 0
+        if cache:
+            self._fill_cache()
+
+    @classmethod
+    def open(
+        cls,
+        spec: DataSpec,
+        split: str,
+        *,
+        cache_labels: bool = True,
+        selection: SiteSplit | None = None,
+        **settings: Any,
+    ) -> DetectionDataset:
+        """The ``split`` (train, val or test) of a data.yaml, checked; its ``report`` says what was found.
+
+        ``settings`` are those of the class; ``cache_labels`` keeps labels in the folder of the data set, see
+        ``labels.scan``; ``selection`` picks one site's images. Raises DatasetError where nothing usable is found.
+        """
+        found = check_labels(spec.images(split), len(spec.names), name=split, cache=cache_labels)
+        own = range(len(found.images)) if selection is None else selection.of(split, found.images)
+        return cls([found.images[i] for i in own], [found.labels[i] for i in own], report=found.report, **settings)
+
+    @property
+    def damaged(self) -> int:
+        """Images found damaged while loading, by all worker processes together."""
+        return int(self._damaged.sum())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Decide whether ``epoch`` still has mosaics and mixed images; the loader calls it in every process."""
+        if self.augment is not None and self.epochs is not None:
+            self.mosaic_open = epoch < self.epochs - round(self.augment.close_mosaic * self.epochs)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> BatchBuffer:
+        """The samples of one batch."""
+        samples = BatchBuffer(self.image_size, len(indices))
+        if self.augment is None:
+            for index in indices:
+                self._add_letterboxed(samples, int(index))
+            return samples
+        rng = np.random.default_rng(random.getrandbits(128))
+        drawn = rng.integers(len(self), size=max(8 - len(indices), len(indices) // 8))
+        pool = np.concatenate((np.asarray(indices), drawn))
+        for index in indices:
+            self._add_augmented(samples, int(index), pool, rng, self.augment)
+        self._forget_oldest()
+        return samples
+
+    def _add_letterboxed(self, samples: BatchBuffer, index: int) -> None:
+        image, index = self._first_sound(index, decode_image)
+        square, placed = letterbox(image, self.image_size)
+        height, width = image.shape[:2]
+        scale, pad_x, pad_y = placed
+        targets = self.labels[index].copy()
+        targets[:, 1:] *= np.array([width, height, width, height]) * scale
+        targets[:, 1:3] += (pad_x, pad_y)
+        targets[:, 1:] /= self.image_size
+        samples.add(square, targets, self.images[index], (height, width), placed)
+
+    # Training
+
+    def _add_augmented(
+        self, samples: BatchBuffer, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
+    ) -> None:
+        labelled = self._composed(index, pool, rng, augment)
+        if self.mosaic_open and rng.random() < augment.mixup:
+            labelled = changes.mixup(labelled, self._composed(int(rng.choice(pool)), pool, rng, augment), rng)
+        image, boxes = changes.flip(labelled, rng, augment)
+        image = changes.hsv_jitter(image, rng, augment)
+        targets = boxes.copy()
+        targets[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:5]) / 2
+        targets[:, 3:5] = boxes[:, 3:5] - boxes[:, 1:3]
+        targets[:, 1:] /= self.image_size
+        samples.add(image, targets, self._tile(index).path)
+
+    def _composed(
+        self, index: int, pool: NDArray[np.int64], rng: np.random.Generator, augment: Augment
+    ) -> changes.Labelled:
+        if not (self.mosaic_open and rng.random() < augment.mosaic):
+            return changes.random_affine(self._tile(index)[:2], rng, augment, self.image_size)
+        members = rng.permutation([index, *rng.choice(pool, 3)]).tolist()
+        return changes.mosaic([self._tile(member)[:2] for member in members], rng, augment, self.image_size)
+
+    def _tile(self, index: int) -> _Tile:
+        tile = self._tiles.get(index)
+        if tile is None:
+            tile = self._tiles[index] = self._read_tile(index)
+            self._tile_bytes += tile.image.nbytes
+        self._tiles.move_to_end(index)
+        return tile
+
+    def _read_tile(self, index: int) -> _Tile:
+        size = self.image_size
+        (image, (full_height, full_width)), index = self._first_sound(index, lambda path: decode_reduced(path, size))
+        scale = size / max(full_height, full_width)
+        height, width = max(round(full_height * scale), 1), max(round(full_width * scale), 1)
+        if image.shape[:2] != (height, width):
+            # After a reduced decode little is left to shrink, where bilinear is as good as area and many times faster.
+            far = max(image.shape[:2]) > 2 * size
+            image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA if far else cv2.INTER_LINEAR)
+        rows = self.labels[index]
+        low, high = rows[:, 1:3] - rows[:, 3:5] / 2, rows[:, 1:3] + rows[:, 3:5] / 2
+        boxes = np.concatenate((rows[:, :1], low * (width, height), high * (width, height)), 1, dtype=np.float32)
+        return _Tile(image, boxes, self.images[index])
+
+    def _forget_oldest(self) -> None:
+        # Only between batches: within one, each image is decoded once whatever its size.
+        while not self.cache and self._tile_bytes > RECENT_BYTES:
+            _, tile = self._tiles.popitem(last=False)
+            self._tile_bytes -= tile.image.nbytes
+
+    def _fill_cache(self) -> None:
+        free = _available_memory()
+        for index in range(len(self)):
+            self._tile(index)
+            expected = self._tile_bytes / (index + 1) * len(self)
+            if index >= min(15, len(self) - 1) and free is not None and expected > 0.8 * free:
+                raise DatasetError(
+                    f"cache=True needs about {expected / 1e9:.1f} GB for {len(self)} images of {self.image_size} "
+                    f"pixels and {free / 1e9:.1f} GB of memory are free: set cache to false or lower image_size"
+                )
+
+    # Damaged files
+
+    def _first_sound(self, index: int, read: Callable[[Path], T]) -> tuple[T, int]:
+        """What ``read`` makes of the image at ``index``, or of the first one after it that is sound; and its index."""
+        for candidate in chain(range(index, len(self)), range(index)):
+            try:
+                return read(self.images[candidate]), candidate
+            except (ImageError, OSError) as error:
+                if not self._damaged[candidate]:
+                    self._damaged[candidate] = 1
+                    log.warning("%s: %s; the next sound image stands in for it", self.images[candidate], error)
+        raise DatasetError(f"none of the {len(self)} images can be read any more; the first is {self.images[0]}")
+
+
+def _available_memory() -> int | None:
+    """Bytes that can be taken without swapping, where the system says so."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,342 @@
+"""Labels in YOLO format: read, checked and cached; every fault is named by file and line and skipped with a count."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+import zipfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arclight.vision.data.image_headers import ImageError, file_header
+from arclight.vision.data.images import MAX_PIXELS
+
+TOLERANCE = 1e-3
+"""Coordinates this far outside [0, 1] come from rounding: they are clipped; others are malformed."""
+
+CACHE_FORMAT = 1
+
+
+class DatasetError(ValueError):
+    """A data set cannot be used: what is wrong, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class FileProblem:
+    """One fault in one file; ``line`` counts from 1, 0 means the file as a whole."""
+
+    path: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}" if self.line else f"{self.path}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetReport:
+    """What was found in one split of a data set; ``print`` it, or take it as data with ``as_dict``."""
+
+    name: str
+    images: int
+    """Usable images."""
+    boxes: int
+    missing_labels: int
+    """Usable images without a label file: they count as background."""
+    empty_labels: int
+    """Usable images whose label file has no rows: background as well."""
+    corrupt: tuple[FileProblem, ...]
+    """Images that cannot be read, skipped."""
+    malformed: tuple[FileProblem, ...]
+    """Label rows (or whole files, line 0) that cannot be read, skipped."""
+    out_of_range: int
+    """How many of ``malformed`` have a coordinate outside [0, 1]."""
+    clipped: int
+    """Boxes that reached out of their image and were cut at its edge."""
+    duplicate_rows: int
+    """Rows that repeat another one of their file, skipped."""
+    duplicate_images: int
+    """Images listed more than once, used once."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {_count(self.images, 'image')}, {_count(self.boxes, 'box', 'boxes')}"]
+        if self.missing_labels or self.empty_labels:
+            lines.append(
+                f"  background: {self.missing_labels} without a label file, {self.empty_labels} with an empty one"
+            )
+        skipped = [(self.duplicate_images, "image listed twice"), (self.duplicate_rows, "repeated row")]
+        lines += [f"  skipped: {number} x {what}" for number, what in skipped if number]
+        if self.clipped:
+            lines.append(f"  cut at the edge of the image: {_count(self.clipped, 'box', 'boxes')}")
+        for what, problems in (("corrupt image", self.corrupt), ("malformed label row", self.malformed)):
+            if problems:
+                lines.append(f"  skipped: {_count(len(problems), what)}")
+                lines += [f"    {problem}" for problem in problems[:5]]
+            if len(problems) > 5:
+                lines.append(f"    and {len(problems) - 5} more")
+        return "\n".join(lines)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Usable images of one split, in order, with their boxes."""
+
+    images: list[Path]
+    labels: list[NDArray[np.float32]]
+    """Per image (n, 5): class, cx, cy, w, h; coordinates in [0, 1] of the image as it is seen."""
+    shapes: NDArray[np.int32]
+    """(N, 2): height and width of each image, pixels."""
+    report: DatasetReport
+
+
+@dataclass
+class LabelRows:
+    """The readable rows of one label file and the faults of the others."""
+
+    rows: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 5), np.float32))
+    problems: list[FileProblem] = field(default_factory=list)
+    out_of_range: int = 0
+    clipped: int = 0
+    duplicates: int = 0
+    missing: bool = False
+    empty: bool = False
+
+
+class _OutOfRangeError(ValueError):
+    pass
+
+
+def label_path(image: Path) -> Path:
+    """Where the labels of ``image`` are: its last folder ``images`` becomes ``labels``; without one, beside it."""
+    parts = list(image.parent.parts)
+    for index in range(len(parts) - 1, -1, -1):
+        if parts[index] == "images":
+            parts[index] = "labels"
+            break
+    return Path(*parts, image.stem + ".txt")
+
+
+def parse_labels(text: str, path: str, num_classes: int) -> LabelRows:
+    """The rows of a label file: boxes ``class cx cy w h``, or polygons ``class x1 y1 x2 y2 x3 y3 ...``.
+
+    The box of a polygon is its hull. ``path`` names the file in the problems found.
+    """
+    result = LabelRows()
+    boxes: dict[tuple[float, ...], None] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        fields = line.split()
+        if not fields:
+            continue
+        try:
+            row, clipped = _parse_row(fields, num_classes)
+        except ValueError as error:
+            result.problems.append(FileProblem(path, number, str(error)))
+            result.out_of_range += isinstance(error, _OutOfRangeError)
+            continue
+        result.duplicates += row in boxes
+        result.clipped += clipped and row not in boxes
+        boxes[row] = None
+    result.empty = not boxes and not result.problems
+    if boxes:
+        result.rows = np.array(list(boxes), np.float32)
+    return result
+
+
+def _parse_row(fields: list[str], num_classes: int) -> tuple[tuple[float, ...], bool]:
+    """(class, cx, cy, w, h) and whether the box was cut at the edge of the image. Raises ValueError saying why not."""
+    try:
+        values = [float(text) for text in fields]
+    except ValueError:
+        bad = next(text for text in fields if not _is_number(text))
+        raise ValueError(f"{bad[:40]!r} is not a number") from None
+    label, coordinates = values[0], values[1:]
+    if len(values) != 5 and (len(values) < 7 or len(values) % 2 == 0):
+        raise ValueError(
+            f"{len(values)} numbers: a box has 5 (class cx cy w h), a polygon 1 + 2 for each of 3 or more points"
+        )
+    if not (label.is_integer() and 0 <= label < num_classes):
+        raise ValueError(f"unknown class {fields[0][:40]}: the data set has classes 0 to {num_classes - 1}")
+    for place, (text, value) in enumerate(zip(fields[1:], coordinates)):
+        if not -TOLERANCE <= value <= 1 + TOLERANCE:  # also true of nan
+            if not math.isfinite(value):
+                raise ValueError(f"{text[:40]} is not a coordinate")
+            if len(values) == 5 and place >= 2 and value < 0:
+                raise ValueError(f"negative size {text[:40]}")
+            raise _OutOfRangeError(
+                f"coordinate {text[:40]} is outside [0, 1]: values are shares of the image, not pixels"
+            )
+    if len(values) == 5:
+        cx, cy, width, height = coordinates
+        edges = (cx - width / 2, cy - height / 2, cx + width / 2, cy + height / 2)
+        # Half of a size that may be a rounding error too large, beside a centre that may be one off.
+        clipped = min(edges) < -1.5 * TOLERANCE or max(edges) > 1 + 1.5 * TOLERANCE
+    else:
+        xs, ys = coordinates[0::2], coordinates[1::2]
+        edges, clipped = (min(xs), min(ys), max(xs), max(ys)), False
+    left, top, right, bottom = (min(max(edge, 0.0), 1.0) for edge in edges)
+    if right <= left or bottom <= top:
+        raise ValueError("the box has no area")
+    return (label, (left + right) / 2, (top + bottom) / 2, right - left, bottom - top), clipped
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- a whole split
+
+
+def check_labels(
+    images: Sequence[Path], num_classes: int, *, name: str = "images", cache: bool = True
+) -> LabelledImages:
+    """Read the labels of ``images`` and check the images themselves by their headers and ends.
+
+    With ``cache`` the result is kept in ``<name>.cache.npz`` beside the folder of labels (a plain NumPy archive,
+    nothing pickled) and used again until a file's name, size or time of change differs; where that folder cannot
+    be written the result is computed each time, with a warning. Raises DatasetError where nothing usable is found.
+    """
+    unique = list(dict.fromkeys(images))
+    if not unique:
+        raise DatasetError(f"{name}: there are no images")
+    file = label_path(unique[0]).parent.parent / f"{name}.cache.npz"
+    fingerprint = _fingerprint(unique, num_classes, len(images))
+    found = _read_cache(file, fingerprint, unique) if cache else None
+    if found is None:
+        found = _scan(unique, num_classes, name, len(images) - len(unique))
+        if cache:
+            _write_cache(file, fingerprint, unique, found)
+    if found.report.boxes == 0:
+        raise DatasetError(_nothing_usable(unique, found.report))
+    return found
+
+
+def _scan(images: list[Path], num_classes: int, name: str, duplicate_images: int) -> LabelledImages:
+    # Threads wait for slow disks together; on a fast one this is bound by Python and they do no harm.
+    with ThreadPoolExecutor(8) as pool:
+        scanned = list(pool.map(_scan_one, images, [num_classes] * len(images)))
+    usable = [(image, shape, rows) for image, (shape, rows) in zip(images, scanned) if not isinstance(shape, str)]
+    every = [rows for _, rows in scanned]
+    report = DatasetReport(
+        name=name,
+        images=len(usable),
+        boxes=sum(len(rows.rows) for _, _, rows in usable),
+        missing_labels=sum(rows.missing for _, _, rows in usable),
+        empty_labels=sum(rows.empty for _, _, rows in usable),
+        corrupt=tuple(
+            FileProblem(str(image), 0, why) for image, (why, _) in zip(images, scanned) if isinstance(why, str)
+        ),
+        malformed=tuple(problem for rows in every for problem in rows.problems),
+        out_of_range=sum(rows.out_of_range for rows in every),
+        clipped=sum(rows.clipped for rows in every),
+        duplicate_rows=sum(rows.duplicates for rows in every),
+        duplicate_images=duplicate_images,
+    )
+    shapes = np.array([shape for _, shape, _ in usable], np.int32).reshape(-1, 2)
+    return LabelledImages([image for image, _, _ in usable], [rows.rows for _, _, rows in usable], shapes, report)
+
+
+def _scan_one(image: Path, num_classes: int) -> tuple[tuple[int, int] | str, LabelRows]:
+    """The shape of the image, or why it cannot be used, and its labels."""
+    shape: tuple[int, int] | str
+    try:
+        header = file_header(image)
+        header.check(MAX_PIXELS)
+        shape = header.shape
+    except ImageError as error:
+        shape = str(error)
+    except OSError as error:
+        shape = error.strerror or str(error)
+    path = label_path(image)
+    try:
+        return shape, parse_labels(path.read_text("utf-8-sig"), str(path), num_classes)
+    except FileNotFoundError:
+        return shape, LabelRows(missing=True)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "not a text file" if isinstance(error, UnicodeDecodeError) else error.strerror or str(error)
+        return shape, LabelRows(problems=[FileProblem(str(path), 0, reason)])
+
+
+def _nothing_usable(images: list[Path], report: DatasetReport) -> str:
+    if report.images == 0:
+        return f"{report.name}: none of {len(images)} images can be read, for example {report.corrupt[0]}"
+    if report.missing_labels == report.images:
+        wanted = label_path(images[0])
+        return f"{report.name}: none of {report.images} images has a label file; for {images[0]} it would be {wanted}"
+    if report.malformed:
+        return f"{report.name}: all {len(report.malformed)} label rows are malformed, for example {report.malformed[0]}"
+    return (
+        f"{report.name}: all label files of {report.images} images are empty or missing: there is no box to learn from"
+    )
+
+
+# ---------------------------------------------------------------- cache
+
+
+def _fingerprint(images: list[Path], num_classes: int, listed: int) -> str:
+    digest = hashlib.sha256(f"{CACHE_FORMAT} {num_classes} {listed} {TOLERANCE} {MAX_PIXELS}".encode())
+    for image in images:
+        for path in (image, label_path(image)):
+            try:
+                found = os.stat(path)
+                digest.update(f"\n{path} {found.st_size} {found.st_mtime_ns}".encode(errors="surrogateescape"))
+            except OSError:
+                digest.update(f"\n{path} absent".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _write_cache(file: Path, fingerprint: str, images: list[Path], found: LabelledImages) -> None:
+    usable = set(found.images)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as stream:
+            np.savez(
+                stream,
+                fingerprint=np.array(fingerprint),
+                report=np.array(json.dumps(found.report.as_dict())),
+                usable=np.array([image in usable for image in images]),
+                counts=np.array([len(rows) for rows in found.labels], np.int64),
+                rows=np.concatenate([np.zeros((0, 5), np.float32), *found.labels]),
+                shapes=found.shapes,
+            )
+        os.replace(temporary, file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        warnings.warn(
+            f"labels are not cached: {file}: {error.strerror or error}; they are read again each time", stacklevel=4
+        )
+
+
+def _read_cache(file: Path, fingerprint: str, images: list[Path]) -> LabelledImages | None:
+    """What an earlier scan of exactly these files found; None where there is none, or it cannot be read."""
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+            if str(stored["fingerprint"]) != fingerprint:
+                return None
+            report = json.loads(str(stored["report"]))
+            for key in ("corrupt", "malformed"):
+                report[key] = tuple(FileProblem(**problem) for problem in report[key])
+            labels = np.split(stored["rows"], np.cumsum(stored["counts"])[:-1])
+            kept = [image for image, usable in zip(images, stored["usable"], strict=True) if usable]
+            return LabelledImages(kept, labels, stored["shapes"], DatasetReport(**report))
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        return None

@@ -1,0 +1,1 @@
+"""Networks of the vision tasks: architectures, their anchors and their losses."""

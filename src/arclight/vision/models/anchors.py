@@ -1,0 +1,65 @@
+"""Anchors that fit a data set: how well given ones do, and better ones by clustering."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from arclight.vision.models.loss import ANCHOR_T
+
+
+def _fit(box_sizes: Tensor, anchors: Tensor) -> Tensor:
+    """(n, k) in (0, 1]: smaller over larger width, or height, whichever is worse, of a box and an anchor."""
+    ratio = box_sizes[:, None] / anchors
+    return torch.minimum(ratio, 1 / ratio).amin(-1)
+
+
+def best_possible_recall(box_sizes: Tensor, anchors: Tensor, anchor_t: float = ANCHOR_T) -> float:
+    """Share of boxes (n, 2) that at least one anchor (k, 2) can answer for in training; sizes in the same unit."""
+    return float((_fit(box_sizes.float(), anchors.float()) > 1 / anchor_t).any(dim=1).float().mean())
+
+
+def fit_anchors(
+    box_sizes_wh_px: Tensor, image_size: int, num: int = 9, *, seed: int = 0, anchor_t: float = ANCHOR_T
+) -> Tensor:
+    """``num`` anchors (num, 2), small to large, for boxes (n, 2) of these widths and heights in input pixels.
+
+    k-means on logarithms of sizes, where distance is ratio, the measure by which boxes meet anchors. Ten starts compete
+    by recall plus mean fit of a box to its best anchor; deterministic for a seed. Boxes under 2 pixels are left out,
+    boxes over ``image_size`` are cut to it. With fewer distinct sizes than ``num``, anchors are spread around them
+    within a factor of 2. Raises ValueError where no box is left.
+    """
+    sizes = box_sizes_wh_px.detach().double().cpu().reshape(-1, 2).clamp(max=image_size)
+    sizes = sizes[(sizes >= 2).all(dim=1)]
+    if len(sizes) == 0:
+        raise ValueError(f"anchors need boxes of at least 2 x 2 pixels; none of the {len(box_sizes_wh_px)} given is")
+    logs = sizes.log()
+    generator = torch.Generator().manual_seed(seed)
+    if len(logs.unique(dim=0)) < num:
+        spread = torch.rand(num, len(logs), 2, generator=generator, dtype=torch.float64).mul(2).sub(1)
+        logs = (logs + spread * torch.tensor(2.0).log()).flatten(0, 1)
+    best_score, best = -1.0, logs[:num]
+    for _ in range(10):
+        centres = _k_means(logs, num, generator)
+        anchors = centres.exp()
+        score = float(_fit(sizes, anchors).amax(dim=1).mean()) + best_possible_recall(sizes, anchors, anchor_t)
+        if score > best_score:
+            best_score, best = score, centres
+    anchors = best.exp()
+    return anchors[anchors.prod(dim=1).argsort(stable=True)].float()
+
+
+def _k_means(points: Tensor, num: int, generator: torch.Generator, rounds: int = 30) -> Tensor:
+    """(num, d) centres of ``points`` (n, d): Lloyd's algorithm after k-means++ (Arthur and Vassilvitskii 2007)."""
+    first = torch.randint(len(points), (1,), generator=generator)
+    centres = points[first]
+    while len(centres) < num:
+        distance = torch.cdist(points, centres).amin(dim=1).square()
+        # a little everywhere, so that equal points cannot leave all distances at zero
+        centres = torch.cat((centres, points[torch.multinomial(distance + 1e-12, 1, generator=generator)]))
+    for _ in range(rounds):
+        nearest = torch.cdist(points, centres).argmin(dim=1)
+        counts = torch.bincount(nearest, minlength=num)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, points)
+        centres = torch.where(counts[:, None] > 0, sums / counts.clamp(min=1)[:, None], centres)
+    return centres

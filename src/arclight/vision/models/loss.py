@@ -1,0 +1,165 @@
+"""The YOLOv5 training loss as pure functions: who answers for which object, and how wrong the answer is.
+
+Shapes: N images, M objects, C classes; level l of the head has 3 anchors on a grid of H_l x W_l cells.
+Everything runs on the device without waiting for it: objects that match no anchor are masked, not removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from arclight.vision.boxes import complete_iou
+from arclight.vision.tasks.settings import Detection
+
+if TYPE_CHECKING:
+    from arclight.vision.models.yolov5 import Yolo
+
+ANCHOR_T = 4.0
+"""An anchor answers for objects at most this many times wider, narrower, taller or flatter than itself."""
+
+LEVEL_BALANCE = (4.0, 1.0, 0.4)
+"""Weights of the objectness loss at strides 8, 16 and 32: fine levels have more cells and learn more slowly."""
+
+
+class Gains(NamedTuple):
+    """Weights of the three parts of the loss."""
+
+    box: float
+    obj: float
+    cls: float
+
+
+class Assignment(NamedTuple):
+    """Which predictions of one level answer for which objects: K = 9 M candidates, of which those in ``mask`` count."""
+
+    image: Tensor
+    anchor: Tensor
+    row: Tensor
+    column: Tensor
+    box: Tensor
+    """(K, 4) centre relative to the cell and size, in cells."""
+    anchor_size: Tensor
+    """(K, 2) in cells."""
+    label: Tensor
+    mask: Tensor
+
+
+def scaled_gains(settings: Detection, num_classes: int, levels: int = 3) -> Gains:
+    """The gains of ``settings``, stated for 3 levels, 80 classes and 640 pixels, for another model and image size.
+
+    Sums over levels grow with their number; the class loss is a mean over classes; objectness is a mean over cells, of
+    which a larger image has more that are empty (YOLOv5).
+    """
+    per_level = 3 / levels
+    return Gains(
+        box=settings.box_gain * per_level,
+        obj=settings.obj_gain * per_level * (settings.image_size / 640) ** 2,
+        cls=settings.cls_gain * per_level * num_classes / 80,
+    )
+
+
+def detection_loss(
+    raw: Sequence[Tensor], targets: Tensor, model: Yolo, settings: Detection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch of ``model`` and its parts: ``yolo_loss`` with its anchors and the gains of ``settings``."""
+    gains = scaled_gains(settings, model.head.num_classes, len(model.stride))
+    return yolo_loss(raw, targets, model.anchors, gains)
+
+
+def yolo_loss(
+    raw: Sequence[Tensor], targets: Tensor, anchors: Tensor, gains: Gains, anchor_t: float = ANCHOR_T
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch, and its weighted parts ``box``, ``obj`` and ``cls``, detached, for logging.
+
+    raw: per level (N, 3, H_l, W_l, 5 + C) logits, ``Yolo.raw``. targets: (M, 6) image in batch, class, then centre x,
+    centre y, width, height as shares of the image. anchors: (levels, 3, 2) in cells, ``Yolo.anchors``.
+
+    Box: 1 - complete IoU, a mean over the level's matches. Objectness: binary cross-entropy with the (detached) IoU as
+    target, a mean over all positions. Class: binary cross-entropy, a mean over matches and classes; none for a single
+    class. Levels are summed. The total is N times the sum of the parts (YOLOv5), so it grows with the batch; the parts
+    do not. Computed in float32 also under autocast. No objects at all is a valid batch.
+    """
+    assert len(raw) == len(anchors) == len(LEVEL_BALANCE)
+    device = raw[0].device
+    box = obj = cls = torch.zeros((), device=device)
+    with torch.autocast(device.type, enabled=False):
+        for logits, level_anchors, balance in zip(raw, anchors, LEVEL_BALANCE):
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            level_box, level_obj, level_cls = _level_loss(logits, targets, level_anchors, anchor_t)
+            box, obj, cls = box + level_box, obj + balance * level_obj, cls + level_cls
+        box, obj, cls = gains.box * box, gains.obj * obj, gains.cls * cls
+        total = (box + obj + cls) * len(raw[0])
+    return total, {"box": box.detach(), "obj": obj.detach(), "cls": cls.detach()}
+
+
+def assign(targets: Tensor, anchors: Tensor, grid: tuple[int, int], anchor_t: float = ANCHOR_T) -> Assignment:
+    """Candidates of one level for ``targets`` (M, 6): every anchor, in an object's own cell and the two nearest to it.
+
+    A candidate counts if its anchor is within a factor ``anchor_t`` of the object's width and height and its cell is on
+    the ``grid`` (height, width). The nearest cells are those on the side of the cell where the object's centre lies; a
+    prediction can reach half a cell beyond its own, so all of them can give the exact answer.
+    """
+    height, width = grid
+    size = torch.tensor((width, height), device=targets.device)
+    xy, wh = targets[:, 2:4] * size, targets[:, 4:6] * size
+    home = torch.minimum(xy.floor().long().clamp(min=0), size - 1)
+    inside = xy - home
+    side = torch.where(inside < 0.5, -1, 1)  # towards the nearest cell left or right, above or below
+    stay = torch.zeros_like(side[:, 0])
+    steps = torch.stack((stay, stay, side[:, 0], stay, stay, side[:, 1]), dim=1).view(-1, 3, 2)
+    cell = home[:, None] + steps  # (M, 3, 2)
+    reachable = ((cell >= 0) & (cell < size)).all(-1)
+    reachable[:, 1:] &= inside != 0.5  # from the very middle neither neighbour is reached
+
+    ratio = wh[:, None] / anchors.to(wh.dtype)  # (M, 3, 2)
+    fits = torch.maximum(ratio, 1 / ratio).amax(-1) < anchor_t
+
+    m, a = len(targets), len(anchors)
+    boxes = torch.cat((xy[:, None] - cell, wh[:, None].expand(m, 3, 2)), dim=-1)  # (M, 3 cells, 4)
+
+    def every(values: Tensor) -> Tensor:
+        """Lay out (M, anchors or 1, cells or 1, ...) as (K, ...)."""
+        return values.expand(m, a, 3, *values.shape[3:]).flatten(0, 2)
+
+    return Assignment(
+        image=every(targets[:, 0].long().view(m, 1, 1)),
+        anchor=every(torch.arange(a, device=targets.device).view(1, a, 1)),
+        row=every(cell[:, None, :, 1].clamp(0, height - 1)),
+        column=every(cell[:, None, :, 0].clamp(0, width - 1)),
+        box=every(boxes[:, None]),
+        anchor_size=every(anchors.to(wh.dtype).view(1, a, 1, 2)),
+        label=every(targets[:, 1].long().view(m, 1, 1)),
+        mask=every(fits[:, :, None] & reachable[:, None]),
+    )
+
+
+def _level_loss(logits: Tensor, targets: Tensor, anchors: Tensor, anchor_t: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Box, objectness and class loss of one level, unweighted."""
+    num_classes = logits.shape[-1] - 5
+    match = assign(targets.to(logits.dtype), anchors, (logits.shape[2], logits.shape[3]), anchor_t)
+    matches = match.mask.sum().clamp(min=1)
+    answers = logits[match.image, match.anchor, match.row, match.column]  # (K, 5 + C)
+
+    xy = answers[:, 0:2].sigmoid() * 2 - 0.5
+    wh = (answers[:, 2:4].sigmoid() * 2) ** 2 * match.anchor_size
+    iou = complete_iou(torch.cat((xy, wh), dim=-1), match.box)
+    box_loss = torch.where(match.mask, 1 - iou, 0.0).sum() / matches
+
+    # Several objects may claim one position: the best answered one sets its target, whatever their order.
+    positions = logits[..., 4]
+    _, a, height, width = positions.shape
+    flat = ((match.image * a + match.anchor) * height + match.row) * width + match.column
+    quality = torch.where(match.mask, iou.detach().clamp(min=0), 0.0)
+    wanted = torch.zeros_like(positions).flatten().scatter_reduce(0, flat, quality, "amax").view_as(positions)
+    obj_loss = F.binary_cross_entropy_with_logits(positions, wanted)
+
+    if num_classes == 1:
+        return box_loss, obj_loss, torch.zeros_like(box_loss)
+    one_hot = (match.label[:, None] == torch.arange(num_classes, device=logits.device)).to(logits.dtype)
+    per_match = F.binary_cross_entropy_with_logits(answers[:, 5:], one_hot, reduction="none").mean(-1)
+    return box_loss, obj_loss, torch.where(match.mask, per_match, 0.0).sum() / matches

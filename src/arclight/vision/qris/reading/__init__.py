@@ -1,0 +1,1 @@
+"""Codes in photos: find, rectify, decode and classify them."""

@@ -1,0 +1,346 @@
+"""Reading QR codes: plain readers for whole pictures, and a patient one for the crop around a code already found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.fabric.extras import require
+from arclight.vision.qris.reading.finder_patterns import Floats
+from arclight.vision.qris.reading.grid import MAX_VERSION, Box, Grid, find_grids, fixed_modules, rectify, refine
+
+MIN_CONTRAST = 2.0
+"""Least spread of brightness, grey levels, by which a window is scaled: noise on plain paper is no contrast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equalizer:
+    """Fit a filter on a code's fixed modules and apply it to all.
+
+    The filter sees ``reach`` modules to every side, ``cells`` x ``cells`` samples of each, after brightness and contrast were
+    made even over ``window`` modules. ``ridge`` is the penalty on its weights per known module; ``rounds`` is how often it is
+    fitted again on its own decisions.
+    """
+
+    reach: int
+    cells: int
+    window: int
+    ridge: float
+    rounds: int = 0
+
+    def dark(self, picture: Floats, grid: Grid) -> npt.NDArray[np.bool_]:
+        """Return which modules of ``grid`` in ``picture`` (H, W) are dark, (n, n)."""
+        features = self._features(picture, grid)
+        wanted = fixed_modules(grid.version).reshape(-1).astype(np.float64)
+        known = wanted != 0
+        penalty = np.diag([self.ridge * known.sum()] * (features.shape[1] - 1) + [1e-6])
+        fixed = features[known]
+        guess = features @ np.linalg.solve(fixed.T @ fixed + penalty, fixed.T @ wanted[known])
+        penalty *= len(features) / known.sum() / 3
+        for _ in range(self.rounds):
+            trust = np.where(known, 1.0, np.abs(guess).clip(0, 1) ** 2)[:, None] * features
+            guess = features @ np.linalg.solve(
+                trust.T @ features + penalty, trust.T @ np.where(known, wanted, np.sign(guess))
+            )
+        size = grid.modules + 2
+        return np.asarray(guess.reshape(size, size)[1:-1, 1:-1] > 0)
+
+    def _features(self, picture: Floats, grid: Grid) -> npt.NDArray[np.float64]:
+        """Samples around every module and one ring of quiet zone, and a constant: ((n + 2)^2, features)."""
+        even = self._even(rectify(picture, grid, cell=self.cells, quiet=self.reach + 1))
+        size, reach = (grid.modules + 2) * self.cells, self.reach * self.cells
+        shifts = range(2 * reach + self.cells)
+        columns = [
+            even[y : y + size : self.cells, x : x + size : self.cells].reshape(-1) for y in shifts for x in shifts
+        ]
+        return np.column_stack([*columns, np.ones_like(columns[0])]).astype(np.float64)
+
+    def _even(self, seen: Floats) -> Floats:
+        """Brightness less its mean over the window, in units of its spread there."""
+        side = self.window * self.cells | 1
+        mean = cv2.blur(seen, (side, side))
+        spread = cv2.blur(seen * seen, (side, side)) - mean * mean
+        return np.asarray((seen - mean) / np.sqrt(np.maximum(spread, MIN_CONTRAST**2)), np.float32)
+
+
+def with_fixed_modules(dark: npt.NDArray[np.bool_], version: int) -> npt.NDArray[np.bool_]:
+    """Return ``dark`` (n, n) with the fixed modules as the standard has them, though a finger or glare hid them."""
+    fixed = fixed_modules(version)[1:-1, 1:-1]
+    return np.asarray(np.where(fixed == 0, dark, fixed > 0))
+
+
+cv2 = require("cv2", extra="vision")
+zxingcpp = require("zxingcpp", extra="vision")
+
+Grey = npt.NDArray[np.uint8]
+
+MAX_UPSCALED_SIDE = 1600
+"""Longest side of an enlarged picture, pixels: beyond it enlarging costs much and reads nothing more."""
+MIN_PX_PER_MODULE = 1.05
+"""Fewest pixels per module at which laying a grid still reads something."""
+
+
+@dataclass(frozen=True)
+class DecodedCode:
+    """One code that was read: its text, and its corners (4, 2) clockwise from its own top left, pixels."""
+
+    text: str
+    corners: Floats
+
+    @property
+    def centre(self) -> Floats:
+        return np.asarray(self.corners.mean(0), np.float32)
+
+
+def read_zxing(image: npt.NDArray[np.uint8]) -> list[DecodedCode]:
+    """What zxing-cpp alone reads in a whole picture (grey or RGB), its options as they come."""
+    return [_read(code) for code in _zxing(image)]
+
+
+def read_opencv(image: npt.NDArray[np.uint8]) -> list[DecodedCode]:
+    """What OpenCV's own reader reads in a whole picture (grey or RGB)."""
+    try:
+        found, texts, quads, _ = cv2.QRCodeDetector().detectAndDecodeMulti(to_grey(image))
+    except (cv2.error, UnicodeDecodeError):  # it raises on payloads that are not UTF-8 and on some tiny pictures
+        return []
+    if not found:
+        return []
+    return [DecodedCode(text, np.asarray(quad, np.float32)) for text, quad in zip(texts, quads, strict=True) if text]
+
+
+def to_grey(image: npt.NDArray[np.uint8]) -> Grey:
+    """RGB (H, W, 3) or grey (H, W), uint8, as grey."""
+    return image if image.ndim == 2 else np.asarray(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), np.uint8)
+
+
+def _zxing(image: npt.NDArray[np.uint8], **options: Any) -> list[Any]:
+    """Codes that zxing-cpp finds; where ``return_errors`` is set, those it cannot read too."""
+    grey = np.ascontiguousarray(to_grey(image))
+    options.setdefault("formats", zxingcpp.BarcodeFormat.QRCode)
+    codes = zxingcpp.read_barcodes(grey, text_mode=zxingcpp.TextMode.Plain, **options)
+    return [code for code in codes if code.valid or options.get("return_errors")]
+
+
+def _read(code: Any) -> DecodedCode:
+    binary = code.content_type == zxingcpp.ContentType.Binary
+    return DecodedCode(bytes(code.bytes).decode("latin-1") if binary else code.text, _corners(code))
+
+
+def _corners(code: Any) -> Floats:
+    place = code.position
+    points = (place.top_left, place.top_right, place.bottom_right, place.bottom_left)
+    return np.array([[point.x, point.y] for point in points], np.float32)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A part of the picture, enlarged: ``image`` pixels = (picture pixels - ``origin``) x ``scale`` (each x, y)."""
+
+    image: Grey
+    origin: Floats
+    scale: Floats
+
+    def back(self, read: DecodedCode) -> DecodedCode:
+        """A read in this view as a read in the whole picture."""
+        return DecodedCode(read.text, np.asarray(read.corners / self.scale + self.origin, np.float32))
+
+
+def _crop(grey: Grey, box: Box, margin: float) -> tuple[Grey, Floats]:
+    """The part of ``grey`` around ``box`` with ``margin`` (a share of the box) on every side, and where it starts."""
+    height, width = grey.shape
+    x0, y0, x1, y1 = box
+    across, down = margin * (x1 - x0), margin * (y1 - y0)
+    left, top = max(0, int(x0 - across)), max(0, int(y0 - down))
+    right, bottom = min(width, int(np.ceil(x1 + across))), min(height, int(np.ceil(y1 + down)))
+    return grey[top:bottom, left:right], np.array([left, top], np.float32)
+
+
+def _enlarged(crop: Grey, origin: Floats, size: tuple[int, int]) -> _View:
+    """``crop`` at ``size`` (width, height) pixels."""
+    scale = np.array([size[0] / crop.shape[1], size[1] / crop.shape[0]], np.float32)
+    method = cv2.INTER_CUBIC if scale.min() >= 1 else cv2.INTER_AREA
+    return _View(np.asarray(cv2.resize(crop, size, interpolation=method), np.uint8), origin, scale)
+
+
+def sharpened(image: Grey, amount: float, radius: float) -> Grey:
+    """Unsharp mask."""
+    soft = cv2.GaussianBlur(image, (0, 0), radius)
+    return np.asarray(cv2.addWeighted(image, 1 + amount, soft, -amount, 0), np.uint8)
+
+
+def _variants(grey: Grey, box: Box) -> Iterator[_View]:
+    """Enlarged, squared, sharpened, stretched and smoothed views of a box, those that read most for their cost first.
+
+    Squaring undoes the foreshortening of a tilted code along the axes, which costs finders more than anything else.
+    """
+    crop, origin = _crop(grey, box, 0.2)
+    tight, tight_origin = _crop(grey, box, 0.08)
+    height, width = crop.shape
+    if min(height, width, *tight.shape) < 4:
+        return
+    longest = max(height, width)
+
+    def times(factor: float) -> _View:
+        factor = min(factor, max(1.0, MAX_UPSCALED_SIDE / longest))
+        return _enlarged(crop, origin, (round(width * factor), round(height * factor)))
+
+    def square(side: float, *, close: bool = False) -> _View:
+        pixels = round(min(max(side, 1.25 * longest), MAX_UPSCALED_SIDE))
+        return _enlarged(tight if close else crop, tight_origin if close else origin, (pixels, pixels))
+
+    def sharp(view: _View, amount: float, radius: float) -> _View:
+        return _View(sharpened(view.image, amount, radius), view.origin, view.scale)
+
+    stretched = np.asarray(cv2.normalize(crop, None, 0, 255, cv2.NORM_MINMAX), np.uint8)
+    yield (double := times(2))
+    yield sharp(double, 1.5, 2)
+    yield (squared := square(200))
+    yield sharp(square(400), 2.5, 8)
+    yield sharp(square(300, close=True), 1.5, 6)
+    yield sharp(times(3), 1.5, 3)
+    yield _View(cv2.createCLAHE(3, (4, 4)).apply(double.image), double.origin, double.scale)
+    yield sharp(squared, 1.5, 4)
+    yield sharp(times(4), 1.5, 4)
+    yield _enlarged(cv2.GaussianBlur(stretched, (0, 0), 1.5), origin, (width, height))
+    yield _enlarged(cv2.GaussianBlur(crop, (0, 0), 1.2), origin, (width, height))
+    yield sharp(times(6), 1.5, 6)
+
+
+def read_box(grey: Grey, box: Box) -> list[DecodedCode]:
+    """Codes in and around ``box`` (x0, y0, x1, y1 pixels of ``grey``): the first view that reads any decides."""
+    for view in _variants(grey, box):
+        codes = _zxing(view.image)
+        if codes:
+            return [view.back(_read(code)) for code in codes]
+    return []
+
+
+GRID_VIEWS: tuple[tuple[int, bool], ...] = ((200, True), (330, True), (200, False))
+"""Longest side in pixels, and whether the box is made square, which undoes foreshortening: what one misses another reads."""
+
+MIN_PROMISING_SCORE = 0.55
+"""Least correlation of a grid that could not be decoded at which another view is worth its time."""
+
+
+def read_grid(grey: Grey, box: Box, tries: int = len(GRID_VIEWS)) -> tuple[list[DecodedCode], int]:
+    """Read the code in ``box`` by laying a module grid over at most ``tries`` views of it and reading modules one by one.
+
+    Returns what was read and how many views were tried: no further ones where not even a likely grid was found.
+    """
+    crop, origin = _crop(grey, box, 0.2)
+    side = float(np.sqrt((box[2] - box[0]) * (box[3] - box[1])))
+    largest = min(MAX_VERSION, int((side / MIN_PX_PER_MODULE - 17) / 4))
+    if largest < 1 or min(crop.shape) < 4:
+        return [], 0
+    views = GRID_VIEWS[:tries]
+    for count, (longest, square) in enumerate(views, 1):
+        factor = float(np.clip(longest / max(crop.shape), 0.5, 6))
+        width, height = (max(crop.shape),) * 2 if square else crop.shape[::-1]
+        view = _enlarged(crop, origin, (round(width * factor), round(height * factor)))
+        picture = _stretched(view.image)
+        corners = (np.array(box, np.float32).reshape(2, 2) - origin) * view.scale
+        local = (float(corners[0, 0]), float(corners[0, 1]), float(corners[1, 0]), float(corners[1, 1]))
+        grids = find_grids(picture, local, largest, _proposals(picture))
+        if decoded := decode_grids(picture, grids):
+            code, grid = decoded
+            return [view.back(DecodedCode(_read(code).text, grid.corners))], count
+        if not grids or grids[0].score < MIN_PROMISING_SCORE:
+            return [], count
+    return [], len(views)
+
+
+def read_at(grey: Grey, corners: Floats, modules: int) -> DecodedCode | None:
+    """Read the code of ``modules`` a side whose ``corners`` (4, 2) are known, clockwise from its own top left.
+
+    For codes that were drawn: what this cannot read, no search for a code's place can. Edges that are not straight are fitted.
+    """
+    low, high = corners.min(0), corners.max(0)
+    crop, origin = _crop(grey, (float(low[0]), float(low[1]), float(high[0]), float(high[1])), 0.2)
+    if min(crop.shape) < 4:
+        return None
+    factor = float(np.clip(4 * modules / max(crop.shape), 1, 6))
+    view = _enlarged(crop, origin, (round(crop.shape[1] * factor), round(crop.shape[0] * factor)))
+    picture = _stretched(view.image)
+    shape = np.concatenate([(corners - origin) * view.scale, np.zeros((4, 2))]).astype(np.float32)
+    known = Grid((modules - 17) // 4, shape, 0.0)
+    for bow in (None, 0.003, 0.01, 0.03):
+        decoded = decode_grids(picture, [known if bow is None else refine(picture, known, rounds=12, bow=bow)])
+        if decoded:
+            code, grid = decoded
+            return view.back(DecodedCode(_read(code).text, grid.corners))
+    return None
+
+
+def _stretched(image: Grey) -> Floats:
+    """Brightness from 0 to 255 between the darkest and lightest hundredth."""
+    low, high = np.percentile(image, (1, 99))
+    stretched = (image.astype(np.float32) - low) * (255 / max(high - low, 1.0))
+    return np.asarray(stretched.clip(0, 255), np.float32)
+
+
+def _proposals(picture: Floats) -> list[Floats]:
+    """Quadrilaterals that readers take for a code, though they cannot read it."""
+    image = picture.astype(np.uint8)
+    quads = [_corners(code) for code in _zxing(image, return_errors=True)]
+    try:
+        found, points = cv2.QRCodeDetectorAruco().detectMulti(image)
+    except cv2.error:  # it gives up on some pictures; the other proposals remain
+        found = False
+    if found:
+        quads += [np.asarray(quad, np.float32).reshape(4, 2) for quad in points]
+    extent = max(image.shape)
+    return [quad for quad in quads if np.abs(np.diff(quad, axis=0)).max() > 0.2 * extent]
+
+
+QUICK = Equalizer(reach=1, cells=2, window=11, ridge=0.03)
+PATIENT = (
+    Equalizer(reach=1, cells=2, window=31, ridge=0.03),
+    Equalizer(reach=2, cells=2, window=11, ridge=0.03, rounds=4),
+    Equalizer(reach=2, cells=2, window=17, ridge=0.01, rounds=6),
+)
+"""For the best grids alone: each costs as much as all that is tried before."""
+
+
+def decode_grids(picture: Floats, grids: Sequence[Grid]) -> tuple[Any, Grid] | None:
+    """Return the first code that the modules under one of ``grids`` (best first) decode to, and its grid.
+
+    Modules are thresholded, sharpened and equalized, then the flattened picture is read; patience is for the best two.
+    """
+    for grid in grids:
+        for dark in _modules(picture, grid):
+            if code := _decoded(dark, grid):
+                return code, grid
+    for grid in grids[:2]:
+        for equalizer in PATIENT:
+            if code := _decoded(equalizer.dark(picture, grid), grid):
+                return code, grid
+        flat = np.clip(rectify(picture, grid), 0, 255).astype(np.uint8)
+        for amount in (0.0, 1.0):
+            if codes := _zxing(sharpened(flat, amount, 5.0)):
+                return codes[0], grid
+    return None
+
+
+def _modules(picture: Floats, grid: Grid) -> Iterator[npt.NDArray[np.bool_]]:
+    """Yield guesses of which modules are dark, (n, n), the cheapest first."""
+    seen = rectify(picture, grid, cell=1, quiet=0)
+    yield seen < (np.percentile(seen, 90) + np.percentile(seen, 10)) / 2
+    yield QUICK.dark(picture, grid)
+    for amount in (0.6, 1.2):
+        crisp = seen + amount * (seen - cv2.GaussianBlur(seen, (0, 0), 1.0))
+        yield crisp < cv2.blur(crisp, (7, 7))
+
+
+def _decoded(dark: npt.NDArray[np.bool_], grid: Grid) -> Any:
+    codes = _zxing(_symbol(with_fixed_modules(dark, grid.version)), is_pure=True)
+    return codes[0] if codes else None
+
+
+def _symbol(dark: npt.NDArray[np.bool_]) -> Grey:
+    """A clean picture of a symbol, three pixels per module."""
+    framed = np.pad(np.where(dark, 0, 255).astype(np.uint8), 4, constant_values=255)
+    return np.kron(framed, np.ones((3, 3), np.uint8))

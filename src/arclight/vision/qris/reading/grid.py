@@ -1,0 +1,262 @@
+"""Lay the module grid of a QR code over a small, blurred, tilted or bent picture of one, where readers find nothing.
+
+Every QR code of a version has the same finder, timing and alignment patterns (ISO/IEC 18004, 6.3). A grid
+is right when the picture, sampled where those modules should be, correlates with what they should be.
+Candidates are parallelograms that just fit a detector's box, in every orientation, and what finder patterns
+propose; the best are refined by the cross-entropy method (Rubinstein and Kroese 2004) over the corners and the bows of the edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.fabric.extras import require
+from arclight.vision.qris.reading.finder_patterns import Floats, propose
+
+cv2 = require("cv2", extra="vision")
+
+Box = tuple[float, float, float, float]
+
+MAX_VERSION = 16
+"""A payment code has at most version 15; larger codes seldom come small or blurred."""
+LEAST_NEAR, LEAST_SCORE = 0.38, 0.48
+"""Least correlation after the first refinements and at the end: what scores lower was never read."""
+_COARSE_VERSIONS = (1, 2, 3, 5, 7, 10, 14)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The fixed modules of one version: where they are (P, 2) in the unit square, and +1 dark or -1 light (P,)."""
+
+    points: Floats
+    values: Floats
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A grid found in a picture: four corners, then the bows of the four edges, (8, 2) pixels; ``score`` in [-1, 1]."""
+
+    version: int
+    shape: Floats
+    score: float
+
+    @property
+    def corners(self) -> Floats:
+        """Of the code, clockwise from its own top left, (4, 2) pixels."""
+        return self.shape[:4]
+
+    @property
+    def modules(self) -> int:
+        return side_in_modules(self.version)
+
+
+def side_in_modules(version: int) -> int:
+    """Modules along a side."""
+    return 17 + 4 * version
+
+
+def alignment_centres(version: int) -> list[int]:
+    """Rows (and columns) on which alignment patterns are centred (ISO/IEC 18004, annex E)."""
+    if version == 1:
+        return []
+    last, count = 10 + 4 * version, version // 7 + 2
+    step = -(-(last - 6) // (count - 1))
+    step = 26 if version == 32 else step + step % 2
+    return [6, *(last - step * i for i in range(count - 2, -1, -1))]
+
+
+@cache
+def fixed_modules(version: int) -> npt.NDArray[np.int8]:
+    """Return +1 dark, -1 light, 0 data for every module of a version and one module of quiet zone, (n + 2, n + 2)."""
+    size = side_in_modules(version)
+    fixed = np.zeros((size + 2, size + 2), np.int8)
+    finder = np.full((9, 9), -1, np.int8)
+    finder[1:8, 1:8] = 1
+    finder[2:7, 2:7] = -1
+    finder[3:6, 3:6] = 1
+    fixed[7, 1:-1] = fixed[1:-1, 7] = 1 - 2 * (np.arange(size) % 2)
+    for row, column in ((0, 0), (0, size - 7), (size - 7, 0)):
+        fixed[row : row + 9, column : column + 9] = finder
+    ring = np.maximum.outer(np.abs(np.arange(-2, 3)), np.abs(np.arange(-2, 3)))
+    centres = alignment_centres(version)
+    for row in centres:
+        for column in centres:
+            if (row, column) not in {(6, 6), (6, size - 7), (size - 7, 6)}:
+                fixed[row - 1 : row + 4, column - 1 : column + 4] = np.where(ring % 2 == 0, 1, -1)
+    fixed.flags.writeable = False
+    return fixed
+
+
+@cache
+def template(version: int) -> Template:
+    """Return the fixed modules of a version, and the light border around the finder patterns, as points."""
+    fixed = fixed_modules(version)
+    rows, columns = np.nonzero(fixed)
+    points = (np.stack([columns, rows], 1) - 0.5) / side_in_modules(version)
+    return Template(points.astype(np.float32), fixed[rows, columns].astype(np.float32))
+
+
+def project_grid(shapes: Floats, points: Floats) -> Floats:
+    """Where ``points`` (P, 2) of the unit square lie in the picture under every one of ``shapes`` (N, 8, 2): (N, P, 2).
+
+    The projective map of the unit square to four corners (Heckbert 1989, 2.2.3), then each edge bowed by a
+    parabola that fades towards the opposite edge.
+    """
+    a, b, c, d = (shapes[:, i] for i in range(4))  # of (0, 0), (1, 0), (1, 1), (0, 1)
+    e1, e2, s = b - c, d - c, a - b + c - d
+    cross = e1[:, 0] * e2[:, 1] - e1[:, 1] * e2[:, 0]
+    cross = np.where(np.abs(cross) < 1e-6, 1e-6, cross)
+    g = ((s[:, 0] * e2[:, 1] - s[:, 1] * e2[:, 0]) / cross)[:, None]
+    h = ((e1[:, 0] * s[:, 1] - e1[:, 1] * s[:, 0]) / cross)[:, None]
+    x, y = points[:, 0], points[:, 1]
+    linear = np.stack([x, y, np.ones_like(x)])
+    bow_x, bow_y = 4 * x * (1 - x), 4 * y * (1 - y)
+    bows = np.stack([bow_x * (1 - y), bow_y * x, bow_x * y, bow_y * (1 - x)])  # top, right, bottom, left
+    depth = np.maximum(np.concatenate([g, h, np.ones_like(g)], 1) @ linear, 0.05)
+    ways = np.stack([b - a + g * b, d - a + h * d, a], 1)
+    placed = np.empty((len(shapes), len(points), 2), np.float32)
+    for axis in range(2):
+        placed[..., axis] = ways[..., axis] @ linear / depth + shapes[:, 4:, axis] @ bows
+    return placed
+
+
+def sample_bilinear(picture: Floats, places: Floats) -> Floats:
+    """The picture at ``places`` (N, P, 2), bilinear: (N, P)."""
+    x, y = np.ascontiguousarray(places[..., 0]), np.ascontiguousarray(places[..., 1])
+    return np.asarray(cv2.remap(picture, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE), np.float32)
+
+
+def template_correlation(picture: Floats, shapes: Floats, version: int) -> Floats:
+    """How well each of ``shapes`` (N, 8, 2) fits: correlation with the version's template in [-1, 1], (N,)."""
+    fixed = template(version)
+    seen = sample_bilinear(picture, project_grid(shapes, fixed.points))
+    seen = seen - seen.mean(1, keepdims=True)
+    wanted = fixed.values.mean() - fixed.values  # dark is low
+    norm = np.sqrt((seen * seen).sum(1) * (wanted * wanted).sum()) + 1e-6
+    return np.asarray(seen @ wanted / norm, np.float32)
+
+
+def rectify(picture: Floats, grid: Grid, *, cell: int = 6, quiet: int = 4) -> Floats:
+    """Return the code seen straight on, ``cell`` pixels per module, with ``quiet`` modules around it."""
+    size = (grid.modules + 2 * quiet) * cell
+    along = ((np.arange(size, dtype=np.float32) + 0.5) / cell - quiet) / grid.modules
+    points = np.stack(np.meshgrid(along, along), -1).reshape(-1, 2).astype(np.float32)
+    return sample_bilinear(picture, project_grid(grid.shape[None], points).reshape(size, size, 2))
+
+
+def _shapes(quads: npt.NDArray[np.generic]) -> Floats:
+    """Clockwise quadrilaterals (N, 4, 2) in all four turns, edges straight: (4 N, 8, 2).
+
+    A mirrored code needs no shapes of its own: the fixed modules are symmetric about the main diagonal.
+    """
+    ordered = np.concatenate([np.roll(quads, turn, axis=1) for turn in range(4)])
+    return np.concatenate([ordered, np.zeros_like(ordered)], 1).astype(np.float32)
+
+
+def _clockwise(quad: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The corners in the order in which a clock's hand passes them."""
+    x, y = quad.T
+    area = np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))
+    return quad if area > 0 else quad[::-1]
+
+
+def parallelograms(box: Box, steps: int = 9) -> Floats:
+    """Parallelograms whose hull is about ``box`` (x0, y0, x1, y1), in all turns: (N, 8, 2)."""
+    share = np.linspace(0, 1, steps)
+    p, q = (v.ravel() for v in np.meshgrid(share, share, indexing="ij"))
+    fat = np.abs(1 - p - q + 2 * p * q) > 0.25  # area as a share of the box: slivers are no codes
+    p, q, zero = p[fat], q[fat], np.zeros(int(fat.sum()))
+    corners = ((p, zero), (zero + 1, q), (1 - p, zero + 1), (zero, 1 - q))
+    unit = np.stack([np.stack(corner, -1) for corner in corners], 1) - 0.5
+    quads = np.concatenate([unit * scale for scale in (0.88, 0.96, 1.04)])
+    x0, y0, x1, y1 = box
+    return _shapes(quads * [x1 - x0, y1 - y0] + [(x0 + x1) / 2, (y0 + y1) / 2])
+
+
+def refine(picture: Floats, near: Grid, *, rounds: int, bow: float, spread: float = 0.033, count: int = 64) -> Grid:
+    """Return the best grid of the same version around ``near``: sample around it, keep the best sixth, ``rounds`` times.
+
+    ``spread`` and ``bow`` are how far corners may move and edges may bow at first, as shares of the code's diagonal.
+    """
+    rng = np.random.default_rng(0)
+    start = near.shape
+    size = start.size
+    reach = float(np.hypot(*(start[2] - start[0])) + np.hypot(*(start[3] - start[1]))) / 2
+    mean = start.reshape(-1).astype(np.float64)
+    covariance = np.diag(np.repeat([spread * reach, bow * reach], size // 2) ** 2)
+    best, best_score = start, -1.0
+    for _ in range(rounds):
+        root = np.linalg.cholesky(covariance + 1e-6 * np.eye(size))
+        tries = mean + rng.standard_normal((count, size)) @ root.T
+        tries[0] = best.reshape(-1)
+        shapes = tries.reshape(count, *start.shape).astype(np.float32)
+        fit = template_correlation(picture, shapes, near.version)
+        elite = np.argsort(-fit)[: count // 6]
+        if fit[elite[0]] > best_score:
+            best, best_score = shapes[elite[0]], float(fit[elite[0]])
+        mean = tries[elite].mean(0)
+        centred = tries[elite] - mean
+        # Half of the old spread stays on the diagonal: ten samples alone would collapse the search too early.
+        covariance = 0.6 * (centred.T @ centred) / len(elite) + 0.2 * np.diag(np.diag(covariance))
+    return Grid(near.version, best, best_score)
+
+
+def find_grids(picture: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]] = ()) -> list[Grid]:
+    """Return the likeliest grids of one code, up to version ``largest``, near ``box`` (x0, y0, x1, y1 in pixels), best first.
+
+    ``quads`` are corners (4, 2) that other finders propose; any of them may be the first. From coarse to fine: all
+    proposals on a blurred picture, the best of them refined there, then on the sharp one.
+    """
+    extent = max(box[2] - box[0], box[3] - box[1])
+    soft = cv2.GaussianBlur(picture, (0, 0), max(0.5, extent / 60))  # wrong by half a module should still score
+    rough = _rough(picture, soft, box, largest, quads)
+    near = [_right_version(soft, refine(soft, grid, rounds=6, bow=0.01), largest) for grid in rough]
+    near = sorted(near, key=_worst_last)[:6]
+    near = [_right_version(picture, refine(picture, grid, rounds=8, bow=0.02), largest) for grid in near]
+    bows = (0.01, 0.05)  # flat things first of all; then sheets around bottles, whose freedom would blur a flat fit
+    best = [grid for grid in sorted(near, key=_worst_last)[:3] if grid.score > LEAST_NEAR]
+    found = sorted((refine(picture, grid, rounds=14, bow=bow) for grid in best for bow in bows), key=_worst_last)
+    if not found or found[0].score < LEAST_SCORE:
+        return []
+    fine = (refine(picture, found[0], rounds=20, bow=b, spread=s, count=96) for s, b in ((0.006, 0.006), (0.012, 0.02)))
+    return sorted([*fine, *(grid for grid in found if grid.score > found[0].score - 0.1)], key=_worst_last)
+
+
+def _rough(
+    picture: Floats, soft: Floats, box: Box, largest: int, quads: Sequence[npt.NDArray[np.generic]]
+) -> list[Grid]:
+    """The ten proposals that fit the blurred picture best, of all sources and versions."""
+    shapes = parallelograms(box)
+    if quads:
+        shapes = np.concatenate([shapes, _shapes(np.stack([_clockwise(quad) for quad in quads]))])
+    proposed: dict[int, list[Floats]] = {version: [shapes] for version in _COARSE_VERSIONS if version <= largest}
+    for proposal in propose(picture, largest):
+        straight = np.concatenate([proposal.corners, np.zeros((4, 2))])[None].astype(np.float32)
+        proposed.setdefault(proposal.version, []).append(straight)
+    rough: list[Grid] = []
+    for version, parts in sorted(proposed.items()):
+        shapes = np.concatenate(parts)
+        fit = template_correlation(soft, shapes, version)
+        kept: list[Grid] = []
+        for index in np.argsort(-fit)[:40]:
+            grid = Grid(version, shapes[index], float(fit[index]))
+            if all(np.abs(grid.corners - other.corners).max() > 0.08 * max(picture.shape) / 1.4 for other in kept):
+                kept.append(grid)
+        rough += kept[:3]
+    return sorted(rough, key=_worst_last)[:10]
+
+
+def _right_version(picture: Floats, grid: Grid, largest: int) -> Grid:
+    """The same grid as the neighbouring version that fits best: finder patterns alone say little about it."""
+    around = range(max(1, grid.version - 2), min(largest, grid.version + 2) + 1)
+    tried = [Grid(v, grid.shape, float(template_correlation(picture, grid.shape[None], v)[0])) for v in around]
+    return min(tried, key=_worst_last)
+
+
+def _worst_last(grid: Grid) -> float:
+    return -grid.score

@@ -1,0 +1,199 @@
+"""Find and read every code in a photo: detect, enlarge, straighten, decode, and say what each code is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from arclight.vision.qris.payload.codec import Kind, Payload, parse
+from arclight.vision.qris.payload.tlv import QrisError
+from arclight.vision.qris.reading.decode import (
+    MAX_UPSCALED_SIDE,
+    DecodedCode,
+    Grey,
+    read_box,
+    read_grid,
+    read_zxing,
+    sharpened,
+    to_grey,
+)
+from arclight.vision.qris.reading.grid import Box, cv2
+
+if TYPE_CHECKING:
+    from arclight.vision.results.detections import Detections
+
+NOT_READ = "a code was detected here but could not be read"
+MAX_GRID_BOXES, MAX_GRID_TRIES = 4, 6
+"""Boxes per photo on which a module grid is tried, the surest first, and tries in all: one costs a hundred plain readings."""
+
+
+DetectFn = Callable[[npt.NDArray[np.uint8]], "Detections"]
+"""RGB image -> its Detections, of which ``boxes.xyxy`` (pixels) and ``boxes.conf`` are used."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """One code in a photo; ``text`` is None where it was detected but not read."""
+
+    corners_px: tuple[tuple[float, float], ...]
+    """Of the code, clockwise from its own top left (x, y); the box's corners where it was not read."""
+    box_xyxy_px: Box
+    confidence: float
+    """Of the detector, in [0, 1]; 1 for a code that was read without being detected."""
+    text: str | None = None
+    """What it says; bytes that are no text appear as ISO 8859-1 characters."""
+    kind: Kind = "other"
+    payload: Payload | None = None
+    problems: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, numbers and text."""
+        return {
+            "corners_px": [list(point) for point in self.corners_px],
+            "box_xyxy_px": list(self.box_xyxy_px),
+            "confidence": self.confidence,
+            "text": self.text,
+            "kind": self.kind,
+            "payload": None if self.payload is None else self.payload.to_json(),
+            "problems": list(self.problems),
+        }
+
+
+@dataclass(frozen=True)
+class _Box:
+    xyxy: Box
+    confidence: float
+
+
+def scan(image: npt.NDArray[np.uint8], detector: DetectFn | None = None) -> list[Code]:
+    """Every code found in ``image`` (H, W, 3) RGB or (H, W) grey, uint8, read ones first, left to right.
+
+    The whole picture is read first, so that nothing a plain reader finds is lost; then each of the detector's
+    boxes that nothing was read in is enlarged, straightened and read again. Without a detector only the whole
+    picture is read. Raises ValueError for an array that is no such image.
+    """
+    grey = _checked(image)
+    if min(grey.shape) < 8:
+        return []
+    found = read_zxing(grey)
+    boxes = [] if detector is None else _boxes(detector(image), grey.shape)
+    for box in boxes:
+        if not _is_read(box, found):
+            found = _merged(found, read_box(grey, box.xyxy))
+    if not boxes or not all(_is_read(box, found) for box in boxes):
+        found = _merged(found, _read_enlarged(grey))
+    return _codes(_read_grids(grey, boxes, found), boxes)
+
+
+def _read_grids(grey: Grey, boxes: list[_Box], found: list[DecodedCode]) -> list[DecodedCode]:
+    """``found`` and what a module grid reads in the boxes left, the surest first."""
+    tries = MAX_GRID_TRIES
+    for box in [box for box in boxes if not _is_read(box, found)][:MAX_GRID_BOXES]:
+        if tries and not _is_read(box, found):
+            new, used = read_grid(grey, box.xyxy, tries)
+            found, tries = _merged(found, new), tries - used
+    return found
+
+
+def classify_text(text: str) -> tuple[Kind, Payload | None, tuple[str, ...]]:
+    """What a code's text is: its kind, its payload where it is a payment code, and what is wrong with a damaged one."""
+    if not text.startswith("0002"):  # every EMVCo payload starts with tag 00 of length 02; a link is no damaged payload
+        return "other", None, ()
+    try:
+        payload = parse(text)
+    except QrisError as error:
+        return "other", None, tuple(map(str, error.problems))
+    return ("qris" if payload.is_qris else "emvco"), payload, ()
+
+
+def _checked(image: npt.NDArray[np.uint8]) -> Grey:
+    shape: tuple[int, ...] = getattr(image, "shape", ())
+    kind = getattr(image, "dtype", type(image).__name__)
+    if kind != np.uint8 or not (len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))):
+        raise ValueError(f"need an image as a uint8 array (H, W, 3) RGB or (H, W) grey; got {kind} {shape}")
+    if image.size == 0:
+        return np.zeros((0, 0), np.uint8)
+    flat = image[..., 0] if len(shape) == 3 and shape[2] == 1 else image
+    return to_grey(np.ascontiguousarray(flat))
+
+
+def _boxes(detections: Detections, shape: tuple[int, ...]) -> list[_Box]:
+    """The detector's boxes, clipped to the picture, surest first; empty ones are dropped."""
+    xyxy = np.asarray(detections.boxes.xyxy, np.float64).reshape(-1, 4)
+    confidence = np.asarray(detections.boxes.conf, np.float64).reshape(-1)
+    height, width = shape
+    clipped = np.clip(xyxy, 0, [width, height, width, height])
+    boxes = [
+        _Box((float(x0), float(y0), float(x1), float(y1)), float(c))
+        for (x0, y0, x1, y1), c in zip(clipped, confidence, strict=True)
+        if x1 - x0 >= 2 and y1 - y0 >= 2
+    ]
+    return sorted(boxes, key=lambda box: -box.confidence)
+
+
+def _inside(read: DecodedCode, box: Box) -> bool:
+    x, y = read.centre
+    return bool(box[0] <= x <= box[2] and box[1] <= y <= box[3])
+
+
+def _is_read(box: _Box, found: list[DecodedCode]) -> bool:
+    return any(_inside(read, box.xyxy) for read in found)
+
+
+def _overlap(box: _Box, read: DecodedCode) -> float:
+    """Intersection over union of a box and a read's hull."""
+    (a0, b0, a1, b1), (c0, d0, c1, d1) = box.xyxy, _hull(read)
+    shared = max(0.0, min(a1, c1) - max(a0, c0)) * max(0.0, min(b1, d1) - max(b0, d0))
+    return shared / max((a1 - a0) * (b1 - b0) + (c1 - c0) * (d1 - d0) - shared, 1e-9)
+
+
+def _holder(read: DecodedCode, boxes: list[_Box]) -> _Box | None:
+    """The box around a read's centre that fits it best."""
+    around = (box for box in boxes if _inside(read, box.xyxy))
+    return max(around, key=lambda box: _overlap(box, read), default=None)
+
+
+def _hull(read: DecodedCode) -> Box:
+    (x0, y0), (x1, y1) = read.corners.min(0), read.corners.max(0)
+    return float(x0), float(y0), float(x1), float(y1)
+
+
+def _merged(known: list[DecodedCode], new: list[DecodedCode]) -> list[DecodedCode]:
+    """``known`` and those of ``new`` that are not the same code once more: same text, one's centre inside the other."""
+    result = list(known)
+    for read in new:
+        twins = [other for other in result if other.text == read.text]
+        if not any(_inside(read, _hull(other)) or _inside(other, _hull(read)) for other in twins):
+            result.append(read)
+    return result
+
+
+def _read_enlarged(grey: Grey) -> list[DecodedCode]:
+    """Codes in the whole picture at twice its size, sharpened; nothing where that would be too large."""
+    if 2 * max(grey.shape) > MAX_UPSCALED_SIDE:
+        return []
+    double = cv2.resize(grey, None, fx=2, fy=2, interpolation=cv2.INTER_CUBIC)
+    return [replace(read, corners=read.corners * np.float32(0.5)) for read in read_zxing(sharpened(double, 1.5, 2))]
+
+
+def _codes(found: list[DecodedCode], boxes: list[_Box]) -> list[Code]:
+    """Reads from left to right, each with its box; then the boxes that nothing was read in."""
+    codes: list[Code] = []
+    for read in found:
+        holder = _holder(read, boxes)
+        kind, payload, problems = classify_text(read.text)
+        corners = tuple((float(x), float(y)) for x, y in read.corners)
+        xyxy = holder.xyxy if holder else _hull(read)
+        codes.append(Code(corners, xyxy, holder.confidence if holder else 1.0, read.text, kind, payload, problems))
+    codes.sort(key=lambda code: (code.box_xyxy_px[0], code.box_xyxy_px[1]))
+    for box in boxes:
+        if _is_read(box, found):
+            continue
+        x0, y0, x1, y1 = box.xyxy
+        corners = ((x0, y0), (x1, y0), (x1, y1), (x0, y1))
+        codes.append(Code(corners, box.xyxy, box.confidence, problems=(NOT_READ,)))
+    return codes

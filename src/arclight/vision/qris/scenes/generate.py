@@ -1,0 +1,151 @@
+"""Write a data set of drawn scenes: YOLO images and labels, and every code's corners and payload.
+
+Scene i is drawn from (seed, i) alone, so any number of processes writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arclight.fabric.extras import require
+from arclight.vision.data.site_split import MERCHANT_LIST
+from arclight.vision.qris.scenes.merchants import merchant_of
+
+cv2 = require("cv2", extra="vision")
+
+CLASS_NAME = "qr_code"
+Progress = Callable[[int, int], None]
+
+
+class GenerateError(ValueError):
+    """The data set asked for cannot be written."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    folder: Path
+    seed: int
+    size: int
+    count: int
+    validation: int
+    merchants: int | None = None
+
+    def split_of(self, index: int) -> str:
+        return "val" if index >= self.count - self.validation else "train"
+
+    def name_of(self, index: int) -> str:
+        return f"images/{self.split_of(index)}/{index:06d}.jpg"
+
+
+def generate(
+    out: Path | str,
+    count: int,
+    seed: int = 0,
+    *,
+    size: int = 640,
+    val_share: float = 0.2,
+    merchants: int | None = None,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write ``count`` scenes of ``size`` x ``size`` pixels into the folder ``out`` and return its ``data.yaml``.
+
+    The last ``val_share`` of them is for validation. ``codes.json`` maps every image to its codes: corners_px
+    (the code's own top left, top right, bottom right, bottom left), box_xyxy_px, payload, kind, merchant, nmid and
+    modules (along a side). With ``merchants`` the scenes belong to so many places in turn, each with surroundings, sizes,
+    light and a sign of its own, and ``merchants.json`` says which image is whose. ``progress`` is called with (done,
+    count). ``workers`` processes draw, as many as there are processors unless given. The folder appears complete or not
+    at all; GenerateError where it holds something already.
+    """
+    out = Path(out)
+    if count < 1 or size < 64 or not 0 <= val_share < 1:
+        raise GenerateError(f"need count >= 1, size >= 64 and 0 <= val_share < 1; got {count}, {size} and {val_share}")
+    if merchants is not None and not 1 <= merchants <= count:
+        raise GenerateError(
+            f"{merchants} merchants for {count} scenes: there must be one merchant, and a scene for each"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise GenerateError(f"{out} holds something already; name a folder that is empty or does not exist")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as unfinished:
+        folder = Path(unfinished) / "set"
+        job = _Job(folder, seed, size, count, round(count * val_share), merchants)
+        for part in ("images", "labels"):
+            for split in ("train", "val"):
+                (folder / part / split).mkdir(parents=True)
+        codes: dict[str, Any] = {}
+        with closing(_drawn(job, os.cpu_count() or 1 if workers is None else workers)) as drawn:
+            for done, (name, found) in enumerate(drawn, 1):
+                codes[name] = found
+                if progress:
+                    progress(done, count)
+        (folder / "codes.json").write_text(json.dumps(dict(sorted(codes.items())), indent=1) + "\n")
+        (folder / "data.yaml").write_text(f"path: .\ntrain: images/train\nval: images/val\nnames: [{CLASS_NAME}]\n")
+        if merchants is not None:
+            whose = {job.name_of(index): merchant_of(seed, index % merchants).name for index in range(count)}
+            (folder / MERCHANT_LIST).write_text(json.dumps(dict(sorted(whose.items())), indent=1) + "\n")
+        if out.exists():
+            out.rmdir()
+        folder.replace(out)
+    return out / "data.yaml"
+
+
+def _drawn(job: _Job, workers: int) -> Generator[tuple[str, list[dict[str, Any]]]]:
+    """Every image's name and codes, as they get done; the files are written on the way."""
+    draw = partial(draw_files, job)
+    if workers <= 1 or job.count < 8:
+        yield from map(draw, range(job.count))
+        return
+    spawn = multiprocessing.get_context("spawn")  # a forked copy of a process with threads can hang
+    pool = ProcessPoolExecutor(min(workers, job.count), mp_context=spawn, initializer=_one_thread)
+    try:
+        yield from pool.map(draw, range(job.count), chunksize=min(16, max(1, job.count // (4 * workers))))
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted run stops here instead of drawing to the end
+
+
+def _one_thread() -> None:
+    cv2.setNumThreads(1)
+
+
+def draw_files(job: _Job, index: int) -> tuple[str, list[dict[str, Any]]]:
+    """Draw scene ``index``, write its image and label, and return its name and codes."""
+    from arclight.vision.qris.scenes.scene import draw_scene
+
+    rng = np.random.default_rng([job.seed, index])
+    merchant = None if job.merchants is None else merchant_of(job.seed, index % job.merchants)
+    scene = draw_scene(rng, job.size, merchant)
+    quality = int(rng.integers(45, 96))
+    encoded = cv2.imencode(".jpg", cv2.cvtColor(scene.image, cv2.COLOR_RGB2BGR), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+    split = job.split_of(index)
+    (job.folder / "images" / split / f"{index:06d}.jpg").write_bytes(encoded.tobytes())
+    rows = []
+    for code in scene.codes:
+        x0, y0, x1, y1 = (v / job.size for v in code.box)
+        rows.append(f"0 {(x0 + x1) / 2:.6f} {(y0 + y1) / 2:.6f} {x1 - x0:.6f} {y1 - y0:.6f}\n")
+    (job.folder / "labels" / split / f"{index:06d}.txt").write_text("".join(rows))
+    found = [
+        {
+            "corners_px": code.corners.round(2).tolist(),
+            "box_xyxy_px": [round(v, 2) for v in code.box],
+            "payload": code.content.text,
+            "kind": code.content.kind,
+            "merchant": code.content.merchant,
+            "nmid": code.content.nmid,
+            "modules": code.modules,
+        }
+        for code in scene.codes
+    ]
+    return job.name_of(index), found

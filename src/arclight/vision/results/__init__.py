@@ -1,0 +1,1 @@
+"""Results of a vision model: detections, their metrics, and pictures of both."""

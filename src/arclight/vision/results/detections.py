@@ -1,0 +1,145 @@
+"""One image's detections: the same object from a module in training, a deployed program or a server."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from arclight.fabric.extras import MissingExtraError
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """k boxes, most confident first; the arrays cannot be written to."""
+
+    xyxy: Floats
+    """(k, 4) left, top, right, bottom in pixels of the image."""
+    conf: Floats
+    """(k,) confidence in [0, 1]."""
+    cls: Floats
+    """(k,) class numbers, whole."""
+
+    def __post_init__(self) -> None:
+        for name, shape in (("xyxy", (-1, 4)), ("conf", (-1,)), ("cls", (-1,))):
+            array = np.array(getattr(self, name), dtype=np.float32).reshape(shape)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if not len(self.xyxy) == len(self.conf) == len(self.cls):
+            raise ValueError(
+                "boxes, confidences and classes must be as many, they are "
+                f"{len(self.xyxy)}, {len(self.conf)} and {len(self.cls)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.xyxy)
+
+    @property
+    def xywh(self) -> Floats:
+        """(k, 4) centre x, centre y, width, height in pixels."""
+        low, high = self.xyxy[:, :2], self.xyxy[:, 2:]
+        return np.concatenate(((low + high) / 2, high - low), axis=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Detections:
+    """What was found in one image.
+
+    >>> found = detector.detect([photo])[0]
+    >>> found.boxes.xyxy, found.boxes.conf, [found.names[int(c)] for c in found.boxes.cls]
+    >>> found.save("found.jpg")
+    """
+
+    boxes: Boxes
+    names: tuple[str, ...]
+    """Class names by number."""
+    image: NDArray[np.uint8] | None = None
+    """The photo, RGB uint8 (height, width, 3), if it was kept."""
+    path: str | None = None
+    """Where the photo came from, if from a file."""
+
+    @classmethod
+    def from_arrays(
+        cls,
+        xyxy: ArrayLike,
+        conf: ArrayLike,
+        labels: ArrayLike,
+        *,
+        names: Sequence[str],
+        image: NDArray[np.uint8] | None = None,
+        path: str | Path | None = None,
+    ) -> Detections:
+        """Boxes (k, 4) xyxy in pixels, confidences (k,) and class numbers (k,) of an image, in any order.
+
+        Raises ValueError where these are not as many, or a class has no name.
+        """
+        boxes = Boxes(np.asarray(xyxy), np.asarray(conf), np.asarray(labels))
+        order = np.argsort(-boxes.conf, kind="stable")
+        boxes = Boxes(boxes.xyxy[order], boxes.conf[order], boxes.cls[order])
+        if len(boxes) and not (boxes.cls.min() >= 0 and boxes.cls.max() < len(names)):
+            raise ValueError(f"classes must lie in 0 to {len(names) - 1}, there are {np.unique(boxes.cls).tolist()}")
+        return cls(boxes, tuple(names), image, None if path is None else str(path))
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @property
+    def labels(self) -> list[str]:
+        """The class name of each box."""
+        return [self.names[int(c)] for c in self.boxes.cls]
+
+    def plot(self) -> NDArray[np.uint8]:
+        """The photo with its boxes, class names and confidences drawn in, RGB; ValueError if the photo was not kept."""
+        from arclight.vision.results.draw import draw_boxes
+
+        if self.image is None:
+            raise ValueError("these detections hold no image to draw on: pass image= when making them")
+        texts = [f"{label} {confidence:.2f}" for label, confidence in zip(self.labels, self.boxes.conf)]
+        return draw_boxes(self.image, self.boxes.xyxy, texts, self.boxes.cls.astype(int).tolist())
+
+    def save(self, path: str | Path) -> Path:
+        """Write ``plot()`` as an image file of the kind that the suffix names; ValueError for a suffix that is none."""
+        from arclight.fabric.extras import require
+
+        cv2, path = require("cv2", extra="vision"), Path(path)
+        if not cv2.haveImageWriter(path.name):
+            raise ValueError(
+                f"{path.name}: images are not written as {path.suffix or 'files without suffix'}; use .jpg or .png"
+            )
+        _, data = cv2.imencode(path.suffix, cv2.cvtColor(self.plot(), cv2.COLOR_RGB2BGR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        partial.write_bytes(data.tobytes())
+        return partial.replace(path)
+
+    def to_coco(self, image_id: int, category_ids: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Rows of COCO's results format: image_id, category_id, bbox [left, top, width, height] and score.
+
+        ``category_ids``: the data set's number of each class; the class's own where not given.
+        """
+        rows = []
+        for (left, top, right, bottom), score, label in zip(
+            self.boxes.xyxy.tolist(), self.boxes.conf.tolist(), self.boxes.cls.astype(int).tolist()
+        ):
+            category = label if category_ids is None else int(category_ids[label])
+            bbox = [left, top, right - left, bottom - top]
+            rows.append({"image_id": image_id, "category_id": category, "bbox": bbox, "score": score})
+        return rows
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row per box: xmin, ymin, xmax, ymax, confidence, class, name; needs pandas."""
+        try:
+            pandas = importlib.import_module("pandas")
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("pandas is not installed; to_pandas needs it: pip install pandas") from error
+        columns = dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.xyxy.T))
+        more = {"confidence": self.boxes.conf, "class": self.boxes.cls.astype(int), "name": self.labels}
+        return pandas.DataFrame(columns | more)

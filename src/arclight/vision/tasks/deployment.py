@@ -1,0 +1,89 @@
+"""A trained detector as programs, and how good a program is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from arclight.deploy import Program, export, quantize
+from arclight.deploy.settings import Int8
+from arclight.vision.boxes import nms
+from arclight.vision.data.dataset import DetectionDataset, collate
+from arclight.vision.models.yolov5 import fuse
+from arclight.vision.results.metrics import DetectionMetrics, DetectionResults
+from arclight.vision.tasks.detection import CONFIDENCE_FLOOR, EVALUATION_IOU, Detector
+
+CALIBRATION_BATCH = 8
+"""Images per calibration batch."""
+
+
+def export_detector(
+    detector: Detector, path: Path | str, photos: DetectionDataset, int8: Int8 | None = None
+) -> Program:
+    """Write ``detector`` as one program file: float32, or with ``int8`` settings quantized on ``photos``.
+
+    ``photos`` are letterboxed training images without augmentation; a few of them check the program against the model.
+    The file says how photos become its input and its output becomes boxes, so ``Program.load(path).predict([photo])`` works.
+    Raises ExportError or QuantizeError where the program would not compute what the model does.
+    """
+    batches = list(_float_batches(photos, int8.calibration_batches if int8 is not None else 1))
+    model: Any = fuse(detector.model.cpu())
+    if int8 is not None:
+        model = quantize(model, batches, recipe=int8, parts=_parts)
+    metadata = {
+        "task": "detect",
+        "names": detector.names,
+        "image_size": detector.settings.image_size,
+        "processing": "arclight.vision.tasks.processing:DetectionProcessing",
+        "processing_args": asdict(detector.processing),
+        "model": detector.settings.model,
+    }
+    return export(
+        model,
+        path,
+        example_inputs=batches[0][:3],
+        input_names=["images"],
+        output_names=["predictions"],
+        metadata=metadata,
+        parts=_parts,
+    )
+
+
+def _parts(predictions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Boxes are in pixels and scores in [0, 1]: judged together, boxes would hide scores that are all wrong."""
+    return {"boxes": predictions[..., :4], "scores": predictions[..., 4:]}
+
+
+def _float_batches(photos: DetectionDataset, count: int) -> Iterator[torch.Tensor]:
+    """Up to ``count`` batches spread evenly over ``photos``, as the model takes them."""
+    picks = np.linspace(0, len(photos) - 1, min(len(photos), count * CALIBRATION_BATCH)).astype(int).tolist()
+    for start in range(0, len(picks), CALIBRATION_BATCH):
+        batch = collate(photos.__getitems__(picks[start : start + CALIBRATION_BATCH]))
+        yield batch["images"].float() / 255
+
+
+def parity_summary(program: Program) -> str:
+    """How closely a program computes what its model computes, as measured when it was written."""
+    parity = program.metadata["parity"]
+    worst = "every bit" if parity["sqnr_db"] is None else f"{parity['sqnr_db']:.0f} dB"
+    outputs = parity.get("outputs", {})  # programs of the release before have none
+    differences = [
+        f"{name} differ by up to {one['max_difference']:.2g} of {one['largest']:.3g}" for name, one in outputs.items()
+    ]
+    return f"agrees with its torch model to {worst}" + (f" ({', '.join(differences)})" if differences else "")
+
+
+def evaluate_program(program: Program, photos: DetectionDataset, batch_size: int = 8) -> DetectionResults:
+    """Average precision of a program, measured exactly as a detector's is during training."""
+    metrics = DetectionMetrics(num_classes=len(program.metadata["names"]))
+    for start in range(0, len(photos), batch_size):
+        batch = collate(photos.__getitems__(range(start, min(start + batch_size, len(photos)))))
+        images = batch["images"].float() / 255
+        kept = nms(program(images), CONFIDENCE_FLOOR, EVALUATION_IOU, multi_label=metrics.num_classes > 1)
+        metrics.update_batch(kept, batch["targets"], size=images.shape[-1])
+    return metrics.compute()

@@ -1,0 +1,132 @@
+"""Settings of the vision tasks (no torch here: a recipe is read without it)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from arclight._intervals import (
+    Checked,
+    Fraction,
+    Interval,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ProperFraction,
+)
+from arclight.data.sites import IID, Dirichlet
+from arclight.optim.schedule_settings import WSD, Constant, Cosine
+from arclight.optim.settings import SGD, AdamW
+from arclight.vision.data.site_split import Merchant, SiteShare
+
+if TYPE_CHECKING:
+    from arclight.trainer import DataModule, Module
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment(Checked):
+    """Random changes to training images; each default suits codes and text, whose mirror image does not exist."""
+
+    mosaic: Fraction = 1.0
+    """Probability of composing four images into one, in [0, 1]."""
+    mixup: Fraction = 0.0
+    """Probability of blending two images, in [0, 1]."""
+    degrees: Annotated[float, Interval(ge=0, le=180)] = 0.0
+    """Largest rotation, degrees."""
+    translate: Fraction = 0.1
+    """Largest shift, as a share of the image side."""
+    scale: ProperFraction = 0.5
+    """Largest change of size: factors in [1 - scale, 1 + scale]."""
+    shear: Annotated[float, Interval(ge=0, lt=90)] = 0.0
+    """Largest shear, degrees."""
+    perspective: Annotated[float, Interval(ge=0, le=0.001)] = 0.0
+    """Largest perspective term, in [0, 0.001]."""
+    hsv_h: Fraction = 0.015
+    """Largest change of hue, share of the circle."""
+    hsv_s: Fraction = 0.7
+    """Largest change of saturation, share."""
+    hsv_v: Fraction = 0.4
+    """Largest change of brightness, share."""
+    fliplr: Fraction = 0.0
+    """Probability of mirroring left-right, in [0, 1]; leave at 0 for codes and text."""
+    flipud: Fraction = 0.0
+    """Probability of mirroring top-bottom, in [0, 1]; leave at 0 for codes and text."""
+    close_mosaic: Fraction = 0.1
+    """Final fraction of training without mosaics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detection(Checked):
+    """Train an object detector on a YOLO-format data set."""
+
+    data: Path
+    """The data set: a data.yaml with train, val and names."""
+    share: SiteShare | None = None
+    """One site's share of the images, as arclight federate partitions them; none for all."""
+    model: str = "yolov5n"
+    """Architecture: yolov5n, yolov5s, yolov5m, yolov5l or yolov5x."""
+    anchors: Literal["coco", "fitted"] = "coco"
+    """Box shapes that the head starts from: the published ones, or ones fitted to this data set's boxes."""
+    image_size: Annotated[int, Interval(ge=32)] = 640
+    """Side of the square input, pixels; a multiple of 32."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Memory layout of images and weights; auto measures which is faster on this machine."""
+    batch_size: PositiveInt = 16
+    """Images per step on each device."""
+    workers: NonNegativeInt = 2
+    """Worker processes that load images; 0 loads in the training process."""
+    cache: bool = False
+    """Keep decoded training images in memory."""
+    cache_labels: bool = True
+    """Cache verified labels in the data set's folder, for a quicker start; false writes nothing there."""
+    weights: Path | None = None
+    """Start from this checkpoint (.safetensors, a checkpoint folder, or a foreign .pt read without unpickling)."""
+    freeze: NonNegativeInt = 0
+    """Leading layers whose weights do not change."""
+    augment: Augment = field(default_factory=Augment)
+    """Random changes to training images."""
+    optimizer: SGD | AdamW = field(default_factory=AdamW)
+    """Optimizer."""
+    schedule: Cosine | WSD | Constant = field(default_factory=Cosine)
+    """Learning-rate schedule."""
+    box_gain: NonNegativeFloat = 0.05
+    """Weight of the box loss."""
+    obj_gain: NonNegativeFloat = 1.0
+    """Weight of the objectness loss."""
+    cls_gain: NonNegativeFloat = 0.5
+    """Weight of the class loss."""
+    conf_threshold: Fraction = 0.25
+    """Confidence threshold of predictions, in [0, 1]."""
+    iou_threshold: Fraction = 0.45
+    """IoU threshold of non-maximum suppression, in [0, 1]."""
+
+    def site(self, number: int, count: int, partition: Merchant | IID | Dirichlet | None = None) -> Detection:
+        """The same task on one site's images; its weights come from elsewhere. Raises ValueError for a partition that divides no images."""
+        if not isinstance(partition, Merchant | IID | Dirichlet | None):
+            raise ValueError(f"{type(partition).__name__.lower()} divides no images: merchant, iid and dirichlet do")
+        if self.anchors == "fitted":
+            raise ValueError('anchors = "fitted" would fit each site its own: leave it at "coco"')
+        return dataclasses.replace(
+            self, weights=None, share=SiteShare(number=number, count=count, partition=partition or IID())
+        )
+
+    def check_sites(self, count: int, partition: Merchant | IID | Dirichlet | None = None) -> None:
+        """Raises DatasetError where the images cannot be divided so that each of ``count`` sites gets some of each split."""
+        from arclight.vision.data.data_yaml import read_data_yaml
+        from arclight.vision.data.site_split import SiteSplit
+
+        share = self.site(0, count, partition).share
+        assert share is not None
+        SiteSplit(read_data_yaml(self.data), share).check()
+
+    def with_data(self, data: str) -> Detection:
+        """The same task on a site's own images, all of them."""
+        return dataclasses.replace(self, weights=None, data=Path(data), share=None)
+
+    def build(self) -> tuple[Module, DataModule]:
+        from arclight.vision.tasks.detection import DetectionData, Detector
+
+        data = DetectionData(self)
+        return Detector(self, names=data.spec.names), data
