@@ -45,14 +45,14 @@ class Inspection:
     def __rich__(self) -> Table:
         from rich.table import Table
 
-        place = ", ".join(
+        position = ", ".join(
             f"{name} {value}" for name, value in (("step", self.step), ("epoch", self.epoch)) if value is not None
         )
         parameters = f"{self.parameters:,} parameters, " if self.parameters is not None else ""
         caption = (
             f"{parameters}{self.bytes / 1e6:,.1f} MB, {self.created}, Arclight {self.arclight}, torch {self.torch}"
         )
-        table = Table(title=f"{self.path}: {place or 'no step'}", caption=caption + self._spread())
+        table = Table(title=f"{self.path}: {position or 'no step'}", caption=caption + self._spread())
         for column in ("entry", "file"):
             table.add_column(column)
         for column in ("tensors", "elements", "MB"):

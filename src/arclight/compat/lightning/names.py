@@ -9,15 +9,11 @@ from __future__ import annotations
 from arclight.compat.lightning.callback_names import CALLBACKS
 from arclight.compat.lightning.fabric_names import FABRIC
 
-_OWN = "arclight.compat.lightning"
-_LOGGERS = "arclight.trainer.loggers"
-_AVAILABILITY = f"{_OWN}.availability"
-_PROFILERS = "arclight.trainer.profilers"
 
 _Rows = tuple[tuple[str, str, str], ...]
 
 _CORE: _Rows = (
-    (". pytorch pytorch.trainer pytorch.trainer.trainer", f"{_OWN}.trainer", "Trainer"),
+    (". pytorch pytorch.trainer pytorch.trainer.trainer", "arclight.compat.lightning.trainer", "Trainer"),
     (". pytorch pytorch.core pytorch.core.module", "arclight.trainer.module", "LightningModule=Module"),
     (". pytorch pytorch.core pytorch.core.datamodule", "arclight.trainer.datamodule", "LightningDataModule=DataModule"),
     (". pytorch pytorch.callbacks pytorch.callbacks.callback", "arclight.trainer.callback", "Callback"),
@@ -34,7 +30,7 @@ _CORE: _Rows = (
         "arclight.fabric.seeding",
         "seed_everything",
     ),
-    (". pytorch fabric", f"{_OWN}.version", "__version__"),
+    (". pytorch fabric", "arclight.compat.lightning.version", "__version__"),
     ("fabric fabric.wrappers", "arclight.trainer.fabric_modules", "is_wrapped"),
 )
 
@@ -49,48 +45,48 @@ _TRAINER: _Rows = (
         "Throughput ThroughputMonitor measure_flops",
     ),
     ("fabric.utilities.throughput", "arclight.trainer.throughput", "get_available_flops"),
-    ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", f"{_LOGGERS}.logger", "Logger"),
-    ("pytorch.loggers.logger", f"{_LOGGERS}.logger", "DummyExperiment DummyLogger"),
-    ("fabric.loggers.logger", f"{_LOGGERS}.logger", "_DummyExperiment=DummyExperiment"),
-    ("pytorch.loggers.logger fabric.loggers.logger", f"{_LOGGERS}.logger", "rank_zero_experiment"),
-    ("pytorch.loggers pytorch.loggers.comet", f"{_LOGGERS}.comet_logger", "CometLogger"),
-    ("pytorch.loggers pytorch.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "CSVLogger"),
-    ("pytorch.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "ExperimentWriter"),
-    ("fabric.loggers.csv_logs", f"{_LOGGERS}.csv_logger", "_ExperimentWriter=ExperimentWriter"),
-    ("fabric.loggers fabric.loggers.csv_logs", f"{_LOGGERS}.fabric_loggers", "CSVLogger=FabricCSVLogger"),
-    ("pytorch.loggers pytorch.loggers.mlflow", f"{_LOGGERS}.mlflow_logger", "MLFlowLogger"),
-    ("pytorch.loggers.mlflow", f"{_LOGGERS}.mlflow_logger", "_get_resolve_tags"),
-    ("pytorch.loggers.neptune", f"{_LOGGERS}.neptune_logger", "NeptuneLogger"),
-    ("pytorch.loggers pytorch.loggers.tensorboard", f"{_LOGGERS}.tensorboard_logger", "TensorBoardLogger"),
+    ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", "arclight.trainer.loggers.logger", "Logger"),
+    ("pytorch.loggers.logger", "arclight.trainer.loggers.logger", "DummyExperiment DummyLogger"),
+    ("fabric.loggers.logger", "arclight.trainer.loggers.logger", "_DummyExperiment=DummyExperiment"),
+    ("pytorch.loggers.logger fabric.loggers.logger", "arclight.trainer.loggers.logger", "rank_zero_experiment"),
+    ("pytorch.loggers pytorch.loggers.comet", "arclight.trainer.loggers.comet_logger", "CometLogger"),
+    ("pytorch.loggers pytorch.loggers.csv_logs", "arclight.trainer.loggers.csv_logger", "CSVLogger"),
+    ("pytorch.loggers.csv_logs", "arclight.trainer.loggers.csv_logger", "ExperimentWriter"),
+    ("fabric.loggers.csv_logs", "arclight.trainer.loggers.csv_logger", "_ExperimentWriter=ExperimentWriter"),
+    ("fabric.loggers fabric.loggers.csv_logs", "arclight.trainer.loggers.fabric_loggers", "CSVLogger=FabricCSVLogger"),
+    ("pytorch.loggers pytorch.loggers.mlflow", "arclight.trainer.loggers.mlflow_logger", "MLFlowLogger"),
+    ("pytorch.loggers.mlflow", "arclight.trainer.loggers.mlflow_logger", "_get_resolve_tags"),
+    ("pytorch.loggers.neptune", "arclight.trainer.loggers.neptune_logger", "NeptuneLogger"),
+    ("pytorch.loggers pytorch.loggers.tensorboard", "arclight.trainer.loggers.tensorboard_logger", "TensorBoardLogger"),
     (
         "fabric.loggers fabric.loggers.tensorboard",
-        f"{_LOGGERS}.fabric_loggers",
+        "arclight.trainer.loggers.fabric_loggers",
         "TensorBoardLogger=FabricTensorBoardLogger",
     ),
     (
         "pytorch.loggers.utilities",
-        f"{_LOGGERS}.artifacts",
+        "arclight.trainer.loggers.artifacts",
         "_scan_checkpoints=scan_checkpoints _version=joint_version",
     ),
-    ("pytorch.loggers pytorch.loggers.wandb", f"{_LOGGERS}.wandb_logger", "WandbLogger"),
+    ("pytorch.loggers pytorch.loggers.wandb", "arclight.trainer.loggers.wandb_logger", "WandbLogger"),
     (
         "fabric.utilities.logger",
-        f"{_LOGGERS}.params",
+        "arclight.trainer.loggers.params",
         "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable _convert_params=convert_params "
         "_flatten_dict=flatten_dict _sanitize_callable_params=sanitize_callable_params _sanitize_params=sanitize_params",
     ),
-    ("pytorch.loggers.comet", _AVAILABILITY, "_COMET_AVAILABLE"),
-    ("pytorch.loggers.mlflow", _AVAILABILITY, "_MLFLOW_AVAILABLE _MLFLOW_SYNCHRONOUS_AVAILABLE"),
-    ("pytorch.loggers.tensorboard fabric.loggers.tensorboard", _AVAILABILITY, "_TENSORBOARD_AVAILABLE"),
-    ("fabric.loggers.tensorboard", _AVAILABILITY, "_TENSORBOARDX_AVAILABLE"),
-    ("pytorch.loggers.wandb", _AVAILABILITY, "_WANDB_AVAILABLE"),
-    ("pytorch.profilers pytorch.profilers.profiler", f"{_PROFILERS}.profiler", "Profiler"),
-    ("pytorch.profilers pytorch.profilers.base", f"{_PROFILERS}.profiler", "PassThroughProfiler"),
-    ("pytorch.profilers pytorch.profilers.simple", f"{_PROFILERS}.simple", "SimpleProfiler"),
-    ("pytorch.profilers pytorch.profilers.advanced", f"{_PROFILERS}.advanced", "AdvancedProfiler"),
-    ("pytorch.profilers pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "PyTorchProfiler"),
-    ("pytorch.profilers.pytorch", f"{_PROFILERS}.pytorch", "RegisterRecordFunction warning_cache"),
-    ("pytorch.profilers.pytorch", f"{_PROFILERS}.stage_schedule", "ScheduleWrapper=StageSchedule"),
+    ("pytorch.loggers.comet", "arclight.compat.lightning.availability", "_COMET_AVAILABLE"),
+    ("pytorch.loggers.mlflow", "arclight.compat.lightning.availability", "_MLFLOW_AVAILABLE _MLFLOW_SYNCHRONOUS_AVAILABLE"),
+    ("pytorch.loggers.tensorboard fabric.loggers.tensorboard", "arclight.compat.lightning.availability", "_TENSORBOARD_AVAILABLE"),
+    ("fabric.loggers.tensorboard", "arclight.compat.lightning.availability", "_TENSORBOARDX_AVAILABLE"),
+    ("pytorch.loggers.wandb", "arclight.compat.lightning.availability", "_WANDB_AVAILABLE"),
+    ("pytorch.profilers pytorch.profilers.profiler", "arclight.trainer.profilers.profiler", "Profiler"),
+    ("pytorch.profilers pytorch.profilers.base", "arclight.trainer.profilers.profiler", "PassThroughProfiler"),
+    ("pytorch.profilers pytorch.profilers.simple", "arclight.trainer.profilers.simple", "SimpleProfiler"),
+    ("pytorch.profilers pytorch.profilers.advanced", "arclight.trainer.profilers.advanced", "AdvancedProfiler"),
+    ("pytorch.profilers pytorch.profilers.pytorch", "arclight.trainer.profilers.pytorch", "PyTorchProfiler"),
+    ("pytorch.profilers.pytorch", "arclight.trainer.profilers.pytorch", "RegisterRecordFunction warning_cache"),
+    ("pytorch.profilers.pytorch", "arclight.trainer.profilers.stage_schedule", "ScheduleWrapper=StageSchedule"),
     (
         "fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io",
         "arclight.trainer.checkpoint.checkpoint_io",
@@ -108,13 +104,13 @@ _TRAINER: _Rows = (
     ("pytorch.serve pytorch.serve.servable_module_validator", "arclight.serve.servable", "ServableModuleValidator"),
     (
         "pytorch.cli",
-        f"{_OWN}.cli",
+        "arclight.compat.lightning.cli",
         "LightningCLI instantiate_class instantiate_module",
     ),
-    ("pytorch.cli", f"{_OWN}.save_config", "SaveConfigCallback"),
+    ("pytorch.cli", "arclight.compat.lightning.save_config", "SaveConfigCallback"),
     (
         "pytorch.cli",
-        f"{_OWN}.cli_parser",
+        "arclight.compat.lightning.cli_parser",
         "LightningArgumentParser ArgsType LRSchedulerCallable LRSchedulerType LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerCallable "
         "ReduceLROnPlateau",
     ),
@@ -165,10 +161,10 @@ _UTILITIES: _Rows = (
     ("pytorch.utilities.seed", "arclight.fabric.seeding", "isolate_rng"),
     (
         "fabric.utilities fabric.utilities.enums pytorch.utilities pytorch.utilities.enums",
-        f"{_OWN}.utilities",
+        "arclight.compat.lightning.utilities",
         "LightningEnum",
     ),
-    ("pytorch.utilities pytorch.utilities.enums", f"{_OWN}.utilities", "GradClipAlgorithmType"),
+    ("pytorch.utilities pytorch.utilities.enums", "arclight.compat.lightning.utilities", "GradClipAlgorithmType"),
     (
         "fabric.utilities fabric.utilities.distributed pytorch.utilities",
         "arclight.fabric.filesystem",
@@ -180,22 +176,22 @@ _UTILITIES: _Rows = (
         "arclight.data.checks",
         "suggested_max_num_workers",
     ),
-    ("fabric.utilities.apply_func", f"{_OWN}.utilities", "convert_tensors_to_scalars convert_to_tensors"),
-    ("fabric.utilities.types", f"{_OWN}.types", "CollectibleGroup Optimizable Steppable"),
+    ("fabric.utilities.apply_func", "arclight.compat.lightning.utilities", "convert_tensors_to_scalars convert_to_tensors"),
+    ("fabric.utilities.types", "arclight.compat.lightning.types", "CollectibleGroup Optimizable Steppable"),
     ("pytorch.utilities pytorch.utilities.grads", "arclight.optim.gradients", "grad_norm"),
-    ("pytorch.utilities.model_helpers", f"{_OWN}.utilities", "is_overridden"),
+    ("pytorch.utilities.model_helpers", "arclight.compat.lightning.utilities", "is_overridden"),
     (
         "pytorch.overrides pytorch.overrides.distributed",
-        f"{_OWN}.sampling",
+        "arclight.compat.lightning.sampling",
         "UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper",
     ),
-    ("fabric.utilities.distributed", f"{_OWN}.sampling", "DistributedSamplerWrapper"),
-    ("pytorch.utilities.data", f"{_OWN}.utilities", "extract_batch_size has_len_all_ranks warning_cache"),
+    ("fabric.utilities.distributed", "arclight.compat.lightning.sampling", "DistributedSamplerWrapper"),
+    ("pytorch.utilities.data", "arclight.compat.lightning.utilities", "extract_batch_size has_len_all_ranks warning_cache"),
     ("pytorch.utilities.data", "arclight.data.checks", "has_iterable_dataset=reads_a_stream sized_len"),
-    ("pytorch.utilities.signature_utils", f"{_OWN}.utilities", "is_param_in_hook_signature"),
+    ("pytorch.utilities.signature_utils", "arclight.compat.lightning.utilities", "is_param_in_hook_signature"),
     ("pytorch.utilities pytorch.utilities.parsing", "arclight.trainer.hparams", "is_picklable"),
     ("pytorch.utilities.parsing", "arclight.trainer.hparams", "clean_namespace"),
-    ("pytorch.utilities.parsing", f"{_OWN}.utilities", "collect_init_args get_init_args parse_class_init_keys"),
+    ("pytorch.utilities.parsing", "arclight.compat.lightning.utilities", "collect_init_args get_init_args parse_class_init_keys"),
     (
         "pytorch.utilities.parsing",
         "arclight.trainer.hparams",
@@ -206,7 +202,7 @@ _UTILITIES: _Rows = (
         "arclight.trainer.hparams",
         "convert load_hparams_from_tags_csv load_hparams_from_yaml save_hparams_to_tags_csv save_hparams_to_yaml update_hparams",
     ),
-    ("pytorch.utilities.memory", f"{_OWN}.utilities", "recursive_detach"),
+    ("pytorch.utilities.memory", "arclight.compat.lightning.utilities", "recursive_detach"),
     (
         "pytorch.utilities.memory",
         "arclight.fabric.memory",
@@ -220,7 +216,7 @@ _UTILITIES: _Rows = (
     ),
     (
         "pytorch.utilities.types",
-        f"{_OWN}.types",
+        "arclight.compat.lightning.types",
         "DistributedDataParallel EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerPLType LRSchedulerType "
         "LRSchedulerTypeTuple LRSchedulerTypeUnion OptimizerConfig OptimizerLRScheduler OptimizerLRSchedulerConfig "
         "STEP_OUTPUT TRAIN_DATALOADERS",
@@ -260,19 +256,19 @@ _UTILITIES: _Rows = (
 _DEMOS: _Rows = (
     (
         "pytorch.demos",
-        f"{_OWN}.sequences",
+        "arclight.compat.lightning.sequences",
         "LightningLSTM LightningTransformer SequenceSampler SimpleLSTM Transformer WikiText2",
     ),
-    ("pytorch.demos.lstm", f"{_OWN}.sequences", "LightningLSTM SequenceSampler SimpleLSTM"),
+    ("pytorch.demos.lstm", "arclight.compat.lightning.sequences", "LightningLSTM SequenceSampler SimpleLSTM"),
     (
         "pytorch.demos.transformer",
-        f"{_OWN}.sequences",
+        "arclight.compat.lightning.sequences",
         "Dictionary LightningTransformer PositionalEncoding Transformer WikiText2 tokenize",
     ),
-    ("pytorch.demos", f"{_OWN}.boring", "BoringDataModule BoringModel DemoModel"),
+    ("pytorch.demos", "arclight.compat.lightning.boring", "BoringDataModule BoringModel DemoModel"),
     (
         "pytorch.demos.boring_classes",
-        f"{_OWN}.boring",
+        "arclight.compat.lightning.boring",
         "BoringDataModule BoringDataModuleNoLen BoringModel DemoModel IterableBoringDataModule ManualOptimBoringModel Net "
         "RandomDataset RandomDictDataset RandomIterableDataset RandomIterableDatasetWithLen",
     ),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from arclight.trainer import Callback, Module, Trainer
+from arclight.trainer import Callback, Module
+from arclight.trainer import Trainer as NativeTrainer
 
 
 class SaveConfigCallback(Callback):
@@ -28,7 +29,7 @@ class SaveConfigCallback(Callback):
                 "it is desired to disable the standard behavior of saving to log_dir."
             )
 
-    def setup(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def setup(self, trainer: NativeTrainer, pl_module: Module, stage: str) -> None:
         if self.already_saved:
             return
         if self.save_to_log_dir:
@@ -37,7 +38,7 @@ class SaveConfigCallback(Callback):
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True
 
-    def _save(self, trainer: Trainer, folder: Path) -> None:
+    def _save(self, trainer: NativeTrainer, folder: Path) -> None:
         path = folder / self.config_filename
         there = trainer.strategy.broadcast(trainer.is_global_zero and path.is_file())
         if there and not self.overwrite:
@@ -52,5 +53,5 @@ class SaveConfigCallback(Callback):
                 self.config, str(path), skip_none=False, overwrite=self.overwrite, multifile=self.multifile
             )
 
-    def save_config(self, trainer: Trainer, pl_module: Module, stage: str) -> None:
+    def save_config(self, trainer: NativeTrainer, pl_module: Module, stage: str) -> None:
         """Override to keep the configuration in another place too; runs on rank 0 alone, so no collective may be called."""
