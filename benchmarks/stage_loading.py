@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from arclight.fabric.no_init import NoInit
+from arclight.fabric.modules import SkipInit
 from arclight.parallel import pipeline
 from arclight.parallel.pipeline.weights.saving import save
 
@@ -30,7 +30,7 @@ class Rows(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        with NoInit():
+        with SkipInit():
             self.embed = nn.Embedding(4 * width, width)
             self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(20))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from arclight.trainer.callbacks import LearningRateMonitor as LearningRateMonitor
     from arclight.trainer.callbacks import ModelCheckpoint as ModelCheckpoint
     from arclight.trainer.callbacks import RichProgressBar as RichProgressBar
-    from arclight.trainer.fabric import Fabric as Fabric
+    from arclight.trainer.fabric.fabric import Fabric as Fabric
 
 __version__ = "0.1.0"
 
@@ -30,7 +30,7 @@ __getattr__, __dir__, __all__ = lazy(
         "DataModule": "arclight.trainer",
         "EMAWeightAveraging": "arclight.trainer.callbacks",
         "EarlyStopping": "arclight.trainer.callbacks",
-        "Fabric": "arclight.trainer.fabric",
+        "Fabric": "arclight.trainer.fabric.fabric",
         "LearningRateMonitor": "arclight.trainer.callbacks",
         "Module": "arclight.trainer",
         "ModelCheckpoint": "arclight.trainer.callbacks",

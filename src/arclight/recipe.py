@@ -29,7 +29,6 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from arclight._installed import pip_install
 from arclight._intervals import describe
-from arclight._toml import toml_text
 
 T = TypeVar("T")
 
@@ -409,3 +408,28 @@ def _field_docs(cls: Any) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     docs[name] = inspect.cleandoc(text)
     return docs
+
+
+def toml_text(table: Mapping[str, Any]) -> str:
+    """``table`` of text, numbers, lists and tables as TOML that reads back as it is; tables within lists lie in their line."""
+    return "\n".join(_lines(table)).lstrip("\n") + "\n"
+
+
+def _lines(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:
+    lines = [f"{_key(name)} = {_literal(value)}" for name, value in table.items() if not isinstance(value, Mapping)]
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            lines += ["", f"[{'.'.join(map(_key, (*path, name)))}]", *_lines(value, (*path, name))]
+    return lines
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(name)} = {_literal(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.checkpoint import AsyncSaver, CheckpointError, shares
+from arclight.checkpoint import AsyncSaver, CheckpointError
+from arclight.checkpoint.sharded import writer
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint
 from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
@@ -35,8 +36,8 @@ def _in_the_background(fabric: al.Fabric, folder: Path) -> None:
     strategy, rank = fabric.strategy, fabric.global_rank
     mesh = init_device_mesh("cpu", (3,))
     table = distribute_tensor(torch.arange(70.0).reshape(10, 7), mesh, [Shard(0)])
-    gate, write = threading.Event(), shares._write
-    shares._write = lambda *a: (gate.wait(60) or os._exit(3)) and write(*a)
+    gate, write = threading.Event(), writer._write
+    writer._write = lambda *a: (gate.wait(60) or os._exit(3)) and write(*a)
     with AsyncSaver() as saver:
         first = saver.save_shares(folder / "1", {"model": {"w": table}, "step": 1}, strategy)
         places = {key: buffer.data_ptr() for key, buffer in saver._buffers.items()}
@@ -53,10 +54,10 @@ def _in_the_background(fabric: al.Fabric, folder: Path) -> None:
         fabric.barrier()
         # one rank's disk is full: rank 0 hears of it, and all of them at the next save
         broken = rank == 2
-        shares._write = lambda *a: write(*a) if not broken else (_ for _ in ()).throw(OSError(28, "No space left"))
+        writer._write = lambda *a: write(*a) if not broken else (_ for _ in ()).throw(OSError(28, "No space left"))
         future = saver.save_shares(folder / "5", {"model": {"w": table}, "step": 5}, strategy)
         assert (future.exception(60) is None) == (rank == 1)
-        shares._write = write
+        writer._write = write
         with pytest.raises(CheckpointError, match=r"5 could not be written by rank 2: .*No space left.* is intact"):
             saver.save_shares(folder / "6", {"model": {"w": table}, "step": 6}, strategy)
         saver.save_shares(folder / "4", {"model": {"w": table}, "step": 7}, strategy)
@@ -73,9 +74,9 @@ def test_a_save_in_the_background(tmp_path: Path) -> None:
 
 
 def _one_never_comes(fabric: al.Fabric, folder: Path) -> str:
-    write, told = shares._write, folder / "told"
+    write, told = writer._write, folder / "told"
     if fabric.global_rank == 1:
-        shares._write = lambda *a: wait_until(told.exists, "rank 0 gives up") or write(*a)
+        writer._write = lambda *a: wait_until(told.exists, "rank 0 gives up") or write(*a)
     saver = AsyncSaver()
     mesh = init_device_mesh("cpu", (2,))
     saver.save_shares(folder / "1", {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}, fabric.strategy)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from arclight.checkpoint import CheckpointError, files, find_last, load, save, verify
-from arclight.fabric import replacing
+from arclight.fabric import atomic_replace
 
 torch.set_num_threads(1)
 
@@ -50,7 +50,7 @@ def save_for_ever(path: Path, step: int) -> None:
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_killed_save_leaves_a_complete_checkpoint(exchange, tmp_path, monkeypatch) -> None:
     if not exchange:
-        monkeypatch.setattr(replacing, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(atomic_replace, "_exchange", lambda a, b: False)
     path = save(tmp_path / "last", state_at(0))
     fork = multiprocessing.get_context("fork")
     rng = random.Random(1)
@@ -80,7 +80,7 @@ def test_work_of_living_processes_is_left_alone(tmp_path) -> None:
     ours = files.make_staging(tmp_path / "a")
     parent = tmp_path / ours.name.replace(f"-{os.getpid()}-", f"-{os.getppid()}-")
     elsewhere = tmp_path / f".a.saving-00000000-{2**22 + 1}-abcdef01-0"
-    earlier = tmp_path / ours.name.replace(replacing._PROCESS, "00000000")
+    earlier = tmp_path / ours.name.replace(atomic_replace._PROCESS, "00000000")
     dead = tmp_path / ours.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-")
     mine = tmp_path / ".a.savings"
     for folder in (parent, elsewhere, earlier, dead, mine):
@@ -91,7 +91,7 @@ def test_work_of_living_processes_is_left_alone(tmp_path) -> None:
 
 def test_a_checkpoint_set_aside_by_a_killed_process_is_put_back(tmp_path) -> None:
     path = save(tmp_path / "last", state_at(3))
-    aside = replacing.temporary(path, "replaced")
+    aside = atomic_replace.temporary_path(path, "replaced")
     path.rename(tmp_path / aside.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"))
     assert check(load(path)) == 3
     assert hidden(tmp_path) == []
@@ -100,7 +100,7 @@ def test_a_checkpoint_set_aside_by_a_killed_process_is_put_back(tmp_path) -> Non
 @pytest.mark.parametrize("exchange", [True, False])
 def test_replacing_and_links(exchange, tmp_path, monkeypatch) -> None:
     if not exchange:
-        monkeypatch.setattr(replacing, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(atomic_replace, "_exchange", lambda a, b: False)
     first = save(tmp_path / "one", state_at(1))
     link = tmp_path / "last"
     link.symlink_to("one")

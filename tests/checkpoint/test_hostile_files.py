@@ -18,7 +18,7 @@ import torch
 
 from arclight import checkpoint
 from arclight.checkpoint import AsyncSaver, CheckpointError
-from arclight.checkpoint.share_loading import open_state
+from arclight.checkpoint.sharded.reader import open_state
 from arclight.checkpoint.tree import decode
 
 STATE = {

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from arclight.fabric.regions import regions_of
+from arclight.fabric.distributed.shard_regions import local_regions
 
 
 def spread_over(
@@ -58,7 +58,7 @@ def test_regions_are_what_torch_cuts(mesh: tuple[int, ...], placements: list[Any
             coordinate = tuple(int(c) for c in torch.unravel_index(torch.tensor(number), mesh))
             tensor, part = spread_over(whole, mesh, placements, coordinate, fsdp)
             rebuilt = torch.full_like(part, -1)
-            for region in regions_of(tensor):
+            for region in local_regions(tensor):
                 region.of_part(rebuilt).copy_(region.of_whole(whole))
                 region.of_whole(covered).add_(1)
             assert torch.equal(rebuilt, part), (size, coordinate)
@@ -72,7 +72,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     tensor, _ = spread_over(whole, (2,), [Replicate()], (0,), False)
     tensor.placements = [Partial()]
     with pytest.raises(ValueError, match="still to be summed"):
-        regions_of(tensor)
+        local_regions(tensor)
     tensor.placements = [Shard(0)]
     with pytest.raises(ValueError, match="which these placements do not give"):
-        regions_of(tensor)
+        local_regions(tensor)

@@ -63,7 +63,7 @@ def test_saved_replaced_listed_pruned_and_removed(folder: str) -> None:
     assert (inspect(f"{folder}/2").step, inspect(f"{folder}/2").parameters) == (5, 10)
     assert str(find_last(folder)).endswith("/2")
     assert [str(path).rpartition("/")[2] for path in prune(folder, keep=1, protect=[f"{folder}/1"])] == ["3"]
-    assert sorted(path.name for path in remote.place(folder).iterdir()) == ["1", "2"]
+    assert sorted(path.name for path in remote.to_path(folder).iterdir()) == ["1", "2"]
     remove(f"{folder}/1")
     with pytest.raises(CheckpointError, match="nothing has that name"):
         load(f"{folder}/1")
@@ -92,7 +92,7 @@ def test_a_save_that_is_cut_short_leaves_what_was_there(
             save(f"{address}-new", state(2))
     assert load(address)["step"] == 1
     assert verify(address) == []
-    place = remote.place(address)
+    place = remote.to_path(address)
     assert sum(entry.name.startswith(remote.PREFIX) for entry in place.iterdir()) == 1
     (place / f"{remote.PREFIX}killed" / "model.safetensors").write_bytes(b"half")  # by a process that was killed
     assert load(address)["step"] == 1
@@ -105,12 +105,12 @@ def test_damage_and_other_things_are_told_of(tmp_path: Path) -> None:
     folder = f"memory://{tmp_path}/runs"
     for step in (1, 2):
         save(f"{folder}/{step}", state(step))
-    place = remote.place(f"{folder}/2")
+    place = remote.to_path(f"{folder}/2")
     (data,) = [entry for entry in place.iterdir() if entry.name.startswith(remote.PREFIX)]
     (data / "model.safetensors").write_bytes((data / "model.safetensors").read_bytes()[:-1])
     with pytest.warns(UserWarning, match="damaged"):
         assert str(find_last(folder)).endswith("/1")
-    (remote.place(f"{folder}/other") / "notes.txt").write_bytes(b"precious")
+    (remote.to_path(f"{folder}/other") / "notes.txt").write_bytes(b"precious")
     with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
         save(f"{folder}/other", state(1))
     with pytest.raises(CheckpointError, match="nosuch"):

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from arclight.checkpoint import AsyncSaver, CheckpointError, files, load, saver
+from arclight.checkpoint import AsyncSaver, CheckpointError, async_saver, files, load
 
 torch.set_num_threads(1)
 
@@ -23,7 +23,7 @@ def state(value: float) -> dict:
 
 def test_what_changes_after_save_returns_is_not_saved(tmp_path, monkeypatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(saver, "write", lambda *a, write=saver.write: release.wait(60) and write(*a))
+    monkeypatch.setattr(async_saver, "write", lambda *a, write=async_saver.write: release.wait(60) and write(*a))
     current = state(1.0)
     with AsyncSaver() as background:
         future = background.save(tmp_path / "a", current)

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import arclight as al
 from arclight import checkpoint
 from arclight.checkpoint import CheckpointError
-from arclight.checkpoint.stored import StoredTensor
-from arclight.fabric.sharding import share_of
+from arclight.checkpoint.stored_tensor import StoredTensor
+from arclight.fabric.distributed.sharding import shard_like
 from arclight.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from arclight.federated.server.malloc import tune_malloc
 
@@ -145,11 +145,11 @@ def _placements(fabric: al.Fabric, path: Path) -> None:
     assert not isinstance(found["stages"]["state"]["shared"], StoredTensor)
     for name, value in state.items():
         if isinstance(value, DTensor):  # as it was, and as others might have it
-            assert torch.equal(share_of(found["model"][name], value).to_local(), value.to_local())
+            assert torch.equal(shard_like(found["model"][name], value).to_local(), value.to_local())
     for kind in kinds:
         wanted = distribute_tensor(table, mesh, kind)
         for number in range(len(kinds)):
-            assert torch.equal(share_of(found["model"][str(number)], wanted).to_local(), wanted.to_local())
+            assert torch.equal(shard_like(found["model"][str(number)], wanted).to_local(), wanted.to_local())
 
 
 def test_every_placement_and_what_only_some_processes_have(tmp_path: Path) -> None:
@@ -244,9 +244,9 @@ def _costs(fabric: al.Fabric, path: Path) -> list[dict[str, float]]:
     checkpoint.save_shares(path.with_name("first"), {"w": tensors["0"]}, strategy)  # what is imported then is no buffer
     measure("save", lambda: checkpoint.save_shares(path, {"model": tensors}, strategy))
     state = measure("open", lambda: checkpoint.load_shares(path, strategy, check=False))
-    measure("load", lambda: [share_of(state["model"][name], like) for name, like in tensors.items()])
+    measure("load", lambda: [shard_like(state["model"][name], like) for name, like in tensors.items()])
     half = DTensor.from_local(torch.empty(SIZE[0], SIZE[1] // 4), mesh, [Shard(1)])
-    columns = measure("columns", lambda: share_of(state["model"]["0"], half))
+    columns = measure("columns", lambda: shard_like(state["model"]["0"], half))
     assert columns.to_local()[:: SIZE[0] // 4, 0].tolist() == [0, 1, 2, 3]
     measure("checked", lambda: checkpoint.load_shares(path, strategy))
     return strategy.all_gather_object(found)

@@ -11,7 +11,7 @@ from torch import nn
 
 import arclight as al
 from arclight import checkpoint
-from arclight.fabric.naming import by_name, for_optimizer, names_of
+from arclight.fabric.distributed.optimizer_names import key_by_name, name_parameters, select_optimizer_state
 from arclight.fabric.strategies import FSDPStrategy
 
 torch.set_num_threads(1)
@@ -115,9 +115,9 @@ def test_what_no_stage_has_or_the_checkpoint_lacks_is_refused(tmp_path: Path) ->
     _, optimizer = train([0])
     state = checkpoint.load(tmp_path / "c")["optimizer"]
     with pytest.raises(ValueError, match="by name, and the optimizer has a parameter whose name is not known"):
-        for_optimizer(optimizer, state, {})
+        select_optimizer_state(optimizer, state, {})
     with pytest.raises(ValueError, match="must be kept by name"):
-        by_name(optimizer.state_dict())
+        key_by_name(optimizer.state_dict())
     other = Layers([7])
     with pytest.raises(ValueError, match=r"the optimizer has layers\.7\.weight, which is not in it"):
-        for_optimizer(optimizer_for(other), state, names_of([other]))
+        select_optimizer_state(optimizer_for(other), state, name_parameters([other]))

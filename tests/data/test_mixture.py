@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from arclight.data import ResumableLoader
+from arclight.data.computed_order import PADDING
 from arclight.data.mixture import MixtureOrder
-from arclight.data.order import PADDING
 
 weights_of_parts = st.lists(st.tuples(st.integers(1, 700), st.floats(0, 5)), min_size=1, max_size=5).filter(
     lambda parts: sum(weight for _, weight in parts) > 0.1

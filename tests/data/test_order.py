@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from arclight.data import ResumableLoader
-from arclight.data.order import PADDING, EpochOrder
+from arclight.data.computed_order import PADDING, EpochOrder
 
 
 class Numbers(Dataset[int]):

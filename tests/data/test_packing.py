@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from arclight.data import ResumableLoader, TokenShards
+from arclight.data.computed_order import EpochOrder
 from arclight.data.fetching import identity
-from arclight.data.order import EpochOrder
 from arclight.data.packing import Packed, Windows
 from arclight.data.token_samples import IGNORED, TokenSamples
 from arclight.data.token_shards import TokenShardError, write_index, write_shard

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import arclight as al
-from arclight.fabric.collectives import TorchCollective
-from arclight.fabric.filesystem import is_shared_filesystem
+from arclight.compat.lightning.collectives import TorchCollective
+from arclight.compat.lightning.utilities import is_shared_filesystem
 from arclight.fabric.strategies import DDPStrategy
 
 

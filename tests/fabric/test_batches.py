@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from arclight.fabric.batches import counts_of
+from arclight.fabric.batches import count_samples_and_tokens
 
 IDS = torch.zeros(3, 5, dtype=torch.int64)
 
@@ -25,4 +25,4 @@ IDS = torch.zeros(3, 5, dtype=torch.int64)
     ],
 )
 def test_samples_and_tokens(batch: Any, samples: int, tokens: int) -> None:
-    assert counts_of(batch) == (samples, tokens)
+    assert count_samples_and_tokens(batch) == (samples, tokens)

@@ -12,7 +12,7 @@ import pytest
 
 from arclight.fabric import environments as env
 from arclight.fabric import registry
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.warnings import PossibleUserWarning
 
 TORCHRUN = {
     "GROUP_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1",

@@ -11,11 +11,11 @@ import time
 import pytest
 import torch.distributed as dist
 
-from arclight.fabric import meeting
-from arclight.fabric.hanging import RankMissingError
-from arclight.fabric.meeting import fresh_name
-from arclight.fabric.stopping import StopSignal
-from arclight.fabric.watching import Watch
+from arclight.fabric.distributed import rendezvous
+from arclight.fabric.distributed.hang_report import RankMissingError
+from arclight.fabric.distributed.rendezvous import agree_on_attempt
+from arclight.fabric.distributed.stop_signal import StopSignal
+from arclight.fabric.distributed.watchdog import Watchdog
 
 
 def meet(store: dist.Store, ranks: list[int], world_size: int, timeout: float = 10) -> dict[int, object]:
@@ -23,7 +23,7 @@ def meet(store: dist.Store, ranks: list[int], world_size: int, timeout: float = 
 
     def join(rank: int) -> None:
         try:
-            found[rank] = fresh_name(store, rank, world_size, timeout)
+            found[rank] = agree_on_attempt(store, rank, world_size, timeout)
         except TimeoutError as error:
             found[rank] = str(error)
 
@@ -56,7 +56,7 @@ def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
 
     def join(rank: int) -> None:
         try:
-            meeting.meet("127.0.0.1", port, rank, 3, datetime.timedelta(seconds=1))
+            rendezvous.open_rendezvous_store("127.0.0.1", port, rank, 3, datetime.timedelta(seconds=1))
         except RankMissingError as error:
             said[rank] = str(error)
 
@@ -70,7 +70,7 @@ def test_ranks_that_never_come_are_named(came: list[int], missing: str) -> None:
 
 def test_a_collective_that_times_out_before_the_watch_has_looked_names_who_is_behind() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    watch = Watch(store, 0, 3, 600.0, StopSignal())
+    watch = Watchdog(store, 0, 3, 600.0, StopSignal())
     watch.close()
     watch._since = time.monotonic() - 599  # its thread was given no time while the collective waited
     answers = [{"entered": {"0": count}, "place": place} for count, place in ((7, "mine"), (6, "its sleep"), (7, ""))]

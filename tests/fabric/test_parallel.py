@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from arclight.fabric.collectives import SingleDeviceCollective, TorchCollective
-from arclight.fabric.filesystem import is_shared_filesystem
-from arclight.fabric.layer_sync import TorchSyncBatchNorm
+from arclight.compat.lightning.collectives import SingleDeviceCollective, TorchCollective
+from arclight.compat.lightning.utilities import is_shared_filesystem
 from arclight.fabric.strategies import SingleDeviceStrategy
+from arclight.fabric.strategies.layer_sync import TorchSyncBatchNorm
 
 CHECKS = ("exchanges", "groups", "filesystem", "comm_hooks", "local_sgd")
 

@@ -28,7 +28,7 @@ from arclight.fabric.strategies import (
     StrategyRegistry,
     TorchSyncBatchNorm,
 )
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.warnings import PossibleUserWarning
 
 
 class CheckpointIO:

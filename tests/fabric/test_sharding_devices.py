@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from arclight.fabric.sharding import multiply, scale_to_norm
+from arclight.fabric.distributed.sharding import scale_tensors, scale_to_norm
 from arclight.parallel.apply import _is_on
 
 
@@ -22,14 +22,14 @@ def test_gradients_on_the_host_are_clipped_by_a_norm_on_the_device(monkeypatch: 
         total = torch.empty((), device="cuda")
         scale_to_norm([nn.Parameter(torch.empty(3)), torch.empty(2)], total, 1.0, False)
         scale_to_norm([torch.empty(3, device="cuda")], total, 1.0, False)
-        multiply([torch.empty(3)], 2.0 * total)
+        scale_tensors([torch.empty(3)], 2.0 * total)
     assert seen == [("cpu", {"cpu"}), ("cuda", {"cuda"}), ("cpu", {"cpu"})]
 
 
 def test_multiplying_takes_numbers_too() -> None:
     parts = [torch.ones(2), torch.ones(3)]
-    multiply(parts, 2.0)
-    multiply(parts, torch.tensor(3.0))
+    scale_tensors(parts, 2.0)
+    scale_tensors(parts, torch.tensor(3.0))
     assert [part.tolist() for part in parts] == [[6.0, 6.0], [6.0, 6.0, 6.0]]
 
 

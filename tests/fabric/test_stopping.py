@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from arclight.fabric.stopping import StopSignal
+from arclight.fabric.distributed.stop_signal import StopSignal
 
 
 def connected(world_size: int, timeout: float = 20.0) -> list[StopSignal]:

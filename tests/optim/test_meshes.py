@@ -102,9 +102,9 @@ def placements_equal_one_process(rank: int, count: int) -> None:
 
 def goes_on_elsewhere(settings: Any, found: MixedOptimizer, shared: Any, alone: Any, place: Any) -> None:
     """Whole tensors of a spread optimizer's state, as a checkpoint holds them, on one process and back."""
-    from arclight.fabric.sharding import gathered
+    from arclight.fabric.distributed.sharding import gather_tree
 
-    state = gathered(found.state_dict(), keep=True)
+    state = gather_tree(found.state_dict(), keep=True)
     for target, put in (
         ({n: whole(p.detach()).clone() for n, p in shared.items()}, lambda t: t),
         ({n: p.detach().clone() for n, p in shared.items()}, place),

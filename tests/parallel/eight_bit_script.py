@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from arclight.fabric.sharding import whole_tensor
+from arclight.fabric.distributed.sharding import full_tensor
 from arclight.parallel import Mesh, Plan, initialize, parallelize
 from arclight.parallel.eight_bit import convert
 from arclight.text import build_model
@@ -25,7 +25,7 @@ def gradients(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = model(tokens[:, :-1])
     logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    return torch.cat([whole_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+    return torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
 
 
 def check(plan: Plan) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from arclight.fabric.sharding import total_norm
+from arclight.fabric.distributed.sharding import total_norm
 from arclight.parallel import Mesh, Plan, initialize, parallelize
 from arclight.parallel.expert import shard_experts
 from arclight.text import build_model

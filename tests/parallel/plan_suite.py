@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 
-from arclight.fabric.sharding import whole_tensor
+from arclight.fabric.distributed.sharding import full_tensor
 from arclight.parallel import Mesh, Plan, initialize, parallelize
 from arclight.parallel.context import ContextRunner
 from arclight.parallel.pipeline.running.install import install
@@ -244,7 +244,7 @@ class Language(nn.Module):
         return (batch[0],), {"positions": None}, batch[1]
 
     def loss(self, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        total = cross_entropy(wide(whole_tensor(output)).flatten(0, 1), targets.flatten(), reduction="sum")
+        total = cross_entropy(wide(full_tensor(output)).flatten(0, 1), targets.flatten(), reduction="sum")
         return total, torch.tensor(targets.numel())
 
     def batch_weight(self, batch: tuple[Tensor, Tensor]) -> int:
@@ -278,7 +278,7 @@ def by_hand(case: Case, mesh: Mesh, model: nn.Module) -> tuple[Tensor, nn.Module
     with loss_parallel() if isinstance(logits, DTensor) else nullcontext():
         loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
         loss.backward()
-    return whole_tensor(loss.detach()), model
+    return full_tensor(loss.detach()), model
 
 
 def share(case: Case, mesh: Mesh) -> tuple[Tensor, Tensor]:
@@ -301,7 +301,7 @@ def compare(case: Case) -> dict[str, Any]:
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, set(names))
     assert set().union(*everyones) == wanted.keys()
-    pairs = [(whole_tensor(p.grad).double(), wanted[name].double()) for name, p in names.items()]
+    pairs = [(full_tensor(p.grad).double(), wanted[name].double()) for name, p in names.items()]
     least = max(two.norm() for _, two in pairs) / 100  # some gradients are nothing but rounding (biases of keys)
     errors = [(a - b).norm() / b.norm().clamp(min=least) if case.half else (a - b).abs().max() for a, b in pairs]
     error = torch.stack(errors).max()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import arclight as al
-from arclight.fabric.sharding import load_whole_weights
+from arclight.fabric.distributed.sharding import accept_full_weights
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.actions import write_csv
@@ -227,7 +227,7 @@ def parts_of_a_model() -> tuple[list[str], int]:
     for name, parameter in module.model.named_parameters():
         assert torch.equal(parameter.full_tensor(), wanted[name])
     batch_loss(module, batch(6))[0].backward()
-    load_whole_weights(module)
+    accept_full_weights(module)
     module.load_state_dict({f"model.{name}": 2 * parameter for name, parameter in wanted.items()})
     for name, parameter in module.model.named_parameters():
         assert torch.equal(parameter.full_tensor(), 2 * wanted[name])

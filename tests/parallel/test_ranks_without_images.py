@@ -11,7 +11,7 @@ from tests.parallel.pipeline.test_runtime_faults import PROCESSES, everyone
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from arclight.fabric.sharding import whole_tensor
+from arclight.fabric.distributed.sharding import full_tensor
 from arclight.parallel import Plan, initialize, parallelize
 from arclight.text import build_model
 from arclight.text.vision_language.vision_llama import Images, VisionConfig
@@ -41,7 +41,7 @@ def same_gradients(rank: int, plan: Plan) -> None:
     model = parallelize(sees(), plan)
     loss_of(model, rank).backward()
     for (name, own), wanted in zip(model.named_parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(whole_tensor(own.grad), wanted.grad, rtol=0, atol=1e-12, msg=name)
+        torch.testing.assert_close(full_tensor(own.grad), wanted.grad, rtol=0, atol=1e-12, msg=name)
     with torch.no_grad():  # nor does anybody wait where nothing is learned
         loss_of(model, rank)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.fabric.naming import by_name
+from arclight.fabric.distributed.optimizer_names import key_by_name
 from arclight.parallel import Plan, PlanError, initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text import build_model
@@ -189,7 +189,7 @@ def test_replicas_train_as_models_of_one_process_by_hand(tmp_path: Path, sizes: 
         assert_same(process["weights"], before["weights"])
     state = checkpoint.load(tmp_path / "a" / "state")
     own = state["callbacks"]["DiLoCo"]
-    for key, moments in by_name(state["optimizers"][0])["state"].items():  # all of one replica
+    for key, moments in key_by_name(state["optimizers"][0])["state"].items():  # all of one replica
         (number,) = [n for n, k in enumerate(state["optimizers"][0]["param_groups"][0]["param_names"]) if k == key]
         assert torch.equal(moments["exp_avg"], own["optimizers"][0][number]["exp_avg"][0])
     assert all(torch.equal(value, own["anchor"][key]) for key, value in state["model"].items() if key in own["anchor"])

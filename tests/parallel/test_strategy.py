@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.fabric.naming import by_name
+from arclight.fabric.distributed.optimizer_names import key_by_name
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, initialize
 from arclight.parallel.running import Split, batch_loss
@@ -272,7 +272,7 @@ def tensors_of(tree: Any, prefix: str = "") -> dict[str, Tensor]:
 def state(path: Path) -> dict[str, Tensor]:
     """Weights and moments of a checkpoint, whole and by name."""
     entries = checkpoint.load(path)
-    moments = [by_name(optimizer)["state"] for optimizer in entries["optimizers"]]
+    moments = [key_by_name(optimizer)["state"] for optimizer in entries["optimizers"]]
     return tensors_of({"model": entries["model"], "moments": moments})
 
 

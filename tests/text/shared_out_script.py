@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from arclight.fabric.sharding import whole_tensor
+from arclight.fabric.distributed.sharding import full_tensor
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.text import ByteTokenizer, build_model, from_hf, generate, to_hf
 from arclight.text.diffusion.flux import Conditions, Flux, FluxConfig
@@ -88,7 +88,7 @@ def pictures() -> None:
             (run(model) - 1).square().mean().backward()
         for name, parameter in shared.named_parameters():
             gradient = alone.get_parameter(name).grad
-            torch.testing.assert_close(whole_tensor(parameter.grad), gradient, rtol=0, atol=1e-7, msg=name)
+            torch.testing.assert_close(full_tensor(parameter.grad), gradient, rtol=0, atol=1e-7, msg=name)
         with pytest.raises(PlanError, match="no sharding table names"):
             parallelize(make(), Mesh(Plan(tp=2)), seed=3)
     print("passed pictures", flush=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint
 from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
@@ -55,7 +55,7 @@ def main(root: str, address: str) -> None:
     wanted = fit(root, None, 6, strategy())
     fit(root, address, 3, strategy())
     found = fit(root, address, 6, strategy(), ckpt="last")
-    kept = sorted(entry.name for entry in place(address).iterdir())
+    kept = sorted(entry.name for entry in to_path(address).iterdir())
     assert kept == ["last.ckpt", "step=6.ckpt"], kept
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.checkpoint import saver as saver_module
+from arclight.checkpoint import async_saver as saver_module
 from arclight.trainer.callbacks import (
     EarlyStopping,
     LearningRateFinder,

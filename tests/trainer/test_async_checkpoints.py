@@ -14,7 +14,7 @@ from tests.waiting import wait_until
 
 import arclight as al
 from arclight import checkpoint
-from arclight.checkpoint import saver as saver_module
+from arclight.checkpoint import async_saver as saver_module
 from arclight.compat.lightning import Trainer
 from arclight.trainer.callbacks import ModelCheckpoint
 from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO, FolderCheckpointIO, TorchCheckpointIO

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.checkpoint import CheckpointError
-from arclight.checkpoint.remote import RemotePath, place
+from arclight.checkpoint.remote import RemotePath, to_path
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.strategies import FSDPStrategy
 from arclight.trainer.callbacks import ModelCheckpoint, OnExceptionCheckpoint
@@ -62,7 +62,7 @@ def fit(root: Path, callbacks: Any, steps: int, devices: int = 1, ckpt: Any = No
 
 
 def names(address: str) -> list[str]:
-    return sorted(entry.name for entry in place(address).iterdir())
+    return sorted(entry.name for entry in to_path(address).iterdir())
 
 
 def check_a_run(tmp_path: Path, folder: str, devices: int = 1, **options: Any) -> None:

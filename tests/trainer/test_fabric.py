@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import arclight as al
 from arclight import checkpoint
-from arclight.trainer.fabric_modules import is_wrapped
+from arclight.trainer.fabric.wrappers import is_wrapped
 from arclight.trainer.loggers import Logger
 
 

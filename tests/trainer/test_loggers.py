@@ -17,8 +17,9 @@ import torch
 import yaml
 
 import arclight as al
+from arclight.compat.lightning import fabric_loggers
 from arclight.fabric.errors import MisconfigurationError
-from arclight.trainer.loggers import CSVLogger, DummyLogger, Logger, TensorBoardLogger, fabric_loggers
+from arclight.trainer.loggers import CSVLogger, DummyLogger, Logger, TensorBoardLogger
 from arclight.trainer.loggers.csv_logger import ExperimentWriter, read_metrics, read_rows
 
 

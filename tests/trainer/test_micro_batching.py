@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import arclight as al
-from arclight.fabric.batches import part_of_batch
+from arclight.fabric.batches import slice_batch
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.callbacks import MicroBatching
 
@@ -134,7 +134,7 @@ def test_refuses_accumulation(tmp_path: Path) -> None:
 def test_a_part_of_a_batch_takes_the_same_samples_everywhere() -> None:
     x, shared = torch.arange(6).reshape(3, 2), torch.zeros(2, 2)
     boxes = [{"box": torch.full((n, 4), float(n))} for n in range(3)]
-    part = part_of_batch((x, [x[:, 0], shared], boxes, {"id": ["a", "b", "c"], "scale": 2.0}), 1, 3, size=3)
+    part = slice_batch((x, [x[:, 0], shared], boxes, {"id": ["a", "b", "c"], "scale": 2.0}), 1, 3, size=3)
     assert torch.equal(part[0], x[1:])
     assert torch.equal(part[1][0], x[1:, 0])
     assert torch.equal(part[1][1], shared)

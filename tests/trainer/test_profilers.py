@@ -26,8 +26,7 @@ from arclight.trainer.profilers import (
     resolve_profiler,
 )
 from arclight.trainer.profilers.profiler import profiled, profiled_items
-from arclight.trainer.profilers.pytorch import RegisterRecordFunction, warning_cache
-from arclight.trainer.profilers.stage_schedule import StageSchedule
+from arclight.trainer.profilers.pytorch import RegisterRecordFunction, StageSchedule, warning_cache
 
 EVERY = [SimpleProfiler, AdvancedProfiler, PyTorchProfiler]
 

@@ -16,9 +16,9 @@ from rich.progress import TextColumn
 
 from arclight.trainer.callback import Callback
 from arclight.trainer.callbacks import ProgressBar, RichProgressBar, RichProgressBarTheme, TQDMProgressBar
-from arclight.trainer.callbacks.progress_bar import get_standard_metrics
-from arclight.trainer.callbacks.progress_clock import ProgressClock, clock_text, rate_text
-from arclight.trainer.callbacks.progress_columns import count_text, value_text
+from arclight.trainer.callbacks.progress.progress_bar import get_standard_metrics
+from arclight.trainer.callbacks.progress.rich_progress import count_text, value_text
+from arclight.trainer.callbacks.progress.timing import ProgressClock, clock_text, rate_text
 from arclight.trainer.loggers.logger import DummyLogger
 from arclight.trainer.loop.hooks import callback_hooks
 from arclight.trainer.settings import LIGHTNING
@@ -72,7 +72,7 @@ def test_output_that_is_no_terminal_gets_whole_lines(fit: Any, monkeypatch: pyte
     bar, out = shown(False)
     fit({"val/score": [1.0]}, bar, batches=6)
     assert re.fullmatch(r"Epoch 1/1  6/6  [\d.,]+ it/s  0:\d\d  train/loss: \d\.\d{3}\n", out.getvalue())
-    monkeypatch.setattr("arclight.trainer.callbacks.rich_progress_bar.PLAIN_INTERVAL", 0.0)
+    monkeypatch.setattr("arclight.trainer.callbacks.progress.rich_progress.PLAIN_INTERVAL", 0.0)
     bar, out = shown(False)
     fit({"val/score": [1.0]}, bar, batches=6)
     assert len(out.getvalue().splitlines()) >= 3

@@ -52,7 +52,7 @@ def test_whole_windows_are_timed_and_peaks_compared(fit: Any, scripted: Any) -> 
     logger, module = Rows(), scripted({"val/score": [1.0]})
     module.flops_per_batch = 30
     monitor = ThroughputMonitor(lambda batch: 1, window_size=2, using_sparse_model=False)
-    with mock.patch("arclight.trainer.callbacks.throughput_monitor.get_available_flops", return_value=60):
+    with mock.patch("arclight.trainer.callbacks.monitoring.throughput_monitor.get_available_flops", return_value=60):
         fit(module, monitor, batches=5, max_epochs=1, logger=logger, log_every_n_steps=1, accumulate_grad_batches=2)
     rows = logger.named("train/time")
     assert [(step, row["train/batches"]) for step, row in rows][:2] == [(1, 2), (2, 4)]

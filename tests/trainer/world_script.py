@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import arclight as al
-from arclight.data.order import PADDING, EpochOrder
+from arclight.data.computed_order import PADDING, EpochOrder
 
 SIZE, EPOCHS = 100, 2
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.checkpoint.async_saver import AsyncSaver as AsyncSaver
     from arclight.checkpoint.conversion import convert as convert
     from arclight.checkpoint.conversion import load_weights as load_weights
     from arclight.checkpoint.conversion import read_pickled as read_pickled
@@ -14,9 +15,8 @@ if TYPE_CHECKING:
     from arclight.checkpoint.retention import find_last as find_last
     from arclight.checkpoint.retention import prune as prune
     from arclight.checkpoint.retention import remove as remove
-    from arclight.checkpoint.saver import AsyncSaver as AsyncSaver
-    from arclight.checkpoint.share_loading import load_shares as load_shares
-    from arclight.checkpoint.shares import save_shares as save_shares
+    from arclight.checkpoint.sharded.reader import load_shares as load_shares
+    from arclight.checkpoint.sharded.writer import save_shares as save_shares
     from arclight.checkpoint.store import load as load
     from arclight.checkpoint.store import save as save
     from arclight.checkpoint.store import verify as verify
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "AsyncSaver": "arclight.checkpoint.saver",
+        "AsyncSaver": "arclight.checkpoint.async_saver",
         "CheckpointError": "arclight.checkpoint.errors",
         "Inspection": "arclight.checkpoint.inspection",
         "convert": "arclight.checkpoint.conversion",
@@ -32,12 +32,12 @@ __getattr__, __dir__, __all__ = lazy(
         "inspect": "arclight.checkpoint.inspection",
         "load_weights": "arclight.checkpoint.conversion",
         "load": "arclight.checkpoint.store",
-        "load_shares": "arclight.checkpoint.share_loading",
+        "load_shares": "arclight.checkpoint.sharded.reader",
         "read_pickled": "arclight.checkpoint.conversion",
         "prune": "arclight.checkpoint.retention",
         "remove": "arclight.checkpoint.retention",
         "save": "arclight.checkpoint.store",
-        "save_shares": "arclight.checkpoint.shares",
+        "save_shares": "arclight.checkpoint.sharded.writer",
         "verify": "arclight.checkpoint.store",
     },
 )

@@ -1,6 +1,6 @@
 """Every call to the file system that a checkpoint needs: durable writes, hashed reads, replacing a folder in one step.
 
-How a local folder is replaced stands in `arclight.fabric.replacing`; at an address the manifest is what is replaced.
+How a local folder is replaced stands in `arclight.fabric.atomic_replace`; at an address the manifest is what is replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from arclight.checkpoint import remote
-from arclight.fabric import replacing
+from arclight.fabric import atomic_replace
 
 MANIFEST = "manifest.json"
 _PIECE = 1 << 18
@@ -78,7 +78,7 @@ class HashedFile:
 def create(path: Path) -> Iterator[HashedFile]:
     """A new file that is on the disk when the block ends."""
     if isinstance(path, remote.RemotePath):
-        with remote.reaching(path), path.open("wb") as file:
+        with remote.explain_remote_errors(path), path.open("wb") as file:
             yield HashedFile(file)
         return
     with path.open("xb") as file:
@@ -89,7 +89,7 @@ def create(path: Path) -> Iterator[HashedFile]:
 
 @contextmanager
 def open_hashed(path: Path) -> Iterator[HashedFile]:
-    with remote.reaching(path), path.open("rb") as file:
+    with remote.explain_remote_errors(path), path.open("rb") as file:
         yield HashedFile(file)
 
 
@@ -119,7 +119,7 @@ class PlacedFile:
 
 
 def hash_file(path: Path) -> str:
-    with remote.reaching(path), path.open("rb") as file:
+    with remote.explain_remote_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -127,7 +127,7 @@ def make_staging(path: Path) -> Path:
     """A new empty folder beside `path`, whose parents are made where they are missing."""
     if isinstance(path, remote.RemotePath):
         return cast(Path, remote.make_staging(path))
-    return replacing.make_staging(path)
+    return atomic_replace.make_staging(path)
 
 
 def data_folder(staging: Path) -> str:
@@ -152,7 +152,7 @@ def publish(staging: Path, path: Path) -> None:
     if isinstance(staging, remote.RemotePath) and isinstance(path, remote.RemotePath):
         remote.publish(staging, path, MANIFEST)
     else:
-        replacing.publish(staging, path)
+        atomic_replace.replace_folder(staging, path)
 
 
 def retire(path: Path) -> None:
@@ -160,23 +160,23 @@ def retire(path: Path) -> None:
     if isinstance(path, remote.RemotePath):
         remote.retire(path, MANIFEST)
     else:
-        replacing.retire(path)
+        atomic_replace.retire(path)
 
 
 def replace_file(path: Path, content: Path) -> None:
     """Put the finished file `content` at `path` in one step."""
     content.replace(path)
-    replacing.sync_folder(path.parent)
+    atomic_replace.sync_folder(path.parent)
 
 
 def temporary_file(path: Path) -> Path:
     """Name for a file under construction that is to replace `path`."""
-    return replacing.temporary(path)
+    return atomic_replace.temporary_path(path)
 
 
 def sweep(folder: Path) -> list[Path]:
     """As `replacing.sweep`. At an address processes elsewhere may be at work: the next save under a name cleans it up."""
-    return [] if remote.is_remote(folder) else replacing.sweep(folder)
+    return [] if remote.is_remote(folder) else atomic_replace.sweep(folder)
 
 
 def discard(path: Path) -> None:
@@ -186,7 +186,7 @@ def discard(path: Path) -> None:
             if not _is_published(path):
                 path.remove_tree()
     else:
-        replacing.discard(path)
+        atomic_replace.discard(path)
 
 
 def _is_published(staging: remote.RemotePath) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arclight.checkpoint.manifest import EntrySummary, read_manifest
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,7 @@ _OF_RANK = re.compile(r"-(\d{5})-of-\d{5}\.safetensors$")
 
 def inspect(path: str | Path) -> Inspection:
     """Summary of the checkpoint at `path`; reads no tensor. Raises CheckpointError where there is none."""
-    manifest = read_manifest(place(path))
+    manifest = read_manifest(to_path(path))
     model = manifest.entries.get("model")
     return Inspection(
         path=str(path),

@@ -30,7 +30,7 @@ _OF_CONTENT = (CheckpointError, ValueError, KeyError, TypeError, AttributeError,
 """What is wrong with the bytes that were read, not with reading them."""
 
 
-def place(path: str | Path) -> Path:
+def to_path(path: str | Path) -> Path:
     """The path of a local name or ``file://`` address; for other addresses what has its methods that a checkpoint needs."""
     if isinstance(path, RemotePath):
         return cast(Path, path)
@@ -41,9 +41,9 @@ def place(path: str | Path) -> Path:
     return Path(name) if protocol in ("file", "local") else cast(Path, RemotePath(text))
 
 
-def resolved(path: str | Path) -> Path:
+def to_absolute_path(path: str | Path) -> Path:
     """As `place`, from now on independent of the working directory, which may change before it is used."""
-    found = place(path)
+    found = to_path(path)
     return found if is_remote(found) else found.absolute()
 
 
@@ -153,13 +153,13 @@ class RemotePath:
 
     def _ask(self, action: str, *arguments: Any, **options: Any) -> Any:
         """Let the file system do something, on what is there now and not on what it remembers."""
-        with reaching(self, passing=()):
+        with explain_remote_errors(self, passing=()):
             self._system.invalidate_cache()
             return getattr(self._system, action)(*arguments, **options)
 
 
 @contextmanager
-def reaching(path: object, passing: tuple[type[Exception], ...] = _OF_CONTENT) -> Iterator[None]:
+def explain_remote_errors(path: object, passing: tuple[type[Exception], ...] = _OF_CONTENT) -> Iterator[None]:
     """Whatever keeps the block from reading or writing at an address is raised as an OSError that names it and says what to do.
 
     passing: errors that are left as they are. So are all where `path` is local.
@@ -167,12 +167,12 @@ def reaching(path: object, passing: tuple[type[Exception], ...] = _OF_CONTENT) -
     try:
         yield
     except Exception as error:
-        if isinstance(error, passing) or is_told(error) or not is_remote(path):
+        if isinstance(error, passing) or is_explained(error) or not is_remote(path):
             raise
-        raise _told(str(path), error) from error
+        raise _explained(str(path), error) from error
 
 
-def is_told(error: Exception) -> bool:
+def is_explained(error: Exception) -> bool:
     """Whether an error's text says already where it happened and what to do."""
     return bool(getattr(error, "says_what_to_do", False))
 
@@ -183,7 +183,7 @@ _CODES: dict[type[OSError], int] = {
 }  # fmt: skip
 
 
-def _told(address: str, error: Exception) -> OSError:
+def _explained(address: str, error: Exception) -> OSError:
     code = (error.errno if isinstance(error, OSError) else None) or _CODES.get(type(error), errno.EIO)  # type: ignore[arg-type]
     if isinstance(error, FileNotFoundError):
         advice = "if the bucket or folder is to be there, make it, or correct the address"
@@ -201,7 +201,7 @@ def _told(address: str, error: Exception) -> OSError:
 
 def check_writable(folder: str | Path) -> None:
     """Raise OSError for an address where checkpoints could not be written, listed, read and removed."""
-    probe = cast(RemotePath, place(folder)) / f".probe-{uuid.uuid4().hex[:12]}"
+    probe = cast(RemotePath, to_path(folder)) / f".probe-{uuid.uuid4().hex[:12]}"
     probe.write_bytes(b"arclight")
     try:
         list(probe.parent.iterdir())

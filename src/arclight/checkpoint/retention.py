@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from arclight.checkpoint import files
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import is_checkpoint, read_manifest
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.checkpoint.store import is_complete, verify
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
     followed: what they point to is found under its own name or lies elsewhere. With `processes`, all of which must call
     this, each reads a part of the files.
     """
-    folder, candidates = place(folder), list[Path]()
+    folder, candidates = to_path(folder), list[Path]()
     if processes is None or processes.is_global_zero:
         files.sweep(folder)
         ordered, unreadable = _by_age(folder)
@@ -33,7 +33,7 @@ def find_last(folder: str | Path, processes: Strategy | None = None) -> Path | N
     for path in candidates if processes is None else processes.broadcast(candidates):
         problems = verify(path, processes)
         if not problems:
-            return place(path)
+            return to_path(path)
         warnings.warn(f"skipping a damaged checkpoint: {problems[0]}", stacklevel=2)
     return None
 
@@ -47,9 +47,9 @@ def prune(folder: str | Path, *, keep: int, protect: Iterable[str | Path] = ()) 
     """
     if keep < 0:
         raise ValueError(f"keep={keep}: the number of checkpoints to keep cannot be negative")
-    folder = place(folder)
+    folder = to_path(folder)
     files.sweep(folder)
-    protected = {place(path).resolve() for path in protect}
+    protected = {to_path(path).resolve() for path in protect}
     ordered, unreadable = _by_age(folder)
     ordered = [path for path in ordered if path.resolve() not in protected]
     unreadable = [path for path in unreadable if path.resolve() not in protected]
@@ -78,7 +78,7 @@ def remove(path: str | Path) -> None:
 
     Raises CheckpointError for anything that is not a checkpoint: it is left as it is.
     """
-    path = place(path)
+    path = to_path(path)
     if path.is_symlink():
         path.unlink()
         return
@@ -92,7 +92,7 @@ def copy(source: str | Path, target: str | Path) -> None:
 
     What was at `target` stays complete until the copy is. Raises CheckpointError where that cannot be.
     """
-    source, target = place(source), place(target)
+    source, target = to_path(source), to_path(target)
     manifest = read_manifest(source)
     staging = files.make_staging(target)
     try:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from arclight.checkpoint import choosing, files, remote, tree
-from arclight.checkpoint.choosing import chosen, nan_names
+from arclight.checkpoint import files, filters, remote, tree
 from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.filters import find_nan, select_entries
 from arclight.checkpoint.manifest import (
     ADVICE,
     NAME,
@@ -25,7 +25,7 @@ from arclight.checkpoint.manifest import (
     is_checkpoint,
     read_manifest,
 )
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.checkpoint.tensorfile import parse_json, read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> Path:
     A checkpoint that is already at `path` stays complete until the new one replaces it; anything else there is refused.
     Raises CheckpointError naming the key path of what cannot be kept, or the file that could not be written and why.
     """
-    path = place(path)
+    path = to_path(path)
     write(path, tree.encode(state))
     return path
 
@@ -98,14 +98,14 @@ def load(
     CPU). verify: compare the SHA-256 of every file that is read.
     Raises CheckpointError that names the file and what to do where anything is missing, damaged or of another version.
     """
-    path = place(path)
+    path = to_path(path)
     if not remote.is_remote(path) and not path.exists() and path.parent.is_dir():
         files.sweep(path.parent)  # a process killed between two renames has left it beside
 
     def read(manifest: Manifest) -> dict[str, Any]:
         entries = read_entries(path, manifest, verify)
         with fitting(path):
-            entries = chosen(path, entries, only, exclude)
+            entries = select_entries(path, entries, only, exclude)
             needed = tree.tensors_of(entries)
         loaded = {
             name: read_file(path, name, manifest, verify, partial(_wanted, name, needed, map_location))
@@ -116,7 +116,7 @@ def load(
 
     _, state = read_whole(path, read, verify)
     if refuse_nan and isinstance(state.get("model"), dict):
-        choosing.refuse_nan(path, nan_names(state["model"]))
+        filters.refuse_nan(path, find_nan(state["model"]))
     return state
 
 
@@ -171,9 +171,9 @@ def verify(path: str | Path, processes: Strategy | None = None) -> list[str]:
     With `processes`, all of which must call this, each reads its part of the files, and all get the same answer.
     """
     if processes is not None and processes.world_size > 1:
-        found = processes.all_gather_object(_problems(place(path), processes.global_rank, processes.world_size))
+        found = processes.all_gather_object(_problems(to_path(path), processes.global_rank, processes.world_size))
         return list(dict.fromkeys(problem for problems in found for problem in problems))
-    return _problems(place(path))
+    return _problems(to_path(path))
 
 
 def _problems(path: Path, first: int = 0, step: int = 1) -> list[str]:
@@ -252,7 +252,7 @@ def _damaged(file: Path, why: str) -> CheckpointError:
 
 
 def _not_written(path: Path, encoded: tree.Encoded, error: OSError) -> CheckpointError:
-    if remote.is_told(error):
+    if remote.is_explained(error):
         return CheckpointError(
             f"checkpoint {path} could not be written: {error.strerror or error}; what was there before is intact"
         )

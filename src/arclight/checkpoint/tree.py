@@ -256,7 +256,7 @@ def _decode(node: Any, files: Mapping[str, Mapping[str, torch.Tensor]]) -> Any:
 
 def _decode_tensor(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
     tensor = files[REST][node["name"]]
-    return from_bytes(whole_of(tensor), _dtype(node["dtype"]), node["shape"]) if "dtype" in node else tensor
+    return from_bytes(read_stored(tensor), _dtype(node["dtype"]), node["shape"]) if "dtype" in node else tensor
 
 
 def _decode_tensors(node: dict[str, Any], files: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -300,7 +300,7 @@ def _cover(boxes: list[tuple[list[int], Sequence[int]]], shape: list[int]) -> bo
 
 def _decode_array(node: dict[str, Any], inner: Callable[[Any], Any], files: Any) -> np.ndarray[Any, Any]:
     tensor = inner(node["tensor"]) if "tensor" in node else _decode_tensor(node, files)
-    values: np.ndarray[Any, Any] = whole_of(tensor).cpu().numpy().astype(_numeric(node["array_dtype"]))
+    values: np.ndarray[Any, Any] = read_stored(tensor).cpu().numpy().astype(_numeric(node["array_dtype"]))
     return values
 
 
@@ -311,7 +311,7 @@ def _numeric(name: str) -> np.dtype[Any]:
     return dtype
 
 
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+def read_stored(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor that may still be in its file."""
     read: torch.Tensor = tensor.read() if hasattr(tensor, "read") else tensor
     return read
@@ -341,7 +341,7 @@ _KINDS: dict[str, _Kind] = {
     "tensor": lambda node, inner, files: _decode_tensor(node, files),
     "array": _decode_array,
     "spread": lambda node, inner, files: _decode_spread(node, files),
-    "bits": lambda node, inner, files: from_bytes(whole_of(inner(node["of"])), _dtype(node["dtype"]), node["shape"]),
+    "bits": lambda node, inner, files: from_bytes(read_stored(inner(node["of"])), _dtype(node["dtype"]), node["shape"]),
     "scalar": lambda node, inner, files: _numeric(node["dtype"]).type(inner(node["value"])),
     "tuple": lambda node, inner, files: tuple(inner(node["items"])),
     "set": lambda node, inner, files: set(inner(node["items"])),

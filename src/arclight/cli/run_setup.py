@@ -206,7 +206,7 @@ def resume_from(
         if place is not None and among is not None:
             check_there_is_a_run(among, flag)
         return None, place
-    if remote.is_remote(address := remote.place(place)):
+    if remote.is_remote(address := remote.to_path(place)):
         kept = address if is_checkpoint(address) else find_last(address)
         if kept is None:
             raise UsageError(f"{flag}: {place} has no checkpoint to go on from")

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.data.combination import ResumableCombination as ResumableCombination
     from arclight.data.combined import CombinedLoader as CombinedLoader
+    from arclight.data.combined import ResumableCombination as ResumableCombination
     from arclight.data.loader import ResumableLoader as ResumableLoader
     from arclight.data.seeding import derive_seed as derive_seed
     from arclight.data.seeding import isolated_rng as isolated_rng
@@ -16,7 +16,7 @@ __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
         "CombinedLoader": "arclight.data.combined",
-        "ResumableCombination": "arclight.data.combination",
+        "ResumableCombination": "arclight.data.combined",
         "ResumableLoader": "arclight.data.loader",
         "TokenShards": "arclight.data.token_shards",
         "derive_seed": "arclight.data.seeding",

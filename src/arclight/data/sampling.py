@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from arclight.data.order import PADDING, ComputedOrder
+from arclight.data.computed_order import PADDING, ComputedOrder
 from arclight.data.seeding import derive_seed, isolated_rng, own_generators
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.warnings import PossibleUserWarning
 
 _COMPUTED = 1024  # samples of a computed order that are found out together: one by one, calls would cost most
 _UNSEEDED = torch.Generator().initial_seed()  # of a generator that nobody has given a seed
@@ -70,7 +70,7 @@ class EpochSampler:
     some of the batch before it, so that ranks have equally many batches wherever there is a sample for each; only items that
     are whole batches may leave them differing by one. A sampler that shards by itself (DistributedSampler) is taken as it is.
 
-    A sampler that computes its order (see `arclight.data.order`) is asked for what is loaded only, and all batches are
+    A sampler that computes its order (see `arclight.data.computed_order`) is asked for what is loaded only, and all batches are
     full: the last ones are filled up with the sample -1 in the place of repeated ones, in training and evaluation alike.
     """
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from arclight.data.order import PADDING
+from arclight.data.computed_order import PADDING
 from arclight.data.packing import Layout
 
 IGNORED = -100

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -57,30 +58,30 @@ def batch_size_of(batch: Any) -> int:
     return next(batch_sizes(batch), 1)
 
 
-def part_of_batch(batch: Any, start: int, stop: int, size: int) -> Any:
+def slice_batch(batch: Any, start: int, stop: int, size: int) -> Any:
     """Samples ``start`` to ``stop`` of a batch of ``size``: slices of every tensor with that first dimension, and of lists
     with one entry for each sample. Containers keep their types, all else stays whole.
     """
     if isinstance(batch, torch.Tensor):
         return batch[start:stop] if batch.ndim and batch.shape[0] == size else batch
     if isinstance(batch, Mapping):
-        items = {key: part_of_batch(value, start, stop, size) for key, value in batch.items()}
+        items = {key: slice_batch(value, start, stop, size) for key, value in batch.items()}
         return items if type(batch) is dict else _rebuild_mapping(batch, items)
     if isinstance(batch, list) and len(batch) == size and size not in batch_sizes(batch[0]):
         return batch[start:stop]
     if isinstance(batch, tuple):
-        parts = [part_of_batch(value, start, stop, size) for value in batch]
+        parts = [slice_batch(value, start, stop, size) for value in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     if isinstance(batch, list):
-        return [part_of_batch(value, start, stop, size) for value in batch]
+        return [slice_batch(value, start, stop, size) for value in batch]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = [field.name for field in dataclasses.fields(batch) if field.init]
-        changed = {name: part_of_batch(getattr(batch, name), start, stop, size) for name in fields}
+        changed = {name: slice_batch(getattr(batch, name), start, stop, size) for name in fields}
         return dataclasses.replace(batch, **changed)
     return batch
 
 
-def counts_of(batch: Any) -> tuple[int, int]:
+def count_samples_and_tokens(batch: Any) -> tuple[int, int]:
     """Samples and tokens in a batch; tokens are those of its first tensor, or of ``input_ids`` or ``tokens``, if that is (B, T) of integers."""
     first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(first, Mapping):
@@ -119,3 +120,38 @@ def _parts(batch: Any) -> Iterable[Any]:
     if isinstance(batch, Iterable) and not isinstance(batch, (str, bytes, Iterator)):
         return batch
     return ()
+
+
+def as_tensors(data: Any, device: torch.device) -> Any:
+    """``data`` with its numbers, booleans and arrays as tensors on ``device``; tensors and all else as they are."""
+    if isinstance(data, (bool, int, float, complex, np.generic)):
+        return torch.tensor(data.item() if isinstance(data, np.generic) else data, device=device)
+    if isinstance(data, np.ndarray):
+        return torch.from_numpy(data).to(device)
+    if isinstance(data, torch.Tensor):
+        return data.to(device)
+    if isinstance(data, Mapping):
+        return {key: as_tensors(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(as_tensors(value, device) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(as_tensors(value, device) for value in data)
+    return data
+
+
+def as_scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """``metrics`` with each tensor of one element as its number. Raises ValueError for a larger one."""
+    return {name: _scalar(name, value) for name, value in metrics.items()}
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return as_scalars(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(
+            f"log({name!r}, ...): the value has {value.numel()} elements, so it cannot be converted to a scalar. Log its mean, "
+            "or each element under a name of its own"
+        )
+    return value.item()

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from arclight.fabric.distributed.hang_report import RankMissingError
+from arclight.fabric.distributed.watchdog import before_exit, explain_failure, failed_first, stop_watchdog
 from arclight.fabric.environments import ClusterEnvironment
-from arclight.fabric.hanging import RankMissingError
-from arclight.fabric.watching import at_end, end_watch, explained, failed_first
 
 
 class Launcher:
@@ -55,11 +55,11 @@ class SubprocessLauncher(Launcher):
         self.environment.validate_settings(self.num_processes, self.num_nodes)
         if not self.environment.creates_processes_externally and not self.children:
             self._start_children()
-        share_threads(self.num_processes)
+        divide_threads(self.num_processes)
         try:
             return function(*arguments, **options)
         except BaseException as problem:
-            error = explained(problem)
+            error = explain_failure(problem)
             if not self.children:
                 if error is problem:
                     raise
@@ -78,7 +78,7 @@ class SubprocessLauncher(Launcher):
                 f"this process attempted to launch new distributed processes with `local_rank > 0` ({self.environment.local_rank()}): either "
                 f"LOCAL_RANK was changed by hand, or {type(self.environment).__name__}.creates_processes_externally should be True"
             )
-        share_threads(self.num_processes)
+        divide_threads(self.num_processes)
         os.environ["MASTER_ADDR"] = self.environment.main_address
         os.environ["MASTER_PORT"] = str(self.environment.main_port)
         os.environ["NODE_RANK"] = str(self.environment.node_rank())
@@ -88,7 +88,7 @@ class SubprocessLauncher(Launcher):
             self.children.append(subprocess.Popen(_this_command(), env={**os.environ, "LOCAL_RANK": str(rank)}))
         threading.Thread(target=self._watch, name="arclight-children", daemon=True).start()
         atexit.register(self._at_exit)
-        at_end.append(self._stop_children)
+        before_exit.append(self._stop_children)
 
     def _watch(self) -> None:
         """End this process when a child fails: its main thread may be inside a collective that will never return."""
@@ -253,9 +253,9 @@ class _Job:
 
 
 def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
-    end_with_parent(job.parent)
+    exit_with_parent(job.parent)
     os.environ.update(job.shared, LOCAL_RANK=str(local_rank))
-    share_threads(job.num_processes)
+    divide_threads(job.num_processes)
     if job.state is not None:
         _restore_interpreter(job.state)
     try:
@@ -264,7 +264,7 @@ def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
             queue.put(result)
             taken.wait(_GRACE)  # tensors in it lie in memory that goes with this process
     except Exception as problem:
-        error = explained(problem)
+        error = explain_failure(problem)
         if failed_first() is not None:  # the parent shows what ends first: let that be the one which failed first
             time.sleep(_GRACE)
         if error is problem:
@@ -278,7 +278,7 @@ def _entry(local_rank: int, job: _Job, queue: Any, taken: Any) -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def exit_with_parent(parent: int | None = None) -> None:
     """End this process when its parent has gone, however that ended: nobody waits for it any more.
 
     It gets SIGTERM, on which a run saves and ends in order, and SIGKILL if it is still there a while later (in a collective
@@ -313,12 +313,12 @@ def leave_group() -> None:
     """Leave the process group, if there is one: gloo's threads abort a process that ends while they still run."""
     import torch.distributed as dist
 
-    end_watch()
+    stop_watchdog()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def share_threads(num_processes: int) -> None:
+def divide_threads(num_processes: int) -> None:
     """Divide the cores of this host among its processes, unless OMP_NUM_THREADS already says how many each may use."""
     if num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch

@@ -16,14 +16,14 @@ from arclight.fabric.accelerators import (
 )
 from arclight.fabric.environments import ClusterEnvironment, LightningEnvironment, detect_environment
 from arclight.fabric.errors import MisconfigurationError, MissingDeviceError
-from arclight.fabric.layer_sync import LayerSync, TorchSyncBatchNorm
 from arclight.fabric.precision import BitsandbytesPrecision, Precision, resolve_precision
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.fabric.strategies.base import SingleDeviceStrategy, Strategy
 from arclight.fabric.strategies.ddp import DDPStrategy
+from arclight.fabric.strategies.layer_sync import LayerSync, TorchSyncBatchNorm
 from arclight.fabric.strategies.parallel import ParallelStrategy
-from arclight.fabric.strategies.registry import STRATEGY_REGISTRY
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.strategies.strategy_registry import STRATEGY_REGISTRY
+from arclight.fabric.warnings import PossibleUserWarning
 
 
 @dataclass

@@ -9,7 +9,7 @@ from arclight._lazy import lazy
 if TYPE_CHECKING:
     from arclight.optim.groups import decay_groups as decay_groups
     from arclight.optim.optimizer import MixedOptimizer as MixedOptimizer
-    from arclight.optim.restore import restore_optimizer as restore_optimizer
+    from arclight.optim.optimizer import restore_optimizer as restore_optimizer
     from arclight.optim.schedule_settings import WSD as WSD
     from arclight.optim.schedule_settings import Constant as Constant
     from arclight.optim.schedule_settings import Cosine as Cosine
@@ -33,6 +33,6 @@ __getattr__, __dir__, __all__ = lazy(
     | {
         "decay_groups": "arclight.optim.groups",
         "MixedOptimizer": "arclight.optim.optimizer",
-        "restore_optimizer": "arclight.optim.restore",
+        "restore_optimizer": "arclight.optim.optimizer",
     },
 )

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.fabric.spread import is_spread, own_part
-from arclight.optim.exchange import Hop, collect, deal, hops_of, summed
-from arclight.optim.memory import DTYPES, store
+from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
+from arclight.optim.stochastic_rounding import DTYPES, store
 
 if TYPE_CHECKING:
     from arclight.optim.optimizer import Owned
+
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _AT_ONCE = 2**27
@@ -46,7 +47,7 @@ def newton_schulz(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 class MuonRule:
     """Parameters (R, C), or stacks of experts (E, R, C) whose matrices are orthogonalised one by one.
 
-    Whole matrices are dealt out over the processes that share them (see :mod:`arclight.optim.exchange`), so each is
+    Whole matrices are dealt out over the processes that share them (see :mod:`arclight.optim.muon`), so each is
     orthogonalised once, where one process would orthogonalise it alike.
     """
 
@@ -66,7 +67,13 @@ class MuonRule:
         buckets: dict[Any, list[Owned]] = {}
         for name, parameter, state in own:
             hops = hops_of(parameter)
-            key = (tuple(parameter.shape[-2:]), own_part(parameter).shape[-2:], parameter.dtype, parameter.device, hops)
+            key = (
+                tuple(parameter.shape[-2:]),
+                local_tensor(parameter).shape[-2:],
+                parameter.dtype,
+                parameter.device,
+                hops,
+            )
             buckets.setdefault(key, []).append((name, parameter, state))
         dealt = 0
         for key, members in buckets.items():
@@ -91,7 +98,7 @@ def _update(
         factor = _RMS * math.sqrt(max(rows, columns)) if group["scale"] == "rms" else math.sqrt(max(1, rows / columns))
     lengths = [len(part) for part in pushed]
     for (_, parameter, _), update in zip(own, updates.split(lengths), strict=True):
-        part = own_part(parameter)
+        part = local_tensor(parameter)
         new = part.to(update.dtype) * (1 - group["lr"] * group["weight_decay"])
         store(part, new.add_(update.view(part.shape), alpha=-group["lr"] * factor), skip)
     return count
@@ -102,7 +109,7 @@ def _momentum(
 ) -> torch.Tensor:
     """The direction to orthogonalise, as matrices (E, r, c) in at least float32; the velocity goes on."""
     assert parameter.grad is not None
-    gradient, velocity = own_part(parameter.grad), own_part(state["momentum_buffer"])
+    gradient, velocity = local_tensor(parameter.grad), local_tensor(state["momentum_buffer"])
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
     beta = group["momentum"]
     new = velocity.to(gradient.dtype).lerp(gradient, 1 - beta)
@@ -132,7 +139,7 @@ def _even_rows(
     """
     rows, columns = own[0][1].shape[-2:]
     squares = summed(updates.square().sum(-1, keepdim=True), hops, -1)
-    moments = [own_part(state["neuron_sq"]) for _, _, state in own]
+    moments = [local_tensor(state["neuron_sq"]) for _, _, state in own]
     lengths = [math.prod(moment.shape[:-2]) for moment in moments]
     running = torch.cat([_as_stack(moment) for moment in moments])
     running = running.lerp(squares / columns, 1 - group["beta2"])
@@ -148,9 +155,9 @@ def _even_rows(
 
 def _row_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zeros (..., R, 1), spread as the rows of ``parameter`` are."""
-    part = own_part(parameter)
+    part = local_tensor(parameter)
     zeros = torch.zeros(*part.shape[:-1], 1, dtype=dtype, device=part.device)
-    if not is_spread(parameter):
+    if not is_dtensor(parameter):
         return zeros
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -161,3 +168,98 @@ def _row_zeros(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     mesh = parameter.device_mesh  # type: ignore[attr-defined]
     spread: torch.Tensor = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=shape, stride=stride)
     return spread
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One mesh dimension along which matrices are shared: the processes there, and who has how much of which axis."""
+
+    group: Any
+    axis: int
+    """-2: rows, -1: columns."""
+    sizes: tuple[int, ...]
+    rank: int
+
+
+def hops_of(tensor: torch.Tensor) -> tuple[Hop, ...]:
+    """The mesh dimensions that share out the matrices of ``tensor`` (..., rows, columns), in the order of sharing.
+
+    Raises NotImplementedError for placements other than shards and replicas.
+    """
+    if not is_dtensor(tensor):
+        return ()
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    known = all(isinstance(placement, (Replicate, Shard, _StridedShard)) for placement in placements)
+    strided = [n for n, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
+    if not known or len(strided) > 1:
+        raise NotImplementedError(
+            f"Muon cannot put a matrix together that is spread as {placements}: gather it by hand"
+        )
+    lengths, found = list(tensor.shape), []
+    plain = [n for n in range(len(placements)) if n not in strided]
+    for number in (*plain, *strided):  # a strided share is a share of what the dimensions behind it left
+        placement, size = placements[number], mesh.size(number)
+        if isinstance(placement, Replicate) or size == 1:
+            continue
+        axis, rank = placement.dim % tensor.ndim, mesh.get_local_rank(number)
+        sizes = tuple(int(Shard.local_shard_size_and_offset(lengths[axis], size, r)[0]) for r in range(size))
+        lengths[axis] = sizes[rank]
+        if axis >= tensor.ndim - 2:
+            found.append(Hop(mesh.get_group(number), axis - tensor.ndim, sizes, rank))
+    return tuple(found)
+
+
+def _dealt(count: int, hop: Hop, first: int) -> list[int]:
+    """How many of ``count`` matrices each process gets; those left over go to the processes from ``first`` on."""
+    size = len(hop.sizes)
+    return [count // size + ((rank - first) % size < count % size) for rank in range(size)]
+
+
+def deal(matrices: torch.Tensor, hops: tuple[Hop, ...], first: int = 0) -> torch.Tensor:
+    """From this process's part of all ``matrices`` (M, r, c) to some of them, whole: (M', R, C). A collective."""
+    for hop in reversed(hops):
+        counts = _dealt(len(matrices), hop, first)
+        mine, (_, rows, columns) = counts[hop.rank], matrices.shape
+        shapes = [(mine, size, columns) if hop.axis == -2 else (mine, rows, size) for size in hop.sizes]
+        lengths = [a * b * c for a, b, c in shapes]
+        received = _all_to_all(matrices, [count * rows * columns for count in counts], lengths, hop.group)
+        parts = [part.view(shape) for part, shape in zip(received.split(lengths), shapes, strict=True)]
+        matrices = torch.cat(parts, dim=hop.axis)
+    return matrices
+
+
+def collect(matrices: torch.Tensor, hops: tuple[Hop, ...], count: int, first: int = 0) -> torch.Tensor:
+    """The inverse of :func:`deal` of ``count`` matrices. A collective."""
+    totals = []  # before each of the hops of deal, which went from the last to the first
+    for hop in reversed(hops):
+        totals.append(count)
+        count = _dealt(count, hop, first)[hop.rank]
+    for hop, total in zip(hops, reversed(totals), strict=True):
+        shares = _dealt(total, hop, first)
+        parts = matrices.split(list(hop.sizes), dim=hop.axis)
+        rows, columns = parts[hop.rank].shape[1:]
+        sent = torch.cat([part.reshape(-1) for part in parts])
+        lengths = [share * rows * columns for share in shares]
+        matrices = _all_to_all(sent, [part.numel() for part in parts], lengths, hop.group).view(total, rows, columns)
+    return matrices
+
+
+def _all_to_all(tensor: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+    """Flat pieces of ``sent`` elements to each process of ``group``; what came from each, ``received`` elements."""
+    import torch.distributed as dist
+
+    result = tensor.new_empty(sum(received))
+    dist.all_to_all_single(result, tensor.reshape(-1).contiguous(), received, sent, group=group)
+    return result
+
+
+def summed(tensor: torch.Tensor, hops: tuple[Hop, ...], axis: int) -> torch.Tensor:
+    """``tensor`` summed in place over the processes that share ``axis``. A collective where there are any."""
+    import torch.distributed as dist
+
+    for hop in hops:
+        if hop.axis == axis:
+            dist.all_reduce(tensor, group=hop.group)
+    return tensor

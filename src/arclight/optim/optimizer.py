@@ -10,11 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight._intervals import NonNegativeFloat, PositiveInt, ProperFraction, check
+from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.fabric.spread import own_part
-from arclight.optim.adamw import AdamWRule
+from arclight.optim.elementwise_rules import AdamWRule, SGDRule
 from arclight.optim.muon import MuonRule
-from arclight.optim.sgd import SGDRule
 
 _NOT_OPTIONS = ("params", "param_names")
 _OF_THIS_RUN = (*_NOT_OPTIONS, "state_dtype", "stochastic_rounding", "precision")
@@ -240,7 +239,7 @@ def _restored(
     name: str, parameter: torch.Tensor, group: Mapping[str, Any], entries: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     """``entries`` in this process's place, precision and memory layout."""
-    from arclight.fabric.sharding import share_of
+    from arclight.fabric.distributed.sharding import shard_like
 
     made = RULES[group["kind"]].new_state(parameter, group)
     if set(entries) != set(made):
@@ -252,5 +251,22 @@ def _restored(
         value = torch.as_tensor(entries[key])
         if value.shape != place.shape:
             raise ValueError(f"the saved {key} of {name} is {tuple(value.shape)}, not {tuple(place.shape)}")
-        own_part(place).copy_(own_part(share_of(value, place)))
+        local_tensor(place).copy_(local_tensor(shard_like(value, place)))
     return made
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict(state)``, with every tensor in the memory layout of its parameter.
+
+    Fused optimizers walk parameter, gradient and moments as flat memory. Moments that come back from a file are
+    contiguous; beside a ``channels_last`` weight each would be applied to another element, without an error.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, entries in optimizer.state.items():
+        for name, value in entries.items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                entries[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from arclight.fabric import sharding
-from arclight.fabric.sharding import from_own_part
+from arclight.fabric.distributed import sharding
+from arclight.fabric.distributed.sharding import from_local_tensor
 
 _BLOCK = 1 << 20
 """Elements of a block: what is drawn beyond a share is less than two of them."""
@@ -140,7 +140,7 @@ def materialize(model: nn.Module, device: torch.device, seed: int | None = None,
             continue
         if tensor not in made:
             value = _drawn(tensor, *distributions[name], seed).to(device, tensor.dtype)
-            value = from_own_part(value, tensor) if isinstance(tensor, DTensor) else value
+            value = from_local_tensor(value, tensor) if isinstance(tensor, DTensor) else value
             made[tensor] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
         owner, _, own = name.rpartition(".")
         holder = model.get_submodule(owner)

@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from arclight.fabric import sharding
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import map_tensors
+from arclight.fabric.distributed import sharding
+from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.environments import ClusterEnvironment
 from arclight.fabric.precision import Float8Precision
-from arclight.fabric.spread import own_part
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
-from arclight.fabric.strategies.root import StepRoot, let_go_without_backward
+from arclight.fabric.strategies.root_module import StepRoot, reshard_without_backward
 from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.parallel.apply import check, parallelize, replicate
 from arclight.parallel.context import install_context
@@ -141,7 +141,7 @@ class PlanStrategy(ShardedStrategy):
         root = self._spread(module, whole=True)
         after = dict(module.named_parameters())
         for optimizer in optimizers:
-            sharding.redirect(optimizer, {parameter: after[name] for name, parameter in before.items()})
+            sharding.replace_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
         return root, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
@@ -174,8 +174,8 @@ class PlanStrategy(ShardedStrategy):
             if self.plan.cp > 1:
                 install_context(module, self.mesh.grid["cp"])
             root = parallelize(module, self.mesh, root=StepRoot(module, shared=whole), **options)
-            root.register_forward_hook(let_go_without_backward)
-        sharding.load_whole_weights(module)
+            root.register_forward_hook(reshard_without_backward)
+        sharding.accept_full_weights(module)
         self._roots[module] = root
         return root
 
@@ -273,7 +273,7 @@ class PlanStrategy(ShardedStrategy):
             return super().portable(tree)
         tree = self._of_last_stage(tree)
         first = all(self.mesh.rank(dimension) == 0 for dimension in ("dp_replicate", "dp_shard", "cp", "tp"))
-        whole = sharding.gathered(tree, keep=first)
+        whole = sharding.gather_tree(tree, keep=first)
         if not first:
             return whole
         stages = self._from_all_stages(whole)
@@ -333,7 +333,7 @@ class PlanStrategy(ShardedStrategy):
             if isinstance(gradient, DTensor):
                 sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
                 parts = math.prod(size for placement, size in sizes if not placement.is_replicate())
-            copies.setdefault(holders // parts, []).append(own_part(gradient))
+            copies.setdefault(holders // parts, []).append(local_tensor(gradient))
         norms = {count: nn.utils.get_total_norm(parts, norm_type).to(self.device) for count, parts in copies.items()}
         nothing = torch.zeros((), device=self.device)
         if self.in_stages:  # of which one may have gradients of other types than another, or none

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arclight.checkpoint import load
 from arclight.fabric.errors import MisconfigurationError
-from arclight.fabric.no_init import NoInit
+from arclight.fabric.modules import SkipInit
 from arclight.parallel import Mesh, initialize
 from arclight.parallel.running import Split, batch_loss
 from arclight.text.families.zoo import build_model, model_config
@@ -110,7 +110,7 @@ class LanguageModel(Module):
             return
         overrides = self._overrides(self.hparams["vocab_size"])
         spread = torch.distributed.is_initialized() and hasattr(self.trainer.strategy, "plan")  # memory for shares only
-        with torch.device("meta") if spread else NoInit():
+        with torch.device("meta") if spread else SkipInit():
             self.model = build_model(self.settings.model, **overrides)
         if not next(self.model.parameters()).is_meta:
             initialize(self.model, self.initial_seed)

@@ -14,7 +14,7 @@ from arclight.trainer.data.checks import nothing_to_train
 from arclight.trainer.data.stage_data import StageData
 from arclight.trainer.loop.evaluation import Predictions
 from arclight.trainer.loop.hooks import takes_iterator
-from arclight.trainer.profilers.watching import watch_items
+from arclight.trainer.profilers.profiling import profile_items
 
 if TYPE_CHECKING:
     from arclight.data import ResumableCombination, ResumableLoader
@@ -128,11 +128,11 @@ class DataView:
         step = trainer.lightning_module.training_step
         if takes_iterator(step):
             start = self.loader_state.pop("fetched", start)
-            fetched = _everywhere(trainer, watch_items(trainer, _FETCHING, loader.batches(epoch, start)), total)
+            fetched = _everywhere(trainer, profile_items(trainer, _FETCHING, loader.batches(epoch, start)), total)
             triples = ((batch, index, 0) for index, batch in enumerate(fetched, start))
             self.batch_iterator = BatchIterator(triples, total, start)
             return self.batch_iterator.turns()
-        batches = _everywhere(trainer, watch_items(trainer, _FETCHING, loader.batches(epoch, start)), total)
+        batches = _everywhere(trainer, profile_items(trainer, _FETCHING, loader.batches(epoch, start)), total)
         return batches if total == math.inf else islice(batches, int(total) - start)
 
     def next_validation(self) -> Count:

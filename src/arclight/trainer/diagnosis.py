@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.data import ResumableLoader
 from arclight.fabric.batches import map_tensors
 from arclight.trainer.checkpoint import state
@@ -76,7 +76,7 @@ def _checkpoint(trainer: Trainer) -> Path | None:
         getattr(callback, "last_model_path", "") or getattr(callback, "best_model_path", "")
         for callback in trainer.checkpoint_callbacks
     )
-    return next((place(path) for path in kept if path and place(path).exists()), None)
+    return next((to_path(path) for path in kept if path and to_path(path).exists()), None)
 
 
 def _replay(trainer: Trainer, module: Module, last: int) -> str:

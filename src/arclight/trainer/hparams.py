@@ -26,7 +26,7 @@ from torch import nn
 from arclight.checkpoint import CheckpointError
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.fabric.warning_kinds import WarningCache
+from arclight.fabric.warnings import WarningCache
 from arclight.trainer.loggers.params import yaml_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.data_hooks import DataHooks
 from arclight.trainer.exporting import ExportMixin
-from arclight.trainer.fabric_link import FabricLink, TrainerOfFabric
+from arclight.trainer.fabric.link import FabricLink, TrainerOfFabric
 from arclight.trainer.hparams import HyperparametersMixin
 from arclight.trainer.optimizing import Optimizing
 
@@ -275,8 +275,7 @@ class Module(Optimizing, DataHooks, HyperparametersMixin, ExportMixin, FabricLin
 
         With one process they come back without that dimension; ``sync_grads`` lets gradients flow back through.
         """
-        from arclight.fabric.batches import map_tensors
-        from arclight.trainer.fabric_values import as_tensors
+        from arclight.fabric.batches import as_tensors, map_tensors
 
         gather = partial(self.trainer.strategy.all_gather, group=group, sync_grads=sync_grads)
         return map_tensors(as_tensors(data, self.device), gather)

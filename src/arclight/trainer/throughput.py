@@ -13,7 +13,7 @@ from arclight.fabric.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from arclight.fabric.precision import Precision
-    from arclight.trainer.fabric import Fabric
+    from arclight.trainer.fabric.fabric import Fabric
 
 
 _TYPES: tuple[torch.dtype | str, ...] = (

@@ -44,9 +44,9 @@ from arclight.trainer.view import TrainerView
 if TYPE_CHECKING:
     from arclight.fabric.accelerators import Accelerator
     from arclight.fabric.environments import ClusterEnvironment
-    from arclight.fabric.layer_sync import LayerSync
     from arclight.fabric.precision import Precision
     from arclight.fabric.strategies import Strategy
+    from arclight.fabric.strategies.layer_sync import LayerSync
     from arclight.trainer.loggers import Logger
     from arclight.trainer.profilers import Profiler
 

@@ -14,7 +14,7 @@ import torch
 
 from arclight import checkpoint
 from arclight.checkpoint.files import PlacedFile, open_hashed
-from arclight.checkpoint.stored import Piece, StoredTensor
+from arclight.checkpoint.stored_tensor import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import read_header
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.strategy_step import StrategyStep

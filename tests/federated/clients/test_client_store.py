@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.federated.clients.sites import fit_order
 
-from arclight.fabric import replacing
+from arclight.fabric import atomic_replace
 from arclight.federated.clients.client_store import ClientStore, FinishedUpdates, Residuals
 from arclight.federated.protocol import Fit, Held, Manifest, Update
 
@@ -63,7 +63,7 @@ def test_what_is_begun_is_offered_until_it_is_finished(tmp_path: Path) -> None:
 def test_a_round_is_there_or_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished, order = FinishedUpdates(tmp_path), fit_order(1, 4, 0)
     with monkeypatch.context() as patched:
-        patched.setattr(replacing, "publish", killed_at(1, replacing.publish))
+        patched.setattr(atomic_replace, "publish", killed_at(1, atomic_replace.replace_folder))
         with pytest.raises(Killed):
             finish(finished, order)
     assert (finished.rounds(), finished.of(order)) == ([], None)
@@ -81,7 +81,7 @@ def test_a_round_that_was_forgotten_half_way_is_forgotten_at_the_next_start(
     for round in (1, 2):
         finish(finished, fit_order(round, 4, 4 * round - 4))
     with monkeypatch.context() as patched:
-        patched.setattr(replacing, "discard", killed_at(1, replacing.discard))
+        patched.setattr(atomic_replace, "discard", killed_at(1, atomic_replace.discard))
         with pytest.raises(Killed):
             finished.drop(1)
     assert finished.rounds() == [2]
@@ -105,7 +105,7 @@ def test_residuals_are_those_of_the_newest_taken_update_wherever_a_process_is_ki
     for number in (1, 2):
         folder.finished.take(number, "s")
     assert not folder.finished.is_taken(3)
-    owner = Path if step in ("rename", "write_text") else replacing
+    owner = Path if step in ("rename", "write_text") else atomic_replace
     with monkeypatch.context() as patched:
         patched.setattr(owner, step, killed_at(at, getattr(owner, step)))
         try:

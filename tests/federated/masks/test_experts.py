@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arclight.checkpoint.files import PlacedFile
-from arclight.checkpoint.stored import Piece, StoredTensor
+from arclight.checkpoint.stored_tensor import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import as_bytes, memory_of
 from arclight.federated.aggregation.fixed_point import Contribution
 from arclight.federated.aggregation.fold import Fold

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
-from arclight.fabric.hanging import RankMissingError
+from arclight.fabric.distributed.hang_report import RankMissingError
 from arclight.parallel import PlanError
 from arclight.parallel.pipeline import split
 

@@ -13,7 +13,7 @@ from arclight.cli.style import bold, dim
 from arclight.federated.coordination import events
 from arclight.federated.coordination import records as r
 from arclight.federated.protocol import Beat
-from arclight.trainer.callbacks.progress_clock import clock_text
+from arclight.trainer.callbacks.progress.timing import clock_text
 from arclight.trainer.run.curves import number_text
 from arclight.trainer.run.report import size_text
 

@@ -6,8 +6,259 @@ in the table only when it exists, which a test checks by fetching each.
 
 from __future__ import annotations
 
-from arclight.compat.lightning.callback_names import CALLBACKS
-from arclight.compat.lightning.fabric_names import FABRIC
+__version__ = "2.6.6"
+
+
+FABRIC: tuple[tuple[str, str, str], ...] = (
+    (
+        "fabric.accelerators pytorch.accelerators",
+        "arclight.fabric.accelerators",
+        "Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices",
+    ),
+    ("fabric.accelerators", "arclight.fabric.accelerators", "ACCELERATOR_REGISTRY"),
+    ("pytorch.accelerators", "arclight.fabric.accelerators", "AcceleratorRegistry=ACCELERATOR_REGISTRY"),
+    (
+        "fabric.accelerators.registry",
+        "arclight.fabric.accelerators.accelerator_registry",
+        "_AcceleratorRegistry=AcceleratorRegistry",
+    ),
+    (
+        "fabric.accelerators.accelerator pytorch.accelerators.accelerator",
+        "arclight.fabric.accelerators.base",
+        "Accelerator",
+    ),
+    ("fabric.accelerators.cpu pytorch.accelerators.cpu", "arclight.fabric.accelerators.cpu", "CPUAccelerator"),
+    ("fabric.accelerators.cuda pytorch.accelerators.cuda", "arclight.fabric.accelerators.cuda", "CUDAAccelerator"),
+    ("pytorch.accelerators.cpu", "arclight.fabric.accelerators.cpu", "get_cpu_stats"),
+    (
+        "fabric.accelerators.cuda",
+        "arclight.fabric.accelerators.cuda",
+        "find_usable_cuda_devices is_cuda_available num_cuda_devices",
+    ),
+    ("fabric.accelerators.mps pytorch.accelerators.mps", "arclight.fabric.accelerators.mps", "MPSAccelerator"),
+    ("fabric.accelerators.xla pytorch.accelerators.xla", "arclight.fabric.accelerators.xla", "XLAAccelerator"),
+    (
+        "fabric.strategies pytorch.strategies",
+        "arclight.fabric.strategies",
+        "DDPStrategy FSDPStrategy ModelParallelStrategy ParallelStrategy SingleDeviceStrategy Strategy",
+    ),
+    ("fabric.strategies.fsdp pytorch.strategies.fsdp", "arclight.fabric.strategies.fsdp", "FSDPStrategy"),
+    (
+        "fabric.strategies.model_parallel pytorch.strategies.model_parallel",
+        "arclight.fabric.strategies.model_parallel",
+        "ModelParallelStrategy",
+    ),
+    (
+        "fabric.strategies.parallel pytorch.strategies.parallel",
+        "arclight.fabric.strategies.parallel",
+        "ParallelStrategy",
+    ),
+    ("fabric.strategies.ddp pytorch.strategies.ddp", "arclight.fabric.strategies.ddp", "DDPStrategy"),
+    (
+        "fabric.plugins.collectives fabric.plugins.collectives.torch_collective",
+        "arclight.compat.lightning.collectives",
+        "TorchCollective",
+    ),
+    (
+        "fabric.plugins.collectives fabric.plugins.collectives.single_device",
+        "arclight.compat.lightning.collectives",
+        "SingleDeviceCollective",
+    ),
+    (
+        "fabric.plugins.collectives fabric.plugins.collectives.collective",
+        "arclight.compat.lightning.collectives",
+        "Collective",
+    ),
+    ("fabric.strategies", "arclight.fabric.strategies.strategy_registry", "STRATEGY_REGISTRY"),
+    ("pytorch.strategies", "arclight.fabric.strategies.strategy_registry", "StrategyRegistry=STRATEGY_REGISTRY"),
+    (
+        "fabric.strategies.registry",
+        "arclight.fabric.strategies.strategy_registry",
+        "_StrategyRegistry=StrategyRegistry",
+    ),
+    (
+        "pytorch.plugins pytorch.plugins.layer_sync",
+        "arclight.fabric.strategies.layer_sync",
+        "LayerSync TorchSyncBatchNorm",
+    ),
+    (
+        "fabric.strategies.single_device pytorch.strategies.single_device",
+        "arclight.fabric.strategies.base",
+        "SingleDeviceStrategy",
+    ),
+    ("fabric.strategies.strategy pytorch.strategies.strategy", "arclight.fabric.strategies.base", "Strategy"),
+    (
+        "fabric.plugins fabric.plugins.precision pytorch.plugins pytorch.plugins.precision",
+        "arclight.fabric.precision",
+        "BitsandbytesPrecision DoublePrecision HalfPrecision MixedPrecision Precision TransformerEnginePrecision",
+    ),
+    (
+        "fabric.plugins.precision.double pytorch.plugins.precision.double",
+        "arclight.fabric.precision.true_precision",
+        "DoublePrecision",
+    ),
+    (
+        "fabric.plugins.precision.bitsandbytes pytorch.plugins.precision.bitsandbytes",
+        "arclight.fabric.precision.bitsandbytes",
+        "BitsandbytesPrecision",
+    ),
+    (
+        "fabric.plugins.precision.transformer_engine pytorch.plugins.precision.transformer_engine",
+        "arclight.fabric.precision.transformer_engine",
+        "TransformerEnginePrecision",
+    ),
+    ("fabric.plugins.precision.utils", "arclight.fabric.precision.base", "_DtypeContextManager=DefaultDtype"),
+    (
+        "fabric.plugins.precision.half pytorch.plugins.precision.half",
+        "arclight.fabric.precision.true_precision",
+        "HalfPrecision",
+    ),
+    ("fabric.plugins.precision.amp pytorch.plugins.precision.amp", "arclight.fabric.precision.mixed", "MixedPrecision"),
+    (
+        "fabric.plugins.precision.precision pytorch.plugins.precision.precision",
+        "arclight.fabric.precision.base",
+        "Precision",
+    ),
+    (
+        "fabric.plugins fabric.plugins.environments fabric.plugins.environments.cluster_environment "
+        "pytorch.plugins.environments",
+        "arclight.fabric.environments",
+        "ClusterEnvironment",
+    ),
+    (
+        "fabric.plugins.environments pytorch.plugins.environments",
+        "arclight.fabric.environments",
+        "KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment TorchElasticEnvironment",
+    ),
+    (
+        "fabric.plugins.environments.lightning",
+        "arclight.fabric.environments.variables",
+        "LightningEnvironment",
+    ),
+    ("fabric.plugins.environments.lightning", "arclight.fabric.environments.base", "find_free_network_port"),
+    ("fabric.plugins.environments.torchelastic", "arclight.fabric.environments.variables", "TorchElasticEnvironment"),
+    ("fabric.plugins.environments.kubeflow", "arclight.fabric.environments.variables", "KubeflowEnvironment"),
+    ("fabric.plugins.environments.slurm", "arclight.fabric.environments.slurm", "SLURMEnvironment"),
+    ("fabric.plugins.environments.lsf", "arclight.fabric.environments.lsf", "LSFEnvironment"),
+    ("fabric.plugins.environments.mpi", "arclight.fabric.environments.mpi", "MPIEnvironment"),
+)
+
+
+CALLBACKS: _Rows = (
+    (
+        "pytorch.callbacks pytorch.callbacks.batch_size_finder",
+        "arclight.trainer.tuner.batch_size_scaling",
+        "BatchSizeFinder",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.device_stats_monitor",
+        "arclight.trainer.callbacks.monitoring.device_stats_monitor",
+        "DeviceStatsMonitor",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.early_stopping",
+        "arclight.trainer.callbacks.early_stopping",
+        "EarlyStopping",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.finetuning",
+        "arclight.trainer.callbacks.weights.finetuning",
+        "BackboneFinetuning BaseFinetuning",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.gradient_accumulation_scheduler",
+        "arclight.trainer.callbacks.gradient_accumulation_scheduler",
+        "GradientAccumulationScheduler",
+    ),
+    ("pytorch.callbacks pytorch.callbacks.lr_finder", "arclight.trainer.tuner.lr_finder", "LearningRateFinder"),
+    (
+        "pytorch.callbacks pytorch.callbacks.lr_monitor",
+        "arclight.trainer.callbacks.monitoring.lr_monitor",
+        "LearningRateMonitor",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.model_checkpoint",
+        "arclight.trainer.callbacks.checkpoint.model_checkpoint",
+        "ModelCheckpoint",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.model_summary",
+        "arclight.trainer.callbacks.monitoring.model_summary",
+        "ModelSummary",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.on_exception_checkpoint",
+        "arclight.trainer.callbacks.checkpoint.on_exception_checkpoint",
+        "OnExceptionCheckpoint",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.prediction_writer",
+        "arclight.trainer.callbacks.prediction_writer",
+        "BasePredictionWriter",
+    ),
+    ("pytorch.callbacks pytorch.callbacks.pruning", "arclight.trainer.callbacks.weights.pruning", "ModelPruning"),
+    ("pytorch.callbacks pytorch.callbacks.spike", "arclight.trainer.callbacks.spike_detection", "SpikeDetection"),
+    (
+        "pytorch.callbacks pytorch.callbacks.throughput_monitor",
+        "arclight.trainer.callbacks.monitoring.throughput_monitor",
+        "ThroughputMonitor",
+    ),
+    ("pytorch.callbacks pytorch.callbacks.timer", "arclight.trainer.callbacks.timer", "Timer"),
+    (
+        "pytorch.callbacks pytorch.callbacks.weight_averaging",
+        "arclight.trainer.callbacks.weights.weight_averaging",
+        "EMAWeightAveraging WeightAveraging",
+    ),
+    ("pytorch.callbacks pytorch.callbacks.checkpoint", "arclight.trainer.callback", "Checkpoint"),
+    ("pytorch.callbacks.early_stopping", "arclight.trainer.callbacks.early_stopping", "EarlyStoppingReason"),
+    (
+        "pytorch.callbacks pytorch.callbacks.lambda_function",
+        "arclight.trainer.callbacks.lambda_callback",
+        "LambdaCallback",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.progress pytorch.callbacks.progress.progress_bar",
+        "arclight.trainer.callbacks.progress.progress_bar",
+        "ProgressBar",
+    ),
+    (
+        "pytorch.callbacks.progress.progress_bar",
+        "arclight.trainer.callbacks.progress.progress_bar",
+        "get_standard_metrics",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.progress pytorch.callbacks.progress.tqdm_progress",
+        "arclight.trainer.callbacks.progress.tqdm_progress",
+        "TQDMProgressBar",
+    ),
+    (
+        "pytorch.callbacks.progress.tqdm_progress",
+        "arclight.trainer.callbacks.progress.tqdm_progress",
+        "Tqdm convert_inf",
+    ),
+    ("pytorch.callbacks.finetuning", "arclight.trainer.callbacks.weights.finetuning", "multiplicative"),
+    ("pytorch.callbacks.prediction_writer", "arclight.trainer.callbacks.prediction_writer", "WriteInterval"),
+    (
+        "pytorch.callbacks pytorch.callbacks.rich_model_summary",
+        "arclight.trainer.callbacks.monitoring.model_summary",
+        "RichModelSummary",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.progress pytorch.callbacks.progress.rich_progress",
+        "arclight.trainer.callbacks.progress.rich_progress",
+        "RichProgressBar",
+    ),
+    (
+        "pytorch.callbacks.progress.rich_progress",
+        "arclight.trainer.callbacks.progress.rich_progress",
+        "RichProgressBarTheme",
+    ),
+    (
+        "pytorch.callbacks pytorch.callbacks.stochastic_weight_avg",
+        "arclight.trainer.callbacks.weights.stochastic_weight_averaging",
+        "StochasticWeightAveraging",
+    ),
+)
 
 
 _Rows = tuple[tuple[str, str, str], ...]
@@ -17,26 +268,30 @@ _CORE: _Rows = (
     (". pytorch pytorch.core pytorch.core.module", "arclight.trainer.module", "LightningModule=Module"),
     (". pytorch pytorch.core pytorch.core.datamodule", "arclight.trainer.datamodule", "LightningDataModule=DataModule"),
     (". pytorch pytorch.callbacks pytorch.callbacks.callback", "arclight.trainer.callback", "Callback"),
-    (". fabric fabric.fabric", "arclight.trainer.fabric", "Fabric"),
+    (". fabric fabric.fabric", "arclight.trainer.fabric.fabric", "Fabric"),
     (
         "fabric.wrappers",
-        "arclight.trainer.fabric_modules",
+        "arclight.trainer.fabric.wrappers",
         "is_wrapped _FabricModule=FabricModule _FabricOptimizer=FabricOptimizer _FabricDataLoader=FabricDataLoader "
         "_unwrap_objects=unwrap _unwrap_compiled=uncompiled",
     ),
-    ("fabric", "arclight.trainer.fabric_modules", "is_wrapped"),
+    ("fabric", "arclight.trainer.fabric.wrappers", "is_wrapped"),
     (
         ". pytorch pytorch.trainer fabric fabric.utilities.seed",
         "arclight.fabric.seeding",
         "seed_everything",
     ),
-    (". pytorch fabric", "arclight.compat.lightning.version", "__version__"),
-    ("fabric fabric.wrappers", "arclight.trainer.fabric_modules", "is_wrapped"),
+    (". pytorch fabric", "arclight.compat.lightning.names", "__version__"),
+    ("fabric fabric.wrappers", "arclight.trainer.fabric.wrappers", "is_wrapped"),
 )
 
 _TRAINER: _Rows = (
     ("fabric.utilities.registry", "arclight.fabric.registry", "_load_external_callbacks=load_external_callbacks"),
-    ("fabric.utilities.spike", "arclight.trainer.spike", "SpikeDetection TrainingSpikeException"),
+    (
+        "fabric.utilities.spike",
+        "arclight.trainer.callbacks.spike_detection",
+        "SpikeDetection=FabricSpikeDetection TrainingSpikeException",
+    ),
     ("fabric.utilities", "arclight.trainer.throughput", "Throughput ThroughputMonitor measure_flops"),
     ("pytorch.utilities", "arclight.trainer.throughput", "measure_flops"),
     (
@@ -45,7 +300,11 @@ _TRAINER: _Rows = (
         "Throughput ThroughputMonitor measure_flops",
     ),
     ("fabric.utilities.throughput", "arclight.trainer.throughput", "get_available_flops"),
-    ("pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger", "arclight.trainer.loggers.logger", "Logger"),
+    (
+        "pytorch.loggers pytorch.loggers.logger fabric.loggers fabric.loggers.logger",
+        "arclight.trainer.loggers.logger",
+        "Logger",
+    ),
     ("pytorch.loggers.logger", "arclight.trainer.loggers.logger", "DummyExperiment DummyLogger"),
     ("fabric.loggers.logger", "arclight.trainer.loggers.logger", "_DummyExperiment=DummyExperiment"),
     ("pytorch.loggers.logger fabric.loggers.logger", "arclight.trainer.loggers.logger", "rank_zero_experiment"),
@@ -53,14 +312,14 @@ _TRAINER: _Rows = (
     ("pytorch.loggers pytorch.loggers.csv_logs", "arclight.trainer.loggers.csv_logger", "CSVLogger"),
     ("pytorch.loggers.csv_logs", "arclight.trainer.loggers.csv_logger", "ExperimentWriter"),
     ("fabric.loggers.csv_logs", "arclight.trainer.loggers.csv_logger", "_ExperimentWriter=ExperimentWriter"),
-    ("fabric.loggers fabric.loggers.csv_logs", "arclight.trainer.loggers.fabric_loggers", "CSVLogger=FabricCSVLogger"),
+    ("fabric.loggers fabric.loggers.csv_logs", "arclight.compat.lightning.fabric_loggers", "CSVLogger=FabricCSVLogger"),
     ("pytorch.loggers pytorch.loggers.mlflow", "arclight.trainer.loggers.mlflow_logger", "MLFlowLogger"),
     ("pytorch.loggers.mlflow", "arclight.trainer.loggers.mlflow_logger", "_get_resolve_tags"),
     ("pytorch.loggers.neptune", "arclight.trainer.loggers.neptune_logger", "NeptuneLogger"),
     ("pytorch.loggers pytorch.loggers.tensorboard", "arclight.trainer.loggers.tensorboard_logger", "TensorBoardLogger"),
     (
         "fabric.loggers fabric.loggers.tensorboard",
-        "arclight.trainer.loggers.fabric_loggers",
+        "arclight.compat.lightning.fabric_loggers",
         "TensorBoardLogger=FabricTensorBoardLogger",
     ),
     (
@@ -75,18 +334,26 @@ _TRAINER: _Rows = (
         "_add_prefix=add_prefix _convert_json_serializable=convert_json_serializable _convert_params=convert_params "
         "_flatten_dict=flatten_dict _sanitize_callable_params=sanitize_callable_params _sanitize_params=sanitize_params",
     ),
-    ("pytorch.loggers.comet", "arclight.compat.lightning.availability", "_COMET_AVAILABLE"),
-    ("pytorch.loggers.mlflow", "arclight.compat.lightning.availability", "_MLFLOW_AVAILABLE _MLFLOW_SYNCHRONOUS_AVAILABLE"),
-    ("pytorch.loggers.tensorboard fabric.loggers.tensorboard", "arclight.compat.lightning.availability", "_TENSORBOARD_AVAILABLE"),
-    ("fabric.loggers.tensorboard", "arclight.compat.lightning.availability", "_TENSORBOARDX_AVAILABLE"),
-    ("pytorch.loggers.wandb", "arclight.compat.lightning.availability", "_WANDB_AVAILABLE"),
+    ("pytorch.loggers.comet", "arclight.compat.lightning.utilities", "_COMET_AVAILABLE"),
+    (
+        "pytorch.loggers.mlflow",
+        "arclight.compat.lightning.utilities",
+        "_MLFLOW_AVAILABLE _MLFLOW_SYNCHRONOUS_AVAILABLE",
+    ),
+    (
+        "pytorch.loggers.tensorboard fabric.loggers.tensorboard",
+        "arclight.compat.lightning.utilities",
+        "_TENSORBOARD_AVAILABLE",
+    ),
+    ("fabric.loggers.tensorboard", "arclight.compat.lightning.utilities", "_TENSORBOARDX_AVAILABLE"),
+    ("pytorch.loggers.wandb", "arclight.compat.lightning.utilities", "_WANDB_AVAILABLE"),
     ("pytorch.profilers pytorch.profilers.profiler", "arclight.trainer.profilers.profiler", "Profiler"),
     ("pytorch.profilers pytorch.profilers.base", "arclight.trainer.profilers.profiler", "PassThroughProfiler"),
     ("pytorch.profilers pytorch.profilers.simple", "arclight.trainer.profilers.simple", "SimpleProfiler"),
     ("pytorch.profilers pytorch.profilers.advanced", "arclight.trainer.profilers.advanced", "AdvancedProfiler"),
     ("pytorch.profilers pytorch.profilers.pytorch", "arclight.trainer.profilers.pytorch", "PyTorchProfiler"),
     ("pytorch.profilers.pytorch", "arclight.trainer.profilers.pytorch", "RegisterRecordFunction warning_cache"),
-    ("pytorch.profilers.pytorch", "arclight.trainer.profilers.stage_schedule", "ScheduleWrapper=StageSchedule"),
+    ("pytorch.profilers.pytorch", "arclight.trainer.profilers.pytorch", "ScheduleWrapper=StageSchedule"),
     (
         "fabric.plugins fabric.plugins.io pytorch.plugins pytorch.plugins.io",
         "arclight.trainer.checkpoint.checkpoint_io",
@@ -107,7 +374,7 @@ _TRAINER: _Rows = (
         "arclight.compat.lightning.cli",
         "LightningCLI instantiate_class instantiate_module",
     ),
-    ("pytorch.cli", "arclight.compat.lightning.save_config", "SaveConfigCallback"),
+    ("pytorch.cli", "arclight.compat.lightning.cli", "SaveConfigCallback"),
     (
         "pytorch.cli",
         "arclight.compat.lightning.cli_parser",
@@ -144,13 +411,13 @@ _UTILITIES: _Rows = (
     ),
     (
         "fabric.utilities.warnings pytorch.utilities.warnings",
-        "arclight.fabric.warning_kinds",
+        "arclight.fabric.warnings",
         "PossibleUserWarning",
     ),
-    ("pytorch.utilities.rank_zero fabric.utilities.rank_zero", "arclight.fabric.warning_kinds", "WarningCache"),
+    ("pytorch.utilities.rank_zero fabric.utilities.rank_zero", "arclight.fabric.warnings", "WarningCache"),
     (
         "fabric.utilities fabric.utilities.warnings pytorch.utilities",
-        "arclight.fabric.warning_kinds",
+        "arclight.fabric.warnings",
         "disable_possible_user_warnings",
     ),
     (
@@ -167,18 +434,26 @@ _UTILITIES: _Rows = (
     ("pytorch.utilities pytorch.utilities.enums", "arclight.compat.lightning.utilities", "GradClipAlgorithmType"),
     (
         "fabric.utilities fabric.utilities.distributed pytorch.utilities",
-        "arclight.fabric.filesystem",
+        "arclight.compat.lightning.utilities",
         "is_shared_filesystem",
     ),
-    ("fabric.utilities.data", "arclight.data.checks", "has_iterable_dataset=reads_a_stream has_len sized_len"),
+    (
+        "fabric.utilities.data",
+        "arclight.compat.lightning.utilities",
+        "has_iterable_dataset=reads_a_stream has_len sized_len",
+    ),
     (
         "fabric.utilities fabric.utilities.data pytorch.utilities",
-        "arclight.data.checks",
+        "arclight.compat.lightning.utilities",
         "suggested_max_num_workers",
     ),
-    ("fabric.utilities.apply_func", "arclight.compat.lightning.utilities", "convert_tensors_to_scalars convert_to_tensors"),
+    (
+        "fabric.utilities.apply_func",
+        "arclight.compat.lightning.utilities",
+        "convert_tensors_to_scalars convert_to_tensors",
+    ),
     ("fabric.utilities.types", "arclight.compat.lightning.types", "CollectibleGroup Optimizable Steppable"),
-    ("pytorch.utilities pytorch.utilities.grads", "arclight.optim.gradients", "grad_norm"),
+    ("pytorch.utilities pytorch.utilities.grads", "arclight.compat.lightning.utilities", "grad_norm"),
     ("pytorch.utilities.model_helpers", "arclight.compat.lightning.utilities", "is_overridden"),
     (
         "pytorch.overrides pytorch.overrides.distributed",
@@ -186,12 +461,20 @@ _UTILITIES: _Rows = (
         "UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper",
     ),
     ("fabric.utilities.distributed", "arclight.compat.lightning.sampling", "DistributedSamplerWrapper"),
-    ("pytorch.utilities.data", "arclight.compat.lightning.utilities", "extract_batch_size has_len_all_ranks warning_cache"),
-    ("pytorch.utilities.data", "arclight.data.checks", "has_iterable_dataset=reads_a_stream sized_len"),
+    (
+        "pytorch.utilities.data",
+        "arclight.compat.lightning.utilities",
+        "extract_batch_size has_len_all_ranks warning_cache",
+    ),
+    ("pytorch.utilities.data", "arclight.compat.lightning.utilities", "has_iterable_dataset=reads_a_stream sized_len"),
     ("pytorch.utilities.signature_utils", "arclight.compat.lightning.utilities", "is_param_in_hook_signature"),
     ("pytorch.utilities pytorch.utilities.parsing", "arclight.trainer.hparams", "is_picklable"),
     ("pytorch.utilities.parsing", "arclight.trainer.hparams", "clean_namespace"),
-    ("pytorch.utilities.parsing", "arclight.compat.lightning.utilities", "collect_init_args get_init_args parse_class_init_keys"),
+    (
+        "pytorch.utilities.parsing",
+        "arclight.compat.lightning.utilities",
+        "collect_init_args get_init_args parse_class_init_keys",
+    ),
     (
         "pytorch.utilities.parsing",
         "arclight.trainer.hparams",
@@ -211,7 +494,7 @@ _UTILITIES: _Rows = (
     ),
     (
         "pytorch.utilities pytorch.utilities.parameter_tying",
-        "arclight.fabric.tying",
+        "arclight.fabric.modules",
         "find_shared_parameters set_shared_parameters",
     ),
     (

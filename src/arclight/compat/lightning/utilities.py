@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
+import time
 from collections.abc import Callable, MutableMapping
 from enum import StrEnum
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 from unittest.mock import Mock
 
 import numpy as np
 import torch
+from torch import nn
+from torch.utils.data import IterableDataset
 
-from arclight.data.checks import has_len, reads_a_stream, sized_len
 from arclight.fabric.batches import batch_sizes, map_tensors, move_batch
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.fabric.warning_kinds import WarningCache
+from arclight.fabric.strategies.base import Strategy
+from arclight.fabric.warnings import WarningCache
 from arclight.trainer import Callback, DataModule, Module
 
 warning_cache = WarningCache()
@@ -236,3 +243,103 @@ def has_len_all_ranks(
     if reads_a_stream(dataloader):
         has_len(dataloader)
     return True
+
+
+def is_shared_filesystem(strategy: Strategy, path: str | Path | None = None, timeout: float = 3) -> bool:
+    """Whether all processes see the same files below ``path`` (the working directory by default).
+
+    Rank 0 puts a file there for ``timeout`` seconds and the others look for it, so the place must be writable; every rank must
+    call this. With one process, and for addresses such as ``s3://...``, the answer is yes.
+    Raises FileNotFoundError where the path does not exist on every rank.
+    """
+    if "://" in str(path or "") and not str(path).startswith(("file://", "local://")):
+        return True
+    place = Path(path or Path.cwd()).resolve()
+    if strategy.world_size == 1:
+        return True
+    if not strategy.reduce_boolean_decision(strategy.broadcast(str(place)) == str(place)):
+        return False
+    if not strategy.reduce_boolean_decision(place.exists()):
+        raise FileNotFoundError(
+            f"Unable to determine if the path belongs to a shared filesystem: {place} does not exist on every rank"
+        )
+    mark = (place.parent if place.is_file() else place) / ".arclight-shared-filesystem"
+    strategy.barrier("before a file is put")
+    if strategy.is_global_zero:
+        mark.touch()
+    deadline = time.monotonic() + timeout
+    while not (found := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    everyone = strategy.reduce_boolean_decision(found)
+    if strategy.is_global_zero:
+        mark.unlink(missing_ok=True)
+    strategy.barrier("after it is gone")
+    return everyone
+
+
+def reads_a_stream(loader: object) -> bool:
+    """Whether its dataset is an IterableDataset."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def sized_len(loader: object) -> int | None:
+    """Its length; None where it has none, or does not know it."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def has_len(loader: object) -> bool:
+    """Whether it knows its length; warns where that is 0, and where a stream's length may be wrong with workers."""
+    length = sized_len(loader)
+    if length == 0:
+        rank_zero_warn(f"`{type(loader).__name__}` returned 0 length. Please make sure this was your intention.")
+    if length is not None and reads_a_stream(loader):
+        rank_zero_warn(
+            "Your `IterableDataset` has `__len__` defined. In combination with multi-process data loading (when"
+            " num_workers > 1), it is right only where each worker reads its own share of the stream."
+        )
+    return length is not None
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """The most loader workers that leave a CPU for each of ``local_world_size`` training processes; at least 1."""
+    if local_world_size < 1:
+        raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
+    return max(1, available_cpus() // local_world_size - 1)
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """The ``norm_type``-norm (2, 1, ``"inf"``, ...) of each parameter's gradient, and of all of them as one vector.
+
+    Keys are ``grad_2.0_norm/<parameter>`` and ``grad_2.0_norm_total``; nothing where no parameter has a gradient.
+    Raises ValueError for a norm that is not positive.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {norm_type}")
+    norms = {
+        f"grad_{order}_norm{group_separator}{name}": torch.linalg.vector_norm(parameter.grad.detach(), order)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        norms[f"grad_{order}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(norms.values())), order)
+    return norms
+
+
+def _is_there(package: str) -> bool:
+    return package in sys.modules or find_spec(package) is not None
+
+
+_COMET_AVAILABLE = _is_there("comet_ml")
+_MLFLOW_AVAILABLE = _MLFLOW_SYNCHRONOUS_AVAILABLE = _is_there("mlflow")
+_TENSORBOARD_AVAILABLE = _is_there("tensorboard")
+_TENSORBOARDX_AVAILABLE = _is_there("tensorboardX")
+_WANDB_AVAILABLE = _is_there("wandb")

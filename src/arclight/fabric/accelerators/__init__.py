@@ -7,27 +7,27 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
+    from arclight.fabric.accelerators.accelerator_registry import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY
+    from arclight.fabric.accelerators.accelerator_registry import AcceleratorRegistry as AcceleratorRegistry
+    from arclight.fabric.accelerators.accelerator_registry import resolve_accelerator as resolve_accelerator
     from arclight.fabric.accelerators.base import Accelerator as Accelerator
     from arclight.fabric.accelerators.cpu import CPUAccelerator as CPUAccelerator
     from arclight.fabric.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
     from arclight.fabric.accelerators.cuda import find_usable_cuda_devices as find_usable_cuda_devices
     from arclight.fabric.accelerators.mps import MPSAccelerator as MPSAccelerator
-    from arclight.fabric.accelerators.registry import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY
-    from arclight.fabric.accelerators.registry import AcceleratorRegistry as AcceleratorRegistry
-    from arclight.fabric.accelerators.registry import resolve_accelerator as resolve_accelerator
     from arclight.fabric.accelerators.xla import XLAAccelerator as XLAAccelerator
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "ACCELERATOR_REGISTRY": "arclight.fabric.accelerators.registry",
+        "ACCELERATOR_REGISTRY": "arclight.fabric.accelerators.accelerator_registry",
         "Accelerator": "arclight.fabric.accelerators.base",
-        "AcceleratorRegistry": "arclight.fabric.accelerators.registry",
+        "AcceleratorRegistry": "arclight.fabric.accelerators.accelerator_registry",
         "CPUAccelerator": "arclight.fabric.accelerators.cpu",
         "CUDAAccelerator": "arclight.fabric.accelerators.cuda",
         "MPSAccelerator": "arclight.fabric.accelerators.mps",
         "XLAAccelerator": "arclight.fabric.accelerators.xla",
         "find_usable_cuda_devices": "arclight.fabric.accelerators.cuda",
-        "resolve_accelerator": "arclight.fabric.accelerators.registry",
+        "resolve_accelerator": "arclight.fabric.accelerators.accelerator_registry",
     },
 )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from arclight.fabric.accelerators.base import Accelerator, check_kind
-from arclight.fabric.accelerators.devices import choose_devices
+from arclight.fabric.accelerators.device_ids import choose_devices
 from arclight.fabric.rank_zero import rank_zero_info
 
 

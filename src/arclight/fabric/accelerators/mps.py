@@ -8,7 +8,7 @@ import torch
 
 from arclight.fabric.accelerators.base import Accelerator, check_kind
 from arclight.fabric.accelerators.cpu import host_load
-from arclight.fabric.accelerators.devices import choose_devices
+from arclight.fabric.accelerators.device_ids import choose_devices
 
 
 class MPSAccelerator(Accelerator):

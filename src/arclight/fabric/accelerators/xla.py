@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from arclight.fabric.accelerators.base import Accelerator, check_kind
-from arclight.fabric.accelerators.devices import check_devices
+from arclight.fabric.accelerators.device_ids import check_devices
 from arclight.fabric.errors import MisconfigurationError
 
 

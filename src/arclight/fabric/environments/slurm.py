@@ -10,7 +10,7 @@ import sys
 
 from arclight.fabric.environments.base import DEFAULT_PORT, ClusterEnvironment
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.warnings import PossibleUserWarning
 
 
 class SLURMEnvironment(ClusterEnvironment):

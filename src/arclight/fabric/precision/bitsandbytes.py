@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from arclight.fabric.precision.one_type import OneType
+from arclight.fabric.precision.true_precision import TruePrecision
 
 _BITSANDBYTES_AVAILABLE = find_spec("bitsandbytes") is not None
 
 _MODES = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
 
 
-class BitsandbytesPrecision(OneType):
+class BitsandbytesPrecision(TruePrecision):
     """Linear layers become bitsandbytes' own, whose weights are quantized when they arrive on a CUDA GPU.
 
     ``mode``: ``nf4`` or ``fp4`` (with ``-dq`` the scales are quantized too), ``int8`` for inference, ``int8-training``. ``dtype`` is

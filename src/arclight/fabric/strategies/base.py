@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.batches import move_batch
+from arclight.fabric.distributed.stop_signal import StopSignal
+from arclight.fabric.distributed.store_gather import StoreGather
 from arclight.fabric.environments import ClusterEnvironment
-from arclight.fabric.exchange import Exchange
 from arclight.fabric.launchers import Launcher
-from arclight.fabric.no_init import NoInit, entered, give_memory
+from arclight.fabric.modules import SkipInit, enter_all, materialize_meta
 from arclight.fabric.precision import Precision
-from arclight.fabric.stopping import StopSignal
 from arclight.fabric.strategies.checkpointing import Checkpointing
 
 
@@ -207,14 +207,14 @@ class Strategy(Checkpointing):
 
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """New tensors come into being on the device, in the precision's type, without first values if ``empty_init``."""
-        return entered(
-            self.root_device, NoInit() if empty_init else nullcontext(), self.precision.tensor_init_context()
+        return enter_all(
+            self.root_device, SkipInit() if empty_init else nullcontext(), self.precision.tensor_init_context()
         )
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """New modules come into being on the device, in the precision's type, without first values if ``empty_init``."""
-        return entered(
-            self.root_device, NoInit() if empty_init else nullcontext(), self.precision.module_init_context()
+        return enter_all(
+            self.root_device, SkipInit() if empty_init else nullcontext(), self.precision.module_init_context()
         )
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -269,7 +269,7 @@ class Strategy(Checkpointing):
         ``whole_step`` says that forward and backward passes lie in one step function each, which :meth:`wrap_step` may
         wrap; otherwise, in manual optimization, there is no such function.
         """
-        give_memory(module, self.device)
+        materialize_meta(module, self.device)
         module.to(self.device)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -335,7 +335,7 @@ class Strategy(Checkpointing):
         there ranks compare only where ``TORCH_DISTRIBUTED_DEBUG`` is set, to INFO or DETAIL.
         """
 
-    def exchange(self, name: str, timeout: float) -> Exchange | None:
+    def exchange(self, name: str, timeout: float) -> StoreGather | None:
         """How a thread beside the loop tells rank 0 something; None where there is one process."""
         return None
 

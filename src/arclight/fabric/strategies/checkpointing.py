@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from arclight.fabric.naming import for_optimizer, names_of, with_names
+from arclight.fabric.distributed.optimizer_names import add_parameter_names, name_parameters, select_optimizer_state
 
 
 class Checkpointing:
@@ -62,7 +62,7 @@ class Checkpointing:
         for name in [name for name in state or {} if name in tree]:
             value = tree.pop(name)
             if isinstance(state[name], Optimizer):
-                value = for_optimizer(state[name], value, names)
+                value = select_optimizer_state(state[name], value, names)
             elif not isinstance(state[name], nn.Module):
                 value = self.in_memory(value)
             if hasattr(state[name], "load_state_dict"):
@@ -99,7 +99,7 @@ class Checkpointing:
 
     def parameter_names(self, parts: Iterable[Any]) -> dict[torch.Tensor, str]:
         """The names that checkpoints have for the parameters of the modules among ``parts``."""
-        return names_of(self.bare(part) for part in parts if isinstance(part, nn.Module))
+        return name_parameters(self.bare(part) for part in parts if isinstance(part, nn.Module))
 
     def bare(self, module: nn.Module) -> nn.Module:
         """The user's module in what :meth:`setup_module` gave."""
@@ -124,7 +124,7 @@ class Checkpointing:
         self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
     ) -> dict[str, Any]:
         """A ``state_dict`` of ``optimizer`` in a form that fits any division of the model; every rank calls this."""
-        return with_names(optimizer, state, names)
+        return add_parameter_names(optimizer, state, names)
 
     def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """What of a ``whole`` tensor this process keeps beside ``like``."""

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from arclight._intervals import PositiveInt, check
 from arclight.fabric.accelerators import Accelerator
 from arclight.fabric.environments import ClusterEnvironment
-from arclight.fabric.layer_sync import LayerSync
 from arclight.fabric.precision import Precision
+from arclight.fabric.strategies.layer_sync import LayerSync
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT, ParallelStrategy
 
 

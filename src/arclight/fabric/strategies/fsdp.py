@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
-from arclight.fabric.strategies.root import StepRoot, let_go_without_backward, running_parts
+from arclight.fabric.strategies.root_module import StepRoot, outermost_submodules, reshard_without_backward
 from arclight.fabric.strategies.sharded import ShardedStrategy
 
 Policy = Any
@@ -121,19 +121,19 @@ class FSDPStrategy(ShardedStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        from arclight.fabric.sharding import redirect
+        from arclight.fabric.distributed.sharding import replace_parameters
 
         before = dict(module.named_parameters())
         root = self._share(module, whole=True)
         after = dict(module.named_parameters())
         for optimizer in optimizers:
-            redirect(optimizer, {parameter: after[name] for name, parameter in before.items()})
+            replace_parameters(optimizer, {parameter: after[name] for name, parameter in before.items()})
         return root, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         from torch.distributed.tensor import DTensor
 
-        from arclight.fabric.sharding import parameters_of
+        from arclight.fabric.distributed.sharding import parameters_of
 
         if not any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
             raise ValueError(
@@ -168,7 +168,7 @@ class FSDPStrategy(ShardedStrategy):
         """
         from torch.distributed.fsdp import fully_shard
 
-        from arclight.fabric import sharding
+        from arclight.fabric.distributed import sharding
 
         own = [name for name, _ in module.named_parameters(recurse=False)]
         if own and not whole:
@@ -180,19 +180,19 @@ class FSDPStrategy(ShardedStrategy):
         for part in _chosen(module, self.activation_checkpointing_policy):
             _checkpoint_activations(part)
         units = _chosen(module, self.auto_wrap_policy)
-        outermost: list[nn.Module] = [StepRoot(module, shared=whole)] if whole else running_parts(module)
+        outermost: list[nn.Module] = [StepRoot(module, shared=whole)] if whole else outermost_submodules(module)
         units = list(dict.fromkeys((*units, *outermost)))
         _refuse_tied_across(module, units)
         options = self._fully_shard_options()
         for unit in units:
             fully_shard(unit, **options)
         for unit in outermost:
-            unit.register_forward_hook(let_go_without_backward)
+            unit.register_forward_hook(reshard_without_backward)
         root = outermost[0] if whole else StepRoot(module, shared=whole)
         assert isinstance(root, StepRoot)
         sharding.materialize(module, self.device)
         self.sum_on_gloo(root)
-        sharding.load_whole_weights(module)
+        sharding.accept_full_weights(module)
         self._roots[module] = root
         return root
 

@@ -96,7 +96,7 @@ class ModelParallelStrategy(ShardedStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        from arclight.fabric import sharding
+        from arclight.fabric.distributed import sharding
 
         if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
             raise TypeError(
@@ -117,14 +117,14 @@ class ModelParallelStrategy(ShardedStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        from arclight.fabric.sharding import redirect
+        from arclight.fabric.distributed.sharding import replace_parameters
 
         before = dict(module.named_parameters())
         prepared = self.setup_module(module)
         after = dict(prepared.named_parameters())
         replaced = {parameter: after[name] for name, parameter in before.items() if name in after}
         for optimizer in optimizers:
-            redirect(optimizer, replaced)
+            replace_parameters(optimizer, replaced)
         return prepared, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def place(self, module: nn.Module, whole_step: bool = True) -> None:
@@ -155,7 +155,7 @@ class ModelParallelStrategy(ShardedStrategy):
         """What every model needs once it is spread."""
         from torch.distributed.fsdp import FSDPModule
 
-        from arclight.fabric import sharding
+        from arclight.fabric.distributed import sharding
 
         sharding.materialize(module, self.device)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -169,4 +169,4 @@ class ModelParallelStrategy(ShardedStrategy):
                     f"data_parallel_size={replicas}, but no part of the model is shared over that dimension: apply fully_shard "
                     'with mesh=device_mesh["data_parallel"], or gradients stay different on each process'
                 )
-        sharding.load_whole_weights(module)
+        sharding.accept_full_weights(module)

@@ -16,21 +16,21 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from arclight.fabric.accelerators import Accelerator
+from arclight.fabric.distributed.rendezvous import agree_on_attempt, open_rendezvous_store, reuses_agent_store
+from arclight.fabric.distributed.store_gather import StoreGather
+from arclight.fabric.distributed.watchdog import FAILED_KEY, carry_stop_signal, start_watchdog
 from arclight.fabric.environments import ClusterEnvironment
-from arclight.fabric.exchange import Exchange
 from arclight.fabric.launchers import (
     Launcher,
     MultiProcessingLauncher,
     RankFailedError,
     SubprocessLauncher,
+    divide_threads,
     leave_group,
-    share_threads,
 )
-from arclight.fabric.meeting import fresh_name, is_used_again, meet
 from arclight.fabric.precision import Precision
 from arclight.fabric.rank_zero import rank_zero_only
 from arclight.fabric.strategies.base import Strategy
-from arclight.fabric.watching import FAILED, follow, start_watch
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
 """How long a collective waits for the slowest process."""
@@ -95,7 +95,7 @@ class ParallelStrategy(Strategy):
     def setup_environment(self) -> None:
         self.set_world_ranks()
         super().setup_environment()
-        share_threads(self.num_processes)
+        divide_threads(self.num_processes)
         self.setup_distributed()
 
     def set_world_ranks(self) -> None:
@@ -115,7 +115,7 @@ class ParallelStrategy(Strategy):
         """Join the process group, unless this process is in one."""
         assert self.cluster_environment is not None
         if dist.is_initialized():
-            follow(self.stop)
+            carry_stop_signal(self.stop)
             return
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
@@ -123,13 +123,13 @@ class ParallelStrategy(Strategy):
         if "nccl" in self._get_process_group_backend():
             record_flights()
         rank, world_size = self.global_rank, self.world_size
-        if is_used_again():
+        if reuses_agent_store():
             kept, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-            name = fresh_name(kept, rank, world_size, timeout.total_seconds())
+            name = agree_on_attempt(kept, rank, world_size, timeout.total_seconds())
             own = dist.distributed_c10d.PrefixStore(f"arclight/{name}", kept)
         else:
             environment = self.cluster_environment
-            kept = meet(environment.main_address, environment.main_port, rank, world_size, timeout)
+            kept = open_rendezvous_store(environment.main_address, environment.main_port, rank, world_size, timeout)
             own = dist.distributed_c10d.PrefixStore("default_pg", kept)
         dist.init_process_group(
             self._get_process_group_backend(),
@@ -141,7 +141,7 @@ class ParallelStrategy(Strategy):
         )
         atexit.register(leave_group)
         store = dist.distributed_c10d._get_default_store()
-        start_watch(store, rank, world_size, timeout.total_seconds(), self.stop)
+        start_watchdog(store, rank, world_size, timeout.total_seconds(), self.stop)
 
     @property
     def world_size(self) -> int:
@@ -172,9 +172,9 @@ class ParallelStrategy(Strategy):
         store = dist.distributed_c10d._get_default_store()
         first = (self.local_rank if local else self.global_rank) == 0
         while not first and not store.check([done]):
-            if store.check([FAILED]):
+            if store.check([FAILED_KEY]):
                 raise RankFailedError(
-                    f"rank {store.get(FAILED).decode()} failed while this one waited for the first of all"
+                    f"rank {store.get(FAILED_KEY).decode()} failed while this one waited for the first of all"
                 )
             time.sleep(0.05)
         try:
@@ -231,12 +231,12 @@ class ParallelStrategy(Strategy):
         dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.stack(parts)
 
-    def exchange(self, name: str, timeout: float) -> Exchange | None:
+    def exchange(self, name: str, timeout: float) -> StoreGather | None:
         if not dist.is_initialized():
             return None
         self._exchanges += 1
         store: Any = dist.distributed_c10d._get_default_store()
-        return Exchange(store.clone(), self.global_rank, self.world_size, timeout, f"{name}-{self._exchanges}")
+        return StoreGather(store.clone(), self.global_rank, self.world_size, timeout, f"{name}-{self._exchanges}")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision), device=self.device)

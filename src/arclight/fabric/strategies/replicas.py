@@ -27,9 +27,9 @@ class ReplicaStrategy(ParallelStrategy):
         return self._mesh
 
     def portable(self, tree: Any) -> Any:
-        from arclight.fabric.sharding import gathered
+        from arclight.fabric.distributed.sharding import gather_tree
 
-        return gathered(tree, keep=self.is_global_zero)
+        return gather_tree(tree, keep=self.is_global_zero)
 
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if hasattr(io, "save_shares"):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from arclight.fabric.batches import map_tensors
-from arclight.fabric.naming import by_name, with_names
+from arclight.fabric.distributed.optimizer_names import add_parameter_names, key_by_name
 from arclight.fabric.strategies.parallel import ParallelStrategy
 
 
@@ -36,20 +36,20 @@ class ShardedStrategy(ParallelStrategy):
         return stack
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        from arclight.fabric.sharding import load_whole_moments
+        from arclight.fabric.distributed.sharding import accept_full_optimizer_state
 
-        load_whole_moments(optimizer)
+        accept_full_optimizer_state(optimizer)
         return optimizer
 
     def clip_norm(
         self, parameters: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        from arclight.fabric import sharding
+        from arclight.fabric.distributed import sharding
 
         return sharding.clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_value(self, parameters: list[torch.Tensor], limit: float) -> None:
-        from arclight.fabric import sharding
+        from arclight.fabric.distributed import sharding
 
         sharding.clip_value(parameters, limit)
 
@@ -65,14 +65,14 @@ class ShardedStrategy(ParallelStrategy):
         return module
 
     def share_of(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        from arclight.fabric import sharding
+        from arclight.fabric.distributed import sharding
 
-        return sharding.share_of(whole, like)
+        return sharding.shard_like(whole, like)
 
     def portable(self, tree: Any) -> Any:
-        from arclight.fabric.sharding import gathered
+        from arclight.fabric.distributed.sharding import gather_tree
 
-        return gathered(tree, keep=self.is_global_zero)
+        return gather_tree(tree, keep=self.is_global_zero)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         super().load_module_state_dict(module, self.own_weights(module, state_dict), strict)
@@ -99,20 +99,20 @@ class ShardedStrategy(ParallelStrategy):
         return map_tensors(tree, lambda tensor: tensor.read() if hasattr(tensor, "read") else tensor)
 
     def restore(self, target: Any, state: Any, strict: bool = True) -> None:
-        from arclight.fabric.sharding import load_whole_moments
+        from arclight.fabric.distributed.sharding import accept_full_optimizer_state
 
         if isinstance(target, Optimizer):  # also one that was not set up by this strategy
-            load_whole_moments(target)
+            accept_full_optimizer_state(target)
         super().restore(target, state, strict)
 
     def named_optimizer_state(
         self, optimizer: Optimizer, state: dict[str, Any], names: Mapping[torch.Tensor, str]
     ) -> dict[str, Any]:
         """By name alone where processes hold different parameters."""
-        named = with_names(optimizer, state, names)
+        named = add_parameter_names(optimizer, state, names)
         members = [group.get("param_names", len(group["params"])) for group in named["param_groups"]]
         everyones = self.all_gather_object(hashlib.sha256(repr(members).encode()).hexdigest())
-        return named if len(set(everyones)) == 1 else by_name(named)
+        return named if len(set(everyones)) == 1 else key_by_name(named)
 
     def write_checkpoint(self, io: Any, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if self.saves_shares and getattr(io, "save_shares", None) is not None:

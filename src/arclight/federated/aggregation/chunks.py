@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from arclight.checkpoint.stored import StoredTensor
+from arclight.checkpoint.stored_tensor import StoredTensor
 
 CHUNK = 1 << 15
 """Elements; torch works on no more than these with one thread, so that ours are the only ones."""

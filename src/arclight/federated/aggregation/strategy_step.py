@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from arclight.checkpoint.stored import StoredTensor
+from arclight.checkpoint.stored_tensor import StoredTensor
 from arclight.federated.aggregation.chunks import Chunked, Lanes, Scratch, lanes
 from arclight.federated.aggregation.fixed_point import Contribution, Form, Scale
 from arclight.federated.aggregation.fold import Fold, Sink, SinkFactory, Tensors

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from arclight.checkpoint.files import HashedFile
-from arclight.fabric import replacing
-from arclight.fabric.replacing import replace_text
+from arclight.fabric import atomic_replace
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs.blob_store import check_digest, missing_blob, read_pieces, wrong_content
 from arclight.federated.blobs.partial_blob import PartialBlob, explain_no_space
 from arclight.federated.errors import BlobError
@@ -114,7 +114,7 @@ class FolderStore:
 
     @contextmanager
     def _write(self, digest: str | None, *, durable: bool) -> Iterator[HashedFile]:
-        temporary = replacing.temporary(self.folder / "blob")
+        temporary = atomic_replace.temporary_path(self.folder / "blob")
         what = "a new blob" if digest is None else f"blob {check_digest(digest)[:12]}"
         try:
             with explain_no_space(self.folder, what), temporary.open("xb") as file:
@@ -127,9 +127,9 @@ class FolderStore:
                     os.fsync(file.fileno())
             temporary.replace(self._path(writer.sha256))
             if durable:
-                replacing.sync_folder(self.folder)
+                atomic_replace.sync_folder(self.folder)
         finally:
-            replacing.discard(temporary)
+            atomic_replace.discard(temporary)
 
     def receive(self, digest: str) -> PartialBlob:
         """Go on with a blob that comes in piece by piece, from where the last attempt ended.
@@ -174,7 +174,7 @@ class FolderStore:
 
     def sweep(self, keep_partial: float = 0.0) -> None:
         """Remove what killed processes left half written, and parts of blobs that have not grown for ``keep_partial`` seconds."""
-        replacing.sweep(self.folder)
+        atomic_replace.sweep(self.folder)
         for entry in self._partial.iterdir():
             with suppress(FileNotFoundError):
                 if time.time() - entry.stat().st_mtime >= keep_partial:
@@ -207,7 +207,7 @@ class FolderStore:
         if self._durable == "all":
             with source.open("rb") as file:
                 os.fsync(file.fileno())
-        temporary = replacing.temporary(target)
+        temporary = atomic_replace.temporary_path(target)
         try:
             os.link(source, temporary)
             now = temporary.stat()
@@ -217,11 +217,11 @@ class FolderStore:
                 )
             temporary.replace(target)
             if self._durable == "all":
-                replacing.sync_folder(self.folder)
+                atomic_replace.sync_folder(self.folder)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
             return False
         finally:
-            replacing.discard(temporary)
+            atomic_replace.discard(temporary)
         return True

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from arclight.checkpoint.files import HashedFile, PlacedFile
-from arclight.checkpoint.stored import Piece, StoredTensor
+from arclight.checkpoint.stored_tensor import Piece, StoredTensor
 from arclight.checkpoint.tensorfile import DTYPES, NAMES, from_bytes, memory_of, read_header, write_tensors
 from arclight.federated.blobs.blob_store import BlobStore
 from arclight.federated.errors import BlobError, FederatedError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from arclight.checkpoint.files import HashedFile
-from arclight.checkpoint.remote import RemotePath, is_remote, place
+from arclight.checkpoint.remote import RemotePath, is_remote, to_path
 from arclight.federated.blobs.blob_store import PIECE_BYTES, check_digest, missing_blob
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.partial_blob import BusyError
@@ -29,7 +29,7 @@ class ObjectStore:
     """
 
     def __init__(self, address: str, cache: FolderStore | Path) -> None:
-        root = place(address)
+        root = to_path(address)
         if not is_remote(root):
             raise FederatedError(f"{address} is a folder here: FolderStore is for those")
         self._root = cast(RemotePath, root)

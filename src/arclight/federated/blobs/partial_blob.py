@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from arclight.fabric import replacing
+from arclight.fabric import atomic_replace
 from arclight.federated.blobs.blob_store import PIECE_BYTES, wrong_content
 from arclight.federated.errors import BlobError
 
@@ -83,7 +83,7 @@ class PartialBlob:
         self._partial.replace(self._target)
         self._moved = True
         if self._durable:
-            replacing.sync_folder(self._target.parent)
+            atomic_replace.sync_folder(self._target.parent)
 
     def give_up(self) -> None:
         """Forget all that came, and let others go on: the blob is there already, or is not wanted."""

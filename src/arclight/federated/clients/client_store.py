@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from arclight import checkpoint as checkpoints
-from arclight.fabric import replacing
-from arclight.fabric.replacing import replace_text
+from arclight.fabric import atomic_replace
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.errors import FederatedError, ProtocolError
 from arclight.federated.protocol import Held, Update, read
@@ -84,12 +84,12 @@ class FinishedUpdates:
         once the client is at its next round.
         """
         place = self._place(order.round)
-        staging = replacing.make_staging(place)
+        staging = atomic_replace.make_staging(place)
         try:
             yield staging
-            replacing.publish(staging, place, durable=durable)
+            atomic_replace.replace_folder(staging, place, durable=durable)
         finally:
-            replacing.discard(staging)
+            atomic_replace.discard(staging)
 
     def residuals(self, lane: int) -> Residuals:
         """What updates of a lane that the server has taken left unsaid."""
@@ -161,11 +161,11 @@ class FinishedUpdates:
 
     def _remove(self, round: int) -> None:
         with suppress(FileNotFoundError):
-            replacing.retire(self._place(round), durable=False)
+            atomic_replace.retire(self._place(round), durable=False)
 
     def sweep(self) -> None:
         """Remove what killed processes left half done, and what a power failure has damaged."""
-        replacing.sweep(self._folder)
+        atomic_replace.sweep(self._folder)
         for round in self.rounds():
             try:
                 needed, blobs = self.update(round).manifest.blobs, self.blobs(round)
@@ -189,7 +189,7 @@ class ClientStore:
         self.folder, self.finished = folder, FinishedUpdates(folder)
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        replacing.sweep(folder)
+        atomic_replace.sweep(folder)
         self.finished.sweep()
         found = self._read(client, run)
         self._account = found or ClientRecord(client=client, run=run)
@@ -314,8 +314,8 @@ class Residuals:
         self.take_back(round)  # it was made again
         self.folder.mkdir(parents=True, exist_ok=True)
         folder.rename(self._of(round))
-        replacing.sync_folder(self.folder)
-        replacing.sync_folder(folder.parent)
+        atomic_replace.sync_folder(self.folder)
+        atomic_replace.sync_folder(folder.parent)
 
     def has(self, round: int) -> bool:
         return self._of(round).exists()
@@ -323,13 +323,13 @@ class Residuals:
     def take_back(self, round: int) -> None:
         """The round's update counts for nothing: the next one adds what it has added."""
         with suppress(FileNotFoundError):
-            replacing.retire(self._of(round))
+            atomic_replace.retire(self._of(round))
 
     def settle(self, round: int) -> None:
         """The round's update counts: what others left before it is said."""
         for former in self._rounds():
             if former < round and self.has(round):
-                replacing.retire(self._of(former), durable=False)
+                atomic_replace.retire(self._of(former), durable=False)
 
     def _of(self, round: int) -> Path:
         return self.folder / str(round)

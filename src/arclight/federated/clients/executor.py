@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from arclight.fabric.replacing import replace_text
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs import BlobStore
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.blobs.manifest_io import open_manifest, write_blobs

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.seeding import isolate_rng
-from arclight.fabric.spread import own_part
 from arclight.federated.errors import ProtocolError
 from arclight.federated.masks.experts import select_experts
 from arclight.federated.masks.settings import Masks, matches
@@ -95,10 +95,10 @@ def load_mixed(
     own = named_tensors(module)
     given = {key.removeprefix(MODEL): value for key, value in select_for_module(module, weights, keys, travel).items()}
     mixed = [name for name in given if mix and name in own and own[name].is_floating_point()]
-    before = {name: own_part(own[name]).detach().clone() for name in mixed}
+    before = {name: local_tensor(own[name]).detach().clone() for name in mixed}
     load_parameters(module, given)
     for name in mixed:
-        here = own_part(own[name])
+        here = local_tensor(own[name])
         here.copy_(mix * before.pop(name).to(torch.float32) + (1 - mix) * here.to(torch.float32))
 
 
@@ -164,5 +164,5 @@ def clamp_adam_moments(optimizers: Iterable[torch.optim.Optimizer]) -> None:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 if "exp_avg" in state and "exp_avg_sq" in state:
-                    mean, most = own_part(state["exp_avg"]), own_part(state["exp_avg_sq"]).sqrt().mul_(bound)
+                    mean, most = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"]).sqrt().mul_(bound)
                     mean.clamp_(-most, most)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arclight.fabric.replacing import replace_text
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.clients.client_store import ClientStore, folder_name, list_clients, read_json
 from arclight.federated.clients.executor import Executor, InProcessExecutor

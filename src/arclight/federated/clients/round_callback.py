@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.fabric.batches import counts_of
-from arclight.fabric.spread import own_part
+from arclight.fabric.batches import count_samples_and_tokens
+from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.federated.clients.local_policy import (
     LocalPolicy,
     clamp_adam_moments,
@@ -267,17 +267,17 @@ class EvaluationCallback(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: Module) -> None:
         own = dict(pl_module.named_parameters(remove_duplicate=False)) | named_tensors(pl_module)
-        self._own = {name: own_part(own[name]).detach().clone() for name in self._weights if name in own}
+        self._own = {name: local_tensor(own[name]).detach().clone() for name in self._weights if name in own}
         load_parameters(pl_module, self._weights)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self.samples += counts_of(batch)[0]
+        self.samples += count_samples_and_tokens(batch)[0]
 
     @torch.no_grad()
     def put_back(self, module: Module) -> None:
         own = dict(module.named_parameters(remove_duplicate=False)) | named_tensors(module)
         for name, value in self._own.items():
-            own_part(own[name]).copy_(value)
+            local_tensor(own[name]).copy_(value)
         self._own = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
-from arclight.fabric import replacing
+from arclight.fabric import atomic_replace
 from arclight.fabric.seeding import MAX_SEED, isolate_rng, seed_generators
 from arclight.federated.clients.learner import Outcome
 from arclight.federated.clients.local_policy import LocalPolicy, load_mixed, weights_to_measure
@@ -250,10 +250,10 @@ class TrainingCheckpoints:
     def prune(self) -> None:
         """Remove all but the newest sound ones, and what killed processes left."""
         if self.folder.is_dir():
-            replacing.sweep(self.folder)
+            atomic_replace.sweep(self.folder)
         sound = [path for _, path in self._all() if path not in self._damaged]
         for path in (*sound[:-_KEPT], *self._damaged):
-            replacing.retire(path)
+            atomic_replace.retire(path)
         self._damaged.clear()
 
     def _all(self) -> list[tuple[int, Path]]:

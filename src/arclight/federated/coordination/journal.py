@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arclight.fabric.replacing import sync_folder
+from arclight.fabric.atomic_replace import sync_folder
 from arclight.federated.coordination import records as kinds
 from arclight.federated.coordination.records import Record
 from arclight.federated.coordination.run_state import StateSaved

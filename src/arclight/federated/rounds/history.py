@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from arclight.checkpoint.remote import place
-from arclight.fabric import replacing
-from arclight.fabric.replacing import sync_folder
+from arclight.checkpoint.remote import to_path
+from arclight.fabric import atomic_replace
+from arclight.fabric.atomic_replace import sync_folder
 from arclight.federated.coordination import records as r
 from arclight.federated.coordination.run_state import StateSaved
 
@@ -32,16 +32,16 @@ _OPEN = b'"open": true}\n'
 
 def read_history(run: str | Path) -> list[dict[str, Any]]:
     """What became of each round of the run in a folder. Raises FileNotFoundError where there is none."""
-    return [_told(line) for _, line in _lines(place(run) / NAME)]
+    return [_told(line) for _, line in _lines(to_path(run) / NAME)]
 
 
 def has_history(run: str | Path) -> bool:
-    return bool((place(run) / NAME).exists())
+    return bool((to_path(run) / NAME).exists())
 
 
 def copy_history(source: str | Path, target: str | Path, until: int) -> None:
     """Give another run what became of the rounds up to ``until``; nothing where the source has no such file."""
-    file, copy = place(source) / NAME, place(target) / NAME
+    file, copy = to_path(source) / NAME, to_path(target) / NAME
     if file.exists():
         if isinstance(copy, Path):
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class MetricsCsv:
             return
         columns = dict.fromkeys(name for rows in (self._before(), settled, later) for row in rows for name in row)
         self._columns = list(columns)
-        temporary = replacing.temporary(self._file.path)
+        temporary = atomic_replace.temporary_path(self._file.path)
         try:
             with temporary.open("w", encoding="utf-8", newline="") as file:
                 writer = csv.DictWriter(file, self._columns, lineterminator="\n")
@@ -167,7 +167,7 @@ class MetricsCsv:
             temporary.replace(self._file.path)
             self._file.stays = stays
         finally:
-            replacing.discard(temporary)
+            atomic_replace.discard(temporary)
 
     def forget(self) -> None:
         """Have all of it written anew the next time."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from arclight import checkpoint
 from arclight.checkpoint import tree
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds.writer import CARRIED_ENTRIES
 from arclight.trainer.checkpoint.named_state import named_tensors
@@ -41,7 +41,7 @@ def entries_of(module: nn.Module) -> dict[str, Any]:
 
 def entries_in(path: str | Path) -> dict[str, Any]:
     """The same of the module in a checkpoint, as far as it says it."""
-    if not place(path).is_dir():
+    if not to_path(path).is_dir():
         return {}
     there = checkpoint.inspect(path).entries
     return checkpoint.load(path, only=[name for name in CARRIED_ENTRIES if name in there])
@@ -54,7 +54,7 @@ def statistics(names: Iterable[str]) -> list[str]:
 
 def steps_of(path: str | Path) -> int:
     """Optimizer steps behind a checkpoint's weights; 0 where it does not say."""
-    return (checkpoint.inspect(path).step or 0) if place(path).is_dir() else 0
+    return (checkpoint.inspect(path).step or 0) if to_path(path).is_dir() else 0
 
 
 def moments_of(path: str | Path, kinds: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def moments_of(path: str | Path, kinds: Sequence[str]) -> dict[str, torch.Tensor
 
     Raises FederatedError where it keeps optimizers that do not say which parameter a state is of, or have none of a kind.
     """
-    if not kinds or not place(path).is_dir() or "optimizers" not in checkpoint.inspect(path).entries:
+    if not kinds or not to_path(path).is_dir() or "optimizers" not in checkpoint.inspect(path).entries:
         return {}
     optimizers: list[dict[str, Any]] = checkpoint.load(path, only=["optimizers"])["optimizers"]
     found: dict[str, torch.Tensor] = {}

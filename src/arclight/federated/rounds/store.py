@@ -14,8 +14,8 @@ from arclight.checkpoint import files, remote
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.manifest import Manifest as Described
 from arclight.checkpoint.manifest import read_manifest
-from arclight.checkpoint.remote import place
-from arclight.checkpoint.share_loading import open_state
+from arclight.checkpoint.remote import to_path
+from arclight.checkpoint.sharded.reader import open_state
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Manifest
 from arclight.federated.rounds import writer
@@ -40,7 +40,7 @@ class Rounds:
     """The rounds below ``<run>/rounds``. Round 0 is what the run began with; round n, what n server steps made of it."""
 
     def __init__(self, run: str | Path) -> None:
-        self.run = place(run)
+        self.run = to_path(run)
         self.folder = self.run / FOLDER
 
     def path(self, number: int) -> Path:

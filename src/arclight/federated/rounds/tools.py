@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from arclight import checkpoint
 from arclight.checkpoint import remote
 from arclight.checkpoint.manifest import Manifest as Described
-from arclight.checkpoint.remote import place
-from arclight.checkpoint.tree import whole_of
+from arclight.checkpoint.remote import to_path
+from arclight.checkpoint.tree import read_stored
 from arclight.federated.errors import FederatedError
 from arclight.federated.rounds.history import copy_history
 from arclight.federated.rounds.store import FOLDER, Rounds, layout_of
@@ -313,7 +313,7 @@ def _rewrite(source: Rounds, number: int, target: Path, trees: dict[str, Any]) -
         for entry in TENSOR_ENTRIES:
             stored = source.stored(number, entry)
             for name in layout.get(entry, {}):
-                writer.add(entry, name, whole_of(stored[name]))
+                writer.add(entry, name, read_stored(stored[name]))
         for file, record in writer.finished().items():
             if record != described.files[file]:
                 raise FederatedError(
@@ -350,7 +350,7 @@ def _not_in_use(rounds: Rounds) -> None:
 
     journal = rounds.run / JOURNAL
     if not remote.is_remote(journal) and journal.exists():
-        Journal.open(place(journal)).close()
+        Journal.open(to_path(journal)).close()
 
 
 def _number(value: float | None) -> str:

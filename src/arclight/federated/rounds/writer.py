@@ -24,7 +24,7 @@ import torch
 from arclight.checkpoint import files, tree
 from arclight.checkpoint.files import HashedFile
 from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.checkpoint.tensorfile import NAMES, write_header, write_values
 from arclight.federated.errors import FederatedError
 from arclight.federated.protocol import Entry, Manifest
@@ -60,7 +60,7 @@ class RoundWriter:
     def __init__(self, path: str | Path, layout: Mapping[str, Described]) -> None:
         if unknown := [entry for entry in layout if entry not in TENSOR_ENTRIES]:
             raise FederatedError(f"a round has no entry of tensors {unknown[0]!r}; it has {', '.join(TENSOR_ENTRIES)}")
-        self.path = place(path)
+        self.path = to_path(path)
         self._layout = {entry: dict(layout.get(entry, {})) for entry in TENSOR_ENTRIES}
         self._left = {entry: list(tensors) for entry, tensors in self._layout.items()}
         self._open: dict[str, files.HashedFile] = {}

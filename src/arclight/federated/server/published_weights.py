@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from arclight.fabric.replacing import replace_text
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.blobs.folder import FolderStore
 from arclight.federated.codecs.delta_chain import DeltaChain, extend_chain
 from arclight.federated.codecs.settings import Raw

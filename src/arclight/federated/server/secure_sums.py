@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from arclight.fabric.replacing import replace_text
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.aggregation.chunks import Lanes
 from arclight.federated.aggregation.fixed_point import Contribution, Scale
 from arclight.federated.aggregation.fold import Fold, SinkFactory, emit, mean_of

@@ -20,7 +20,7 @@ import torch
 
 from arclight.checkpoint.errors import CheckpointError
 from arclight.checkpoint.tensorfile import DTYPES
-from arclight.fabric.replacing import replace_text
+from arclight.fabric.atomic_replace import replace_text
 from arclight.federated.aggregation.fold import Fold
 from arclight.federated.aggregation.statistics import Statistics
 from arclight.federated.aggregation.strategy_step import plain

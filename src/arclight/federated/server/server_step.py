@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from arclight.checkpoint.stored import StoredTensor
+from arclight.checkpoint.stored_tensor import StoredTensor
 from arclight.checkpoint.tensorfile import DTYPES
 from arclight.federated.aggregation import strategy_step as aggregation
 from arclight.federated.aggregation.fixed_point import Contribution, Form

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from arclight.data.computed_order import EpochOrder
 from arclight.data.fetching import identity
 from arclight.data.mixture import MixtureOrder
-from arclight.data.order import EpochOrder
 from arclight.data.packing import Layout, Packed, Windows
 from arclight.data.token_samples import TokenSamples
 from arclight.data.token_shards import TokenShards

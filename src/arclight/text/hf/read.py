@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arclight.fabric.tying import find_shared_parameters, set_shared_parameters
+from arclight.fabric.modules import find_shared_parameters, set_shared_parameters
 from arclight.fabric.weight_files import WeightFiles
 from arclight.text.hf.families import Family
 from arclight.text.hf.registry import family_of_model, family_of_type

@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 
 from arclight import checkpoint as checkpoints
 from arclight._intervals import PositiveFloat, check
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.fabric.errors import MisconfigurationError
 from arclight.optim import MixedOptimizer
 from arclight.trainer.callback import Callback
+from arclight.trainer.callbacks.spike_detection import TrainingSpikeException
 from arclight.trainer.checkpoint import state
 from arclight.trainer.checkpoint.loading import load_weights
 from arclight.trainer.hparams import known_fields
 from arclight.trainer.logging.reporting import NonFiniteLossError
 from arclight.trainer.loop.gradients import parameters_of
-from arclight.trainer.spike import TrainingSpikeException
 
 if TYPE_CHECKING:
     from arclight.trainer.module import Module
@@ -300,7 +300,7 @@ class LossGuard(Callback):
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else []:
             paths = {getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", "")}
             for path in paths | set(getattr(callback, "best_k_models", {})):
-                made = checkpoints.inspect(path).step if path and place(path).is_dir() else None
+                made = checkpoints.inspect(path).step if path and to_path(path).is_dir() else None
                 if made is not None and made <= step:
                     found[str(path)] = made
         newest: str | None = trainer.strategy.broadcast(max(found, key=found.__getitem__, default=None))

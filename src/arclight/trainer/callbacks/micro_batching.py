@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from arclight.fabric.batches import batch_size_of, part_of_batch
+from arclight.fabric.batches import batch_size_of, slice_batch
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.memory import free_memory, is_out_of_memory
 from arclight.trainer.callback import Callback
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class MicroBatching(Callback):
     """When a training step runs out of memory, do it again in parts, and go on so for the rest of the run.
 
-    The batch is cut along the first dimension of its tensors, or by the module's ``part_of_batch(batch, start, stop)``, into
+    The batch is cut along the first dimension of its tensors, or by the module's ``slice_batch(batch, start, stop)``, into
     parts of at most ``micro_batch_size`` samples, a number that is halved, with a notice, until the step succeeds;
     None to begin with whole batches. Each part's loss counts by its samples and the optimizer steps once, so that for
     a loss that is a mean over samples the gradients are those of the whole batch. What mixes samples (batch
@@ -137,12 +137,12 @@ def _backward_in_parts(
 
 
 def _cut(module: Module, batch: Any, size: int, at_most: int) -> Iterator[tuple[Any, int]]:
-    """The parts of a batch, as even as can be, with their numbers of samples; as the module cuts them (``part_of_batch``), if it does."""
-    own = getattr(module, "part_of_batch", None)
+    """The parts of a batch, as even as can be, with their numbers of samples; as the module cuts them (``slice_batch``), if it does."""
+    own = getattr(module, "slice_batch", None)
     count = -(-size // at_most)
     if count <= 1:
         yield batch, size
         return
     bounds = [size * number // count for number in range(count + 1)]
     for start, stop in pairwise(bounds):
-        yield part_of_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start
+        yield slice_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from arclight import checkpoint as checkpoints
-from arclight.checkpoint.remote import is_remote, place
-from arclight.checkpoint.saver import AsyncSaver
-from arclight.checkpoint.tree import whole_of
+from arclight.checkpoint.async_saver import AsyncSaver
+from arclight.checkpoint.remote import is_remote, to_path
+from arclight.checkpoint.tree import read_stored
 from arclight.fabric.batches import map_tensors
 from arclight.fabric.strategies import Strategy
-from arclight.trainer.fabric_checkpoint import save_file
+from arclight.trainer.fabric.state_io import save_file
 from arclight.trainer.settings import LIGHTNING
 
 _RENAMED = {"state_dict": "model", "optimizer_states": "optimizers", "lr_schedulers": "schedulers"}
@@ -75,12 +75,14 @@ class FolderCheckpointIO(CheckpointIO):
         large = {"model", "optimizers"} | {
             key for key, entry in tree.items() if isinstance(entry, dict) and entry and names >= set(entry)
         }
-        return from_tree({key: value if key in large else map_tensors(value, whole_of) for key, value in tree.items()})
+        return from_tree(
+            {key: value if key in large else map_tensors(value, read_stored) for key, value in tree.items()}
+        )
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if place(path).is_file():
+        if to_path(path).is_file():
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
         return from_tree(checkpoints.load(path, map_location=map_location or "cpu"))
 
@@ -99,18 +101,18 @@ class TorchCheckpointIO(CheckpointIO):
                 "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
                 "`TorchCheckpointIO`: implement your own `CheckpointIO` and pass it as Trainer(plugins=...)"
             )
-        save_file(checkpoint, place(path))
+        save_file(checkpoint, to_path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if place(path).is_dir():
+        if to_path(path).is_dir():
             return FolderCheckpointIO().load_checkpoint(path, map_location, weights_only)
-        if is_remote(place(path)):
+        if is_remote(to_path(path)):
             raise checkpoints.CheckpointError(
                 f"{path}: files of torch.save are read from local paths only; copy it here first"
             )
-        checkpoint: dict[str, Any] = checkpoints.read_pickled(place(path), map_location or "cpu")
+        checkpoint: dict[str, Any] = checkpoints.read_pickled(to_path(path), map_location or "cpu")
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:

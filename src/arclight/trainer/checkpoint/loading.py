@@ -9,7 +9,7 @@ from typing import IO, Any
 import torch
 
 from arclight import checkpoint as checkpoints
-from arclight.checkpoint.remote import is_remote, place
+from arclight.checkpoint.remote import is_remote, to_path
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.checkpoint.checkpoint_io import from_tree
 from arclight.trainer.datamodule import DataModule
@@ -56,7 +56,7 @@ def build(
 
 def read(source: str | Path | IO[bytes], map_location: Any = None) -> dict[str, Any]:
     """A checkpoint under Lightning's key names, whichever kind ``source`` is. Raises CheckpointError, FileNotFoundError."""
-    if isinstance(source, (str, Path)) and not ((path := place(source)).is_file() and is_remote(path)):
+    if isinstance(source, (str, Path)) and not ((path := to_path(source)).is_file() and is_remote(path)):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if path.is_dir():

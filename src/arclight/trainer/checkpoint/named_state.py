@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from arclight.fabric.naming import names_of
-from arclight.fabric.spread import is_spread, own_part
+from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
+from arclight.fabric.distributed.optimizer_names import name_parameters
 from arclight.trainer.checkpoint.loading import WeightsMisfitError
 
 if TYPE_CHECKING:
@@ -89,22 +89,22 @@ def load_optimizer_state(trainer: Trainer, state: str, moments: Mapping[str, tor
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
-    if is_spread(target):
-        from arclight.fabric.sharding import share_of
+    if is_dtensor(target):
+        from arclight.fabric.distributed.sharding import shard_like
 
-        value = own_part(share_of(value, target))
-    own_part(target).copy_(value)
+        value = local_tensor(shard_like(value, target))
+    local_tensor(target).copy_(value)
 
 
 def _whole(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return tensor.detach().to("cpu", copy=True)
     whole: torch.Tensor = trainer.strategy.portable([tensor])[0]
     return whole
 
 
 def _entries(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
-    names = names_of([trainer.lightning_module])
+    names = name_parameters([trainer.lightning_module])
     for optimizer in trainer.optimizers:
         for parameter, entries in optimizer.state.items():
             if parameter in names:
@@ -122,7 +122,7 @@ def _begin(optimizer: Optimizer, steps: int) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     held = [(p, p.grad) for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
-    before = [own_part(p).clone() for p in parameters]
+    before = [local_tensor(p).clone() for p in parameters]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
     for parameter in parameters:
@@ -135,7 +135,7 @@ def _begin(optimizer: Optimizer, steps: int) -> None:
         for parameter, gradient in held:
             parameter.grad = gradient
         for parameter, value in zip(parameters, before, strict=True):
-            own_part(parameter).copy_(value)
+            local_tensor(parameter).copy_(value)
     for entries in optimizer.state.values():
         for name, value in entries.items():
             if isinstance(value, torch.Tensor) and value.ndim > 0:

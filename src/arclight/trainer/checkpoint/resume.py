@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight.checkpoint import find_last, verify
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.fabric.environments import SLURMEnvironment
-from arclight.trainer.callbacks.checkpoint_files import written_at
+from arclight.trainer.callbacks.checkpoint.file_ops import written_at
 from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.loop.signals import requeue_checkpoint, requeue_folder
 from arclight.trainer.run.folder import RunFolder
@@ -86,7 +86,7 @@ def _chosen(trainer: Trainer, entry_point: str, choice: str | Path | None, fit_b
         return _best(trainer, entry_point)
     if choice == "last":
         return _last(trainer, entry_point)
-    path = place(choice)
+    path = to_path(choice)
     if not path.exists():
         raise FileNotFoundError(f"ckpt_path: {path} does not exist (Checkpoint file not found)")
     return path
@@ -112,7 +112,7 @@ def _best(trainer: Trainer, entry_point: str) -> Path:
             f'`.{entry_point}(ckpt_path="best")` is set but `ModelCheckpoint` is not configured to save the best model, or no '
             "fit has saved one yet"
         )
-    return place(best)
+    return to_path(best)
 
 
 def _last(trainer: Trainer, entry_point: str) -> Path | None:
@@ -156,9 +156,9 @@ def _newest_of_callbacks(trainer: Trainer) -> Path | None:
     paths: set[Path] = set()
     for callback in trainer.checkpoint_callbacks:
         if hasattr(callback, "last_checkpoints"):
-            paths |= {place(path) for path in callback.last_checkpoints(trainer)}
+            paths |= {to_path(path) for path in callback.last_checkpoints(trainer)}
         elif path := getattr(callback, "last_model_path", ""):
-            paths.add(place(path))
+            paths.add(to_path(path))
     return max((p for p in paths if p.exists()), key=written_at, default=None)
 
 

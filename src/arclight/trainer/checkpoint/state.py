@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arclight import checkpoint as checkpoints
-from arclight.checkpoint.choosing import nan_names, refuse_nan
+from arclight.checkpoint.filters import find_nan, refuse_nan
+from arclight.fabric.distributed.dtensor import local_tensor
+from arclight.fabric.distributed.optimizer_names import name_parameters, select_optimizer_state
 from arclight.fabric.errors import MisconfigurationError
-from arclight.fabric.naming import for_optimizer, names_of
 from arclight.fabric.seeding import rng_state
-from arclight.fabric.spread import own_part
 from arclight.fabric.strategies import Strategy
 from arclight.optim import restore_optimizer
 from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
@@ -40,7 +40,7 @@ from arclight.trainer.logging import reporting
 from arclight.trainer.loop.hooks import logging_as, overridden
 from arclight.trainer.loop.progress import Progress
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch, watch_data
+from arclight.trainer.profilers.profiling import profile_action, profile_data_hook
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -68,7 +68,7 @@ def dump_checkpoint(trainer: Trainer, weights_only: bool = False) -> dict[str, A
         checkpoint.update(callback.averages() if hasattr(callback, "averages") else {})
     if not weights_only:
         checkpoint["callbacks"] = {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())}
-        names = names_of([module]) if trainer.conventions.run_folders else {}
+        names = name_parameters([module]) if trainer.conventions.run_folders else {}
         checkpoint["optimizer_states"] = [
             trainer.strategy.named_optimizer_state(optimizer, optimizer.state_dict(), names)
             for optimizer in trainer.optimizers
@@ -78,7 +78,7 @@ def dump_checkpoint(trainer: Trainer, weights_only: bool = False) -> dict[str, A
     for owner in (module, data):
         if isinstance(owner, HyperparametersMixin):
             checkpoint |= checkpoint_entries(owner)
-    if hasattr(data, "state_dict") and (state := watch_data(trainer, data, "state_dict")()):
+    if hasattr(data, "state_dict") and (state := profile_data_hook(trainer, data, "state_dict")()):
         checkpoint[type(data).__qualname__] = state
     if not weights_only:
         trainer.call_all("on_save_checkpoint", checkpoint)
@@ -111,9 +111,9 @@ def _loops(trainer: Trainer) -> dict[str, Any]:
 
 def _share_of_work(trainer: Trainer) -> str:
     """A digest of what this process does of the work: which samples it reads, and which parts of which parameters it updates."""
-    samples, names = trainer.strategy.distributed_sampler_kwargs, names_of([trainer.lightning_module])
+    samples, names = trainer.strategy.distributed_sampler_kwargs, name_parameters([trainer.lightning_module])
     parts = [
-        (names.get(p), tuple(own_part(p).shape), str(getattr(p, "placements", "")))
+        (names.get(p), tuple(local_tensor(p).shape), str(getattr(p, "placements", "")))
         for optimizer in trainer.optimizers
         for group in optimizer.param_groups
         for p in group["params"]
@@ -125,7 +125,7 @@ def save_checkpoint(
     trainer: Trainer, path: str | Path, weights_only: bool = False, storage_options: Any = None
 ) -> None:
     """Write a checkpoint; returns on every rank when it is complete."""
-    watch(trainer, "save_checkpoint", _save)(trainer, path, weights_only, storage_options)
+    profile_action(trainer, "save_checkpoint", _save)(trainer, path, weights_only, storage_options)
 
 
 def _save(trainer: Trainer, path: str | Path, weights_only: bool, storage_options: Any) -> None:
@@ -168,13 +168,13 @@ def restore_model(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     weights = trainer.strategy.own_weights(module, checkpoint["state_dict"])
     load_weights(module, weights, strict=module.strict_loading)
     if trainer.conventions.stop_on_nonfinite and getattr(trainer.checkpoint_io, "refuse_nan", True):
-        mine = nan_names({name: tensor for name, tensor in module.state_dict().items() if name in weights})
+        mine = find_nan({name: tensor for name, tensor in module.state_dict().items() if name in weights})
         everyones = trainer.strategy.all_gather_object(mine)
         refuse_nan(
             trainer.ckpt_path or "the checkpoint", list(dict.fromkeys(name for names in everyones for name in names))
         )
     if (state := checkpoint.get(type(data).__qualname__)) is not None and hasattr(data, "load_state_dict"):
-        watch_data(trainer, data, "load_state_dict")(state)
+        profile_data_hook(trainer, data, "load_state_dict")(state)
     states = checkpoint.get("callbacks", {})
     for callback in trainer.callbacks:
         if callback.state_key in states:
@@ -215,9 +215,9 @@ def restore_optimization(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     strategy = trainer.strategy
     if type(strategy).load_optimizer_state_dict is Strategy.load_optimizer_state_dict:
         if strategy.lightning_restore_optimizer:
-            names = names_of([trainer.lightning_module])
+            names = name_parameters([trainer.lightning_module])
             for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True):
-                restore_optimizer(optimizer, for_optimizer(optimizer, state, names))
+                restore_optimizer(optimizer, select_optimizer_state(optimizer, state, names))
     elif strategy.lightning_restore_optimizer:
         strategy.load_optimizer_state_dict(checkpoint)
     for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from arclight.data.combined import Count, length_of
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from arclight.trainer.data.stage_data import StageData

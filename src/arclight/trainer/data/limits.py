@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from arclight.fabric.errors import MisconfigurationError
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.warnings import PossibleUserWarning
 from arclight.trainer.run.durations import Duration
 
 if TYPE_CHECKING:

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from arclight.data.combination import ResumableCombination
-from arclight.data.combined import CombinedLoader, Count, Mode, combined_length, holds_loaders, is_loader
+from arclight.data.combined import (
+    CombinedLoader,
+    Count,
+    Mode,
+    ResumableCombination,
+    combined_length,
+    holds_loaders,
+    is_loader,
+)
 from arclight.data.loader import ResumableLoader
 from arclight.data.sampling import LoaderSeeds, resampled
 from arclight.fabric.errors import MisconfigurationError
@@ -22,7 +29,7 @@ from arclight.trainer.data import checks, limits
 from arclight.trainer.datamodule import DataModule
 from arclight.trainer.loop.hooks import logging_as, overridden
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch
+from arclight.trainer.profilers.profiling import profile_action
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -146,7 +153,7 @@ def load(trainer: Trainer, stage: str) -> StageData:
         if stage == "train":
             trainer.num_training_batches = 0
         return data
-    source = watch(trainer, f"setup_{HOOKS[stage]}", data.request)()
+    source = profile_action(trainer, f"setup_{HOOKS[stage]}", data.request)()
     trainer.strategy.barrier(f"{HOOKS[stage]}()")
     mode: Mode = "max_size_cycle" if stage == "train" else "sequential"
     combined = copy.copy(source) if isinstance(source, CombinedLoader) else None

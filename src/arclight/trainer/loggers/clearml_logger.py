@@ -12,7 +12,7 @@ from arclight.trainer.loggers.logger import Logger, rank_zero_experiment
 from arclight.trainer.loggers.params import plain_params
 
 if TYPE_CHECKING:
-    from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
+    from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
 
 class ClearMLLogger(Logger):

@@ -13,9 +13,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from arclight.fabric.atomic_replace import replace_text
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_only, rank_zero_warn
-from arclight.fabric.replacing import replace_text
 from arclight.trainer.loggers.folder_logger import FolderLogger
 from arclight.trainer.loggers.logger import rank_zero_experiment
 from arclight.trainer.loggers.params import convert_params, yaml_text

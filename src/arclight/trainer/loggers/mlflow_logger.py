@@ -19,7 +19,7 @@ from arclight.trainer.loggers.logger import Logger, rank_zero_experiment
 from arclight.trainer.loggers.params import convert_params, flatten_dict, yaml_text
 
 if TYPE_CHECKING:
-    from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
+    from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from arclight.trainer.loggers.params import convert_params, flatten_dict, saniti
 if TYPE_CHECKING:
     from torch import nn
 
-    from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
+    from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
 
 class NeptuneLogger(Logger):

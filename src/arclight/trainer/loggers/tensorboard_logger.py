@@ -114,7 +114,7 @@ class TensorBoardLogger(FolderLogger):
             return
         import torch
 
-        from arclight.trainer.fabric_modules import unwrap
+        from arclight.trainer.fabric.wrappers import unwrap
 
         model = unwrap(model)
         example = getattr(model, "example_input_array", None) if input_array is None else input_array

@@ -18,7 +18,7 @@ from arclight.trainer.loggers.params import convert_json_serializable, convert_p
 if TYPE_CHECKING:
     from torch import nn
 
-    from arclight.trainer.callbacks.model_checkpoint import ModelCheckpoint
+    from arclight.trainer.callbacks.checkpoint.model_checkpoint import ModelCheckpoint
 
 Paths = str | os.PathLike[str]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from arclight.fabric.spread import is_spread, own_part, own_parts
+from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor, local_tensors
 from arclight.trainer.loop.gradients import parameters_of
 from arclight.trainer.loop.hooks import overridden
 from arclight.trainer.module import Module
@@ -39,7 +39,7 @@ class AccumulationState:
         """The part of this rank, with its gradients; empty between two windows."""
         if self.count == 0:
             return {}
-        gradients = [None if p.grad is None else own_part(p.grad) for p in _parameters(optimizers)]
+        gradients = [None if p.grad is None else local_tensor(p.grad) for p in _parameters(optimizers)]
         return {
             "count": self.count,
             "length": self.length,
@@ -64,11 +64,11 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
 
 def _beside(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """``gradient`` spread as its parameter is, in the parameter's own memory layout, which fused optimizers rely on."""
-    if not is_spread(parameter):
+    if not is_dtensor(parameter):
         return torch.empty_like(parameter).copy_(gradient)
-    from arclight.fabric.sharding import from_own_part
+    from arclight.fabric.distributed.sharding import from_local_tensor
 
-    return from_own_part(gradient, parameter)
+    return from_local_tensor(gradient, parameter)
 
 
 EPS = 1e-20
@@ -125,7 +125,7 @@ class GradientAccumulator:
             total = torch.as_tensor(samples, dtype=torch.float32, device=gradients[0].device)
             strategy = self.trainer.strategy
             total = strategy.all_reduce(total, strategy.step_group) if self.several else total
-            torch._foreach_mul_(own_parts(gradients), window.length / total.clamp(min=EPS))
+            torch._foreach_mul_(local_tensors(gradients), window.length / total.clamp(min=EPS))
         elif samples != window.first_size * window.length:  # shorter, or uneven batches
             torch._foreach_mul_(gradients, window.first_size * window.length / samples)
         return True

@@ -34,7 +34,7 @@ from arclight.trainer.loop.hooks import (
 )
 from arclight.trainer.loop.progress import TrainerFn
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch_items, watch_strategy, watch_transfer
+from arclight.trainer.profilers.profiling import profile_items, profile_strategy, profile_transfer
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -234,7 +234,7 @@ class Calls(NamedTuple):
         step = getattr(module, f"{hook}_step")
         return cls(
             hook=hook,
-            step=watch_strategy(
+            step=profile_strategy(
                 trainer,
                 f"{hook}_step",
                 trainer.precision_plugin.wrap(trainer.strategy.wrap_evaluation_step(module, step)),
@@ -270,7 +270,7 @@ def _outputs(
     if calls.takes_iterator:
         yield from _iterator_outputs(trainer, data, counts, calls)
         return
-    move = watch_transfer(trainer, batch_transfer(trainer, module, number))
+    move = profile_transfer(trainer, batch_transfer(trainer, module, number))
     values, hook = trainer.logged, calls.hook
     show_at = 0.0
     which = (number,) if calls.several else ()
@@ -343,5 +343,5 @@ def _show_progress(calls: Calls, show_at: float) -> float:
 def _batches(trainer: Trainer, data: StageData, counts: list[Count], number: int) -> Iterator[Any]:
     """The batches of one loader. Samplers and data sets are told the epoch; randomness is the same in every evaluation."""
     batches: Iterator[Any] = data.loaders[number].batches(trainer.current_epoch, seed_epoch=0)
-    limit, batches = counts[number], watch_items(trainer, _FETCHING[data.stage], batches)
+    limit, batches = counts[number], profile_items(trainer, _FETCHING[data.stage], batches)
     return islice(batches, None if limit == float("inf") else int(limit))

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from arclight.fabric.batches import counts_of
+from arclight.fabric.batches import count_samples_and_tokens
 from arclight.fabric.seeding import set_rng_state
-from arclight.fabric.warning_kinds import PossibleUserWarning
+from arclight.fabric.warnings import PossibleUserWarning
 from arclight.trainer.data.batches import batch_transfer
 from arclight.trainer.data.limits import timed_validation, validation_before_stop
 from arclight.trainer.data.stage_data import load
@@ -26,7 +26,7 @@ from arclight.trainer.loop.schedulers import plateau_stepper, scheduler_steps
 from arclight.trainer.loop.signals import end_by_signal, requeue_job
 from arclight.trainer.loop.step import Step, build_forward, build_step
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch, watch_transfer
+from arclight.trainer.profilers.profiling import profile_action, profile_transfer
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -61,8 +61,8 @@ class FitPlan:
             made_of=_plan_key(trainer, module),
             trained=_trained(module),
             forward=forward,
-            step=watch(trainer, "run_training_batch", build_step(trainer, module, forward)),
-            move=watch_transfer(trainer, batch_transfer(trainer, module)),
+            step=profile_action(trainer, "run_training_batch", build_step(trainer, module, forward)),
+            move=profile_transfer(trainer, batch_transfer(trainer, module)),
             batch_start=resolve(trainer, module, "on_train_batch_start"),
             batch_end=callback_hooks(trainer, module, usual, "on_train_batch_end")
             + module_hooks(module, "on_train_batch_end"),
@@ -115,7 +115,7 @@ def run_fit(trainer: Trainer, module: Module) -> None:
             PossibleUserWarning,
         )
     while not finished(trainer):
-        complete = watch(trainer, "run_training_epoch", train_epoch)(trainer, module, plan)
+        complete = profile_action(trainer, "run_training_epoch", train_epoch)(trainer, module, plan)
         agree_on_stop(trainer)
         if not complete:
             trainer.left_within_epoch = True
@@ -258,7 +258,7 @@ def train_batches(trainer: Trainer, module: Module, plan: FitPlan) -> bool:
             enter("training_step")
         output = step(batch, index)
         progress.batch, progress.batches = index + 1, progress.batches + 1
-        samples, tokens = counts_of(batch)
+        samples, tokens = count_samples_and_tokens(batch)
         progress.samples, progress.tokens = progress.samples + samples, progress.tokens + tokens
         if progress.batch == total:
             scheduled = plan.step_epoch_schedulers()

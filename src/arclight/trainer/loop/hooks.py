@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from arclight.fabric.rank_zero import rank_zero_warn
 from arclight.trainer.callback import Callback
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch_callback, watch_module
+from arclight.trainer.profilers.profiling import profile_callback, profile_module_hook
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -62,7 +62,7 @@ def unused_hooks(callback: Callback) -> frozenset[str]:
 def callback_hooks(trainer: Trainer, module: Module, callbacks: Sequence[Callback], name: str) -> tuple[Hook, ...]:
     """The callbacks' own versions of hook ``name``, with trainer and module bound."""
     return tuple(
-        watch_callback(trainer, callback, name, partial(getattr(callback, name), trainer, module))
+        profile_callback(trainer, callback, name, partial(getattr(callback, name), trainer, module))
         for callback in callbacks
         if overridden(callback, name, Callback) and name not in unused_hooks(callback)
     )
@@ -72,7 +72,7 @@ def module_hooks(module: Module, name: str) -> tuple[Hook, ...]:
     """The module's own version of hook ``name``, if it has one."""
     if not overridden(module, name, Module):
         return ()
-    return (watch_module(module._trainer, module, name, getattr(module, name)),)
+    return (profile_module_hook(module._trainer, module, name, getattr(module, name)),)
 
 
 def resolve(trainer: Trainer, module: Module, name: str) -> tuple[Hook, ...]:

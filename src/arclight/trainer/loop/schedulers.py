@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.loop.hooks import logging_as, overridden
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch_module
+from arclight.trainer.profilers.profiling import profile_module_hook
 
 if TYPE_CHECKING:
     from arclight.trainer.loop.optimizers import LRSchedulerConfig
@@ -28,7 +28,7 @@ def scheduler_steps(trainer: Trainer, module: Module, interval: str, plateau: bo
     if not module.automatic_optimization:
         return []
     return [
-        watch_module(trainer, module, "lr_scheduler_step", _stepper(trainer, module, config))
+        profile_module_hook(trainer, module, "lr_scheduler_step", _stepper(trainer, module, config))
         for config in trainer.lr_scheduler_configs
         if config.interval == interval and plateau == config.reduce_on_plateau
     ]

@@ -22,7 +22,7 @@ from arclight.trainer.data.batches import sample_batch
 from arclight.trainer.data.stage_data import StageData, attach, load, resolve_dataloaders, restore_position
 from arclight.trainer.defaults import check_state_keys, checkpoints_last
 from arclight.trainer.hparams import clean_namespace, hyperparameters_to_log
-from arclight.trainer.loggers.beginning import log_beginning, open_experiments
+from arclight.trainer.loggers.logger import log_hyperparams_and_graph, open_experiments
 from arclight.trainer.logging import reporting
 from arclight.trainer.logging.metrics import Metrics
 from arclight.trainer.logging.results import ResultCollection
@@ -35,7 +35,7 @@ from arclight.trainer.loop.optimizers import configured
 from arclight.trainer.loop.progress import StopRun, TrainerFn, TrainerStatus
 from arclight.trainer.loop.verification import as_module, check_module, check_validation, require_model
 from arclight.trainer.module import Module
-from arclight.trainer.profilers import watching
+from arclight.trainer.profilers import profiling
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -96,7 +96,7 @@ def _notify_exception(trainer: Trainer, error: BaseException) -> None:
     trainer.strategy.on_exception(error)
     for logger in trainer._loggers or []:
         logger.finalize("failed")
-    watching.break_off(trainer)
+    profiling.teardown_profiler(trainer)
 
 
 @contextmanager
@@ -145,17 +145,17 @@ def _attach(trainer: Trainer, model: Any, datamodule: Any, stage: str, ckpt_path
     open_experiments(trainer.own_loggers())
     resolve_run_folder(trainer, ckpt_path)
     _add_callbacks(trainer, module)
-    watching.arm(trainer)
+    profiling.reset_profiler(trainer)
     reporting.attach_log(trainer, module)
     check_module(trainer, module, stage)
     data = trainer.datamodule
     for owner in (data, module):
         rank = trainer.local_rank if getattr(owner, "prepare_data_per_node", True) else trainer.global_rank
         if rank == 0 and hasattr(owner, "prepare_data"):
-            (watching.watch_data(trainer, owner, "prepare_data") if owner is data else owner.prepare_data)()
+            (profiling.profile_data_hook(trainer, owner, "prepare_data") if owner is data else owner.prepare_data)()
     trainer.strategy.barrier("data prepared")
     if data is not None and hasattr(data, "setup"):
-        watching.watch_data(trainer, data, "setup")(stage=name)
+        profiling.profile_data_hook(trainer, data, "setup")(stage=name)
     trainer.call_all("setup", stage=name)
     module.setup(stage=name)
     if overridden(module, "configure_model", Module):
@@ -204,9 +204,9 @@ def _teardown(trainer: Trainer, module: Module) -> None:
     function = trainer.state.fn
     trainer.call_all("teardown", stage=function)
     if trainer.datamodule is not None and hasattr(trainer.datamodule, "teardown"):
-        watching.watch_data(trainer, trainer.datamodule, "teardown")(stage=function)
+        profiling.profile_data_hook(trainer, trainer.datamodule, "teardown")(stage=function)
     module.teardown(stage=function)  # type: ignore[arg-type]
-    watching.end(trainer)
+    profiling.describe_profile(trainer)
 
 
 # -- entry points --------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def fit(
     loggers = trainer.loggers  # made on every rank, used on rank 0
     loggers = loggers if trainer.is_global_zero else []
     if trainer.given["enable_autolog_hparams"]:
-        log_beginning(loggers, module, hyperparameters_to_log(module, trainer.datamodule))
+        log_hyperparams_and_graph(loggers, module, hyperparameters_to_log(module, trainer.datamodule))
     if saved is not None:
         state.restore_training_state(trainer, saved)
         restore_position(trainer)
@@ -288,7 +288,7 @@ def _train(trainer: Trainer, module: Module, resumed: bool) -> None:
             f"nothing is left to train: {trainer.progress.epoch} epochs and {trainer.global_step} steps are done, the limits "
             f"are max_epochs={trainer.max_epochs} and max_steps={trainer.max_steps}; raise them, or use a new Trainer"
         )
-    watching.begin(trainer, module, "fit")
+    profiling.setup_profiler(trainer, module, "fit")
     if not resumed:
         _sanity_check(trainer, module)
     load(trainer, "train")
@@ -381,5 +381,5 @@ def _begin_evaluation(
         weights = {**saved["state_dict"], **saved.get("ema", {})}
         load_weights(module, weights, strict=module.strict_loading)
     module.zero_grad()
-    watching.begin(trainer, module, stage)
+    profiling.setup_profiler(trainer, module, stage)
     return module

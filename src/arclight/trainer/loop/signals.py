@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from arclight.checkpoint.remote import place
+from arclight.checkpoint.remote import to_path
 from arclight.fabric.environments import SLURMEnvironment
 from arclight.fabric.errors import SIGTERMException
-from arclight.trainer.callbacks.checkpoint_files import remove_checkpoint, written_at
+from arclight.trainer.callbacks.checkpoint.file_ops import remove_checkpoint, written_at
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -176,7 +176,7 @@ def checkpoint_folder(trainer: Trainer) -> Path | None:
     if not trainer.checkpoint_callbacks:
         return None
     given = next((c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)), None)
-    return place(given if given is not None else trainer.checkpoint_folder)
+    return to_path(given if given is not None else trainer.checkpoint_folder)
 
 
 def _settable(handler: Any) -> Any:

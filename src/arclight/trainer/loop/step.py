@@ -19,7 +19,7 @@ from arclight.trainer.loop.hooks import Hook, logging_as, module_hooks, overridd
 from arclight.trainer.loop.optimizers import ManagedOptimizer
 from arclight.trainer.loop.schedulers import scheduler_steps
 from arclight.trainer.module import Module
-from arclight.trainer.profilers.watching import watch_module, watch_strategy
+from arclight.trainer.profilers.profiling import profile_module_hook, profile_strategy
 
 if TYPE_CHECKING:
     from arclight.trainer.trainer import Trainer
@@ -39,7 +39,7 @@ def build_forward(trainer: Trainer, module: Module) -> Step:
     forward = trainer.precision_plugin.wrap(
         step if takes_index(module.training_step) else (lambda batch, _: step(batch))
     )
-    return watch_strategy(trainer, "training_step", forward)
+    return profile_strategy(trainer, "training_step", forward)
 
 
 def takes_index(step: Callable[..., Any]) -> bool:
@@ -105,10 +105,10 @@ def step_parts(trainer: Trainer, module: Module, optimizer: Optimizer, zero_firs
     return StepParts(
         zero_first=zero if first else (),
         before_backward=resolve(trainer, module, "on_before_backward"),
-        backward=watch_strategy(trainer, "backward", backward),
+        backward=profile_strategy(trainer, "backward", backward),
         after_backward=resolve(trainer, module, "on_after_backward"),
         before_step=tuple(before),
-        optimizer_step=watch_module(
+        optimizer_step=profile_module_hook(
             trainer,
             module,
             "optimizer_step",
@@ -131,7 +131,7 @@ def _before_step(trainer: Trainer, module: Module, optimizer: Optimizer) -> list
         clipping = partial(clip, trainer.strategy, optimizer, value, algorithm or "norm")
     else:
         return actions
-    return [*actions, watch_module(trainer, module, "configure_gradient_clipping", clipping)]
+    return [*actions, profile_module_hook(trainer, module, "configure_gradient_clipping", clipping)]
 
 
 def _zero_actions(trainer: Trainer, module: Module, optimizer: Optimizer) -> list[Callable[[], Any]]:
@@ -143,7 +143,7 @@ def _zero_actions(trainer: Trainer, module: Module, optimizer: Optimizer) -> lis
             named(progress.epoch, progress.batch, optimizer)
     else:
         zero = optimizer.zero_grad
-    return [*actions, watch_module(trainer, module, "optimizer_zero_grad", zero)]
+    return [*actions, profile_module_hook(trainer, module, "optimizer_zero_grad", zero)]
 
 
 def _scaled_backward(
@@ -230,7 +230,7 @@ def _closure_step(trainer: Trainer, module: Module, forward: Step, optimizer: Op
     stepped: list[ManagedOptimizer] = []
     managed.count = partial(stepped.append, managed)
     repeats = isinstance(optimizer, torch.optim.LBFGS)
-    optimizer_step = watch_module(trainer, module, "optimizer_step", module.optimizer_step)
+    optimizer_step = profile_module_hook(trainer, module, "optimizer_step", module.optimizer_step)
 
     def step(batch: Any, index: int) -> Any:
         output, ran = None, False

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arclight.checkpoint.remote import is_remote, place
+from arclight.checkpoint.remote import is_remote, to_path
 from arclight.fabric.errors import MisconfigurationError
 from arclight.trainer.run.folder import RunFolder
 
@@ -148,7 +148,7 @@ class RunPlaces:
 
 def local_root(folder: str | Path) -> str:
     """``folder`` for logs, reports and records of runs. Raises MisconfigurationError for an address: only checkpoints can lie there."""
-    if is_remote(found := place(folder)):
+    if is_remote(found := to_path(folder)):
         raise MisconfigurationError(
             f"Trainer(default_root_dir={str(folder)!r}): a run's log, metrics and report are written to local folders; keep "
             f"checkpoints at the address with ModelCheckpoint(dirpath={str(folder)!r}), in a recipe [checkpoint] folder"

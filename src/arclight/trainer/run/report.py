@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from arclight.trainer.callbacks.progress_clock import clock_text
+from arclight.trainer.callbacks.progress.timing import clock_text
 from arclight.trainer.loggers.csv_logger import read_metrics
 from arclight.trainer.run.curves import Chart, Curves, best_point, charts_of, grouped, heading, last_finite, number_text
 from arclight.trainer.run.folder import write_atomically

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from arclight.fabric.batches import map_tensors
+from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.seeding import isolate_rng
-from arclight.fabric.spread import is_spread, own_part
 from arclight.optim import restore_optimizer
 from arclight.trainer.callback import Callback
 from arclight.trainer.data import stage_data
@@ -141,7 +141,7 @@ def _keep(trainer: Trainer, module: Module) -> Callable[[], None]:
         with torch.no_grad():
             for table, name, tensor, kept in tensors:
                 table[name] = tensor
-                own_part(tensor.detach()).copy_(kept)
+                local_tensor(tensor.detach()).copy_(kept)
         for part, training in modes:
             part.training = training
         for parameter, requires_grad in trained:
@@ -158,7 +158,7 @@ def _keep(trainer: Trainer, module: Module) -> Callable[[], None]:
 def _kept_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]]:
     """Where each parameter and buffer is held, its name there, itself and a copy of what it holds."""
     return [
-        (table, name, tensor, own_part(tensor.detach()).to("cpu", copy=True))
+        (table, name, tensor, local_tensor(tensor.detach()).to("cpu", copy=True))
         for part in module.modules()
         for table in (part._parameters, part._buffers)
         for name, tensor in table.items()
@@ -167,4 +167,4 @@ def _kept_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Te
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone() if is_spread(tensor) else tensor.detach().to("cpu", copy=True)
+    return tensor.detach().clone() if is_dtensor(tensor) else tensor.detach().to("cpu", copy=True)

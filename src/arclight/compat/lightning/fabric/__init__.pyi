@@ -1,7 +1,7 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.fabric import Fabric as Fabric
-from arclight.compat.lightning.version import __version__ as __version__
-from arclight.trainer.fabric_modules import is_wrapped as is_wrapped
+from arclight.trainer.fabric.fabric import Fabric as Fabric
+from arclight.compat.lightning.names import __version__ as __version__
+from arclight.trainer.fabric.wrappers import is_wrapped as is_wrapped
 from arclight.fabric.seeding import seed_everything as seed_everything
 from . import accelerators as accelerators
 from . import fabric as fabric

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.fabric import Fabric as Fabric
+from arclight.trainer.fabric.fabric import Fabric as Fabric
 
 __all__ = [
     "Fabric",

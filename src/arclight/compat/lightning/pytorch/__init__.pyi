@@ -3,7 +3,7 @@ from arclight.trainer.callback import Callback as Callback
 from arclight.trainer.datamodule import DataModule as LightningDataModule
 from arclight.trainer.module import Module as LightningModule
 from arclight.compat.lightning.trainer import Trainer as Trainer
-from arclight.compat.lightning.version import __version__ as __version__
+from arclight.compat.lightning.names import __version__ as __version__
 from arclight.fabric.seeding import seed_everything as seed_everything
 from . import accelerators as accelerators
 from . import callbacks as callbacks

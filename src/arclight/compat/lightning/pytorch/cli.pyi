@@ -8,7 +8,7 @@ from arclight.compat.lightning.cli_parser import LightningArgumentParser as Ligh
 from arclight.compat.lightning.cli import LightningCLI as LightningCLI
 from arclight.compat.lightning.cli_parser import OptimizerCallable as OptimizerCallable
 from arclight.compat.lightning.cli_parser import ReduceLROnPlateau as ReduceLROnPlateau
-from arclight.compat.lightning.save_config import SaveConfigCallback as SaveConfigCallback
+from arclight.compat.lightning.cli import SaveConfigCallback as SaveConfigCallback
 from arclight.compat.lightning.cli import instantiate_class as instantiate_class
 from arclight.compat.lightning.cli import instantiate_module as instantiate_module
 

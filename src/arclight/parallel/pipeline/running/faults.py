@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from arclight.fabric.hanging import RankMissingError, is_communication
+from arclight.fabric.distributed.hang_report import RankMissingError, is_collective_error
 
 PATIENCE = 2.0
 """Seconds that a process which lost a neighbour waits for the one that failed first to have said so."""
@@ -86,7 +86,7 @@ def failed(board: Board | None, error: BaseException, where: str, waiting: bool)
 
     waiting: whether nothing was computed then, so that it was another process that did not come.
     """
-    if board is None or not (waiting and is_communication(error)):
+    if board is None or not (waiting and is_collective_error(error)):
         error.add_note(where)
         if board is not None:
             _leave_word(board, f"{where}: {type(error).__name__}: {error}".rstrip(": "))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.fabric.spread import own_part
 from arclight.parallel.pipeline.running.agreement import Statement, digest
 from arclight.parallel.pipeline.running.chunks import Chunks, Spec, detached, merge
 from arclight.parallel.pipeline.running.engine import Engine, signature
@@ -226,7 +226,7 @@ class PipeRunner:
     @torch.no_grad()
     def total_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm over the gradients of all stages; of a parameter that several have, once. Every process calls this."""
-        own = [own_part(p.grad) for p in self.parameters() if p.grad is not None and p not in self.shared.elsewhere]
+        own = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None and p not in self.shared.elsewhere]
         norm = (
             nn.utils.get_total_norm(own, norm_type).to(self.line.device)
             if own

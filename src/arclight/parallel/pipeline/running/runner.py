@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from arclight.fabric.sharding import multiply
-from arclight.fabric.spread import own_parts
+from arclight.fabric.distributed.dtensor import local_tensors
+from arclight.fabric.distributed.sharding import scale_tensors
 from arclight.parallel.context import over_sequences, shard_arguments
 from arclight.parallel.pipeline.running.agreement import DisagreementError
 from arclight.parallel.pipeline.running.engine import Engine, signature
@@ -138,10 +138,10 @@ class Gradients:
         if not pairs:
             return
         if not (isinstance(scale, float) and scale == 1.0):
-            multiply(own_parts([new for _, new in pairs]), scale)
+            scale_tensors(local_tensors([new for _, new in pairs]), scale)
         sums = [(p.grad, new) for p, new in pairs if p.grad is not None]
         if sums:
-            torch._foreach_add_(own_parts([old for old, _ in sums]), own_parts([new for _, new in sums]))
+            torch._foreach_add_(local_tensors([old for old, _ in sums]), local_tensors([new for _, new in sums]))
         for parameter, new in pairs:
             if parameter.grad is None:
                 parameter.grad = new

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arclight.fabric.spread import own_part
+from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.parallel.pipeline.running.parts import Line
 
 BUCKET = 25 * 2**20
@@ -71,13 +71,13 @@ def sum_over(
     none counts as zero; where none has one it stays so. What each has is in the same message.
     """
     for bucket in _buckets(parameters):
-        sizes = [own_part(parameter).numel() for parameter in bucket]
-        like = own_part(bucket[0])
+        sizes = [local_tensor(parameter).numel() for parameter in bucket]
+        like = local_tensor(bucket[0])
         flat = like.new_zeros(sum(sizes) + len(bucket))
         for place, (parameter, part) in enumerate(zip(bucket, flat[: sum(sizes)].split(sizes), strict=True)):
             gradient = gradients.get(parameter)
             if gradient is not None:
-                part.copy_(own_part(gradient).flatten())
+                part.copy_(local_tensor(gradient).flatten())
                 flat[sum(sizes) + place] = 1
         if places is None:
             dist.all_reduce(flat, group=group)
@@ -90,7 +90,7 @@ def sum_over(
                 gradient = gradients.get(parameter)
                 if gradient is None:
                     gradient = gradients[parameter] = torch.empty_like(parameter)
-                own = own_part(gradient)
+                own = local_tensor(gradient)
                 own.copy_(part.view(own.shape))
 
 
@@ -116,7 +116,7 @@ def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     current: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
         key = (parameter.dtype, parameter.device)
-        size = own_part(parameter).numel() * parameter.element_size()
+        size = local_tensor(parameter).numel() * parameter.element_size()
         members, filled = current.get(key, ([], BUCKET))
         if filled + size > BUCKET:
             members, filled = [], 0

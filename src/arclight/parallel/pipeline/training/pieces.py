@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from arclight.fabric.batches import batch_size_of, part_of_batch
+from arclight.fabric.batches import batch_size_of, slice_batch
 from arclight.parallel.plan import PlanError
 from arclight.parallel.running import own_batch_weight
 
@@ -58,19 +58,19 @@ class Piece:
 def parts(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]:
     """``batch`` in ``number`` parts, or as many as it has samples, as even as can be, each with its number of samples.
 
-    A module may cut its own batches: ``part_of_batch(batch, start, stop)``. Otherwise all tensors have samples in dimension 0, and so
+    A module may cut its own batches: ``slice_batch(batch, start, stop)``. Otherwise all tensors have samples in dimension 0, and so
     have lists of that length. Raises PlanError where they do not.
     """
     size = batch_size_of(batch)
     count = max(1, min(number, size))
     if count == 1:
         return [(batch, size)]
-    own = getattr(module, "part_of_batch", None)
+    own = getattr(module, "slice_batch", None)
     if own is None:
         _check(module, batch, size)
     bounds = [size * i // count for i in range(count + 1)]
     return [
-        (part_of_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start)
+        (slice_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start)
         for start, stop in pairwise(bounds)
     ]
 

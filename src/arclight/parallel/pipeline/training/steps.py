@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arclight.fabric.spread import own_part
+from arclight.fabric.distributed.dtensor import local_tensor
 from arclight.parallel.pipeline.graph import UnitGraph, Value
 from arclight.parallel.pipeline.running.parts import Line, Part
 from arclight.parallel.pipeline.running.runner import PipelineRunner
@@ -272,7 +272,7 @@ class Steps:
         for name, stages in self.shared.items():
             if name not in own:
                 continue
-            part, first = own_part(own[name]), self.line.place(stages[0])
+            part, first = local_tensor(own[name]), self.line.place(stages[0])
             if self.line.rank != first:
                 room = torch.empty_like(part)
                 dist.recv(room, self.line.owner(stages[0]), group=self.line.group)

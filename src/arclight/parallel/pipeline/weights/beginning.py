@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arclight.fabric.spread import is_spread
+from arclight.fabric.distributed.dtensor import is_dtensor
 from arclight.parallel.initial import declarations, draw, number_of
 from arclight.parallel.pipeline.stages.holding import like, named_tensors, put, put_named
 from arclight.parallel.plan import PlanError
@@ -46,7 +46,7 @@ def begin(
         for name, tensor in named_tensors(stage):
             if tensor.is_meta:
                 fresh.setdefault(tensor, []).append(name)
-        if spread := [names[0] for tensor, names in fresh.items() if is_spread(tensor)]:
+        if spread := [names[0] for tensor, names in fresh.items() if is_dtensor(tensor)]:
             raise PlanError(f"{spread[0]} is spread over processes already: give stages their first values before that")
         if fresh:
             put(stages, _begun(stage if model is None else model, fresh, device, seed))
@@ -84,7 +84,7 @@ def _initialize(model: nn.Module, waiting: dict[torch.Tensor, str], device: torc
     first: dict[torch.Tensor, str] = {}
     for name, tensor in named_tensors(model):
         first.setdefault(tensor, name)
-    here = [tensor for tensor in first if not tensor.is_meta and not is_spread(tensor)]
+    here = [tensor for tensor in first if not tensor.is_meta and not is_dtensor(tensor)]
     kept = {tensor: tensor.data for tensor in here if tensor not in waiting}
     draws = _Draws(seed, first, waiting, device)
     modules = dict(model.named_modules())
@@ -167,7 +167,7 @@ class _Draws(TorchDispatchMode):
                 del self._names[blank], self._waiting[blank]
 
     def _know(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_meta and tensor.numel() and not is_spread(tensor):
+        if not tensor.is_meta and tensor.numel() and not is_dtensor(tensor):
             self._homes[tensor.untyped_storage().data_ptr()] = tensor
             self._memory.append(tensor.detach())
 
@@ -204,7 +204,7 @@ class _Draws(TorchDispatchMode):
 
     def _tensor_of(self, given: torch.Tensor) -> torch.Tensor | None:
         """The tensor of the model that ``given`` is, or is a view of."""
-        if not given.is_meta and not is_spread(given):
+        if not given.is_meta and not is_dtensor(given):
             return self._homes.get(given.untyped_storage().data_ptr()) if given.numel() else None
         return given if given in self._names else None
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from arclight.fabric.sharding import share_of
-from arclight.fabric.spread import is_spread, own_part
+from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
+from arclight.fabric.distributed.sharding import shard_like
 from arclight.fabric.weight_files import WeightFiles
 from arclight.parallel.pipeline.stages.holding import like, named_tensors, put, stored
 from arclight.parallel.pipeline.weights.beginning import begin
@@ -69,11 +69,11 @@ def load(
     for tensor in sorted(wanted, key=lambda tensor: files.file_of(sources[tensor][0])):
         raw = files.tensor(sources[tensor][0])
         if not tensor.is_meta:
-            filled[tensor] = share_of(raw, tensor)
+            filled[tensor] = shard_like(raw, tensor)
             continue
         kind = _type(tensor, dtype)
-        if is_spread(tensor):
-            value = share_of(raw.to(kind), tensor, torch.device(device))
+        if is_dtensor(tensor):
+            value = shard_like(raw.to(kind), tensor, torch.device(device))
         elif (value := raw.to(device, kind)) is raw and not mapped:
             value = raw.clone()
         assigned[tensor] = like(value, tensor)
@@ -85,7 +85,7 @@ def load(
         raise
     for tensor, value in filled.items():
         tensor.copy_(value)
-    total = sum(own_part(assigned.get(tensor, tensor)).nbytes for tensor in wanted)
+    total = sum(local_tensor(assigned.get(tensor, tensor)).nbytes for tensor in wanted)
     return Loaded({names[0]: sources[tensor][0] for tensor, names in wanted.items()}, files.opened, total, begun)
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from arclight.fabric import replacing
-from arclight.fabric.sharding import whole_tensor
-from arclight.fabric.spread import is_spread
+from arclight.fabric import atomic_replace
+from arclight.fabric.distributed.dtensor import is_dtensor
+from arclight.fabric.distributed.sharding import full_tensor
 from arclight.fabric.weight_files import INDEX, byte_count, shard_name, shards, write_index, write_shard
 from arclight.parallel.pipeline.stages.holding import stored
 
@@ -72,7 +72,7 @@ def save(
         _together(group, lambda: _finish(files, everyones, model, staging, folder) if rank == 0 else None)
     finally:
         if rank == 0:
-            replacing.discard(staging)
+            atomic_replace.discard(staging)
 
 
 def _share_out(everyones: list[dict[str, _Entry]]) -> dict[str, int]:
@@ -117,7 +117,7 @@ def _files(writers: dict[str, int], everyones: list[dict[str, _Entry]], limit: i
 
 def _prepare(folder: Path) -> Path:
     """A folder to write into; removes what killed saves left beside it."""
-    replacing.sweep(folder.parent)
+    atomic_replace.sweep(folder.parent)
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file: name a folder")
     others = [
@@ -129,7 +129,7 @@ def _prepare(folder: Path) -> Path:
         raise FileExistsError(
             f"{folder} has {others[0]}, which would be lost: name another folder or move what is there"
         )
-    return replacing.make_staging(folder)
+    return atomic_replace.make_staging(folder)
 
 
 def _write(files: list[_File], held: dict[str, torch.Tensor], rank: int, staging: Path) -> None:
@@ -138,8 +138,8 @@ def _write(files: list[_File], held: dict[str, torch.Tensor], rank: int, staging
     for file in files:
         out = {}
         for name in file.tensors:
-            if name in held and (file.writer == rank or is_spread(held[name])):
-                whole = whole_tensor(held[name]).detach()
+            if name in held and (file.writer == rank or is_dtensor(held[name])):
+                whole = full_tensor(held[name]).detach()
                 if file.writer == rank and failed is None:
                     out[name] = _alone(whole)
         if file.writer == rank and failed is None:
@@ -158,7 +158,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (not (is_spread(one) or is_spread(other)) and torch.equal(one, other))
+    return one is other or (not (is_dtensor(one) or is_dtensor(other)) and torch.equal(one, other))
 
 
 def _finish(
@@ -177,7 +177,7 @@ def _finish(
             if name == "config":
                 config.architectures, config.dtype = [type(model).__name__], _dtype(files, everyones)
             config.save_pretrained(staging)
-    replacing.publish(staging, folder)
+    atomic_replace.replace_folder(staging, folder)
 
 
 def _dtype(files: list[_File], everyones: list[dict[str, _Entry]]) -> str | None:

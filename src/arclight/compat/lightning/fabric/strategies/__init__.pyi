@@ -3,7 +3,7 @@ from arclight.fabric.strategies import DDPStrategy as DDPStrategy
 from arclight.fabric.strategies import FSDPStrategy as FSDPStrategy
 from arclight.fabric.strategies import ModelParallelStrategy as ModelParallelStrategy
 from arclight.fabric.strategies import ParallelStrategy as ParallelStrategy
-from arclight.fabric.strategies.registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
+from arclight.fabric.strategies.strategy_registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
 from arclight.fabric.strategies import SingleDeviceStrategy as SingleDeviceStrategy
 from arclight.fabric.strategies import Strategy as Strategy
 from . import ddp as ddp

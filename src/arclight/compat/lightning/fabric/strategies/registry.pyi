@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.strategies.registry import StrategyRegistry as __StrategyRegistry
+from arclight.fabric.strategies.strategy_registry import StrategyRegistry as __StrategyRegistry
 
 __all__ = [
 ]

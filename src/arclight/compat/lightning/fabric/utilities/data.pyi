@@ -1,9 +1,9 @@
 # Written by tests/compat/write_stubs.py from the table of names.
 from arclight.trainer.hparams import Hyperparameters as AttributeDict
-from arclight.data.checks import reads_a_stream as has_iterable_dataset
-from arclight.data.checks import has_len as has_len
-from arclight.data.checks import sized_len as sized_len
-from arclight.data.checks import suggested_max_num_workers as suggested_max_num_workers
+from arclight.compat.lightning.utilities import reads_a_stream as has_iterable_dataset
+from arclight.compat.lightning.utilities import has_len as has_len
+from arclight.compat.lightning.utilities import sized_len as sized_len
+from arclight.compat.lightning.utilities import suggested_max_num_workers as suggested_max_num_workers
 
 __all__ = [
     "AttributeDict",

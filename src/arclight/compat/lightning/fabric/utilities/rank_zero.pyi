@@ -1,6 +1,6 @@
 # Written by tests/compat/write_stubs.py from the table of names.
 from arclight.fabric.rank_zero import LightningDeprecationWarning as LightningDeprecationWarning
-from arclight.fabric.warning_kinds import WarningCache as WarningCache
+from arclight.fabric.warnings import WarningCache as WarningCache
 from arclight.fabric.rank_zero import rank_zero_debug as rank_zero_debug
 from arclight.fabric.rank_zero import rank_zero_deprecation as rank_zero_deprecation
 from arclight.fabric.rank_zero import rank_zero_info as rank_zero_info

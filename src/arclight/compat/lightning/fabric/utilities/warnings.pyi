@@ -1,6 +1,6 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.warning_kinds import PossibleUserWarning as PossibleUserWarning
-from arclight.fabric.warning_kinds import disable_possible_user_warnings as disable_possible_user_warnings
+from arclight.fabric.warnings import PossibleUserWarning as PossibleUserWarning
+from arclight.fabric.warnings import disable_possible_user_warnings as disable_possible_user_warnings
 
 __all__ = [
     "PossibleUserWarning",

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+from arclight.trainer.callbacks.monitoring.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
 
 __all__ = [
     "DeviceStatsMonitor",

@@ -1,7 +1,7 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
-from arclight.trainer.callbacks.finetuning import BaseFinetuning as BaseFinetuning
-from arclight.trainer.callbacks.finetuning import multiplicative as multiplicative
+from arclight.trainer.callbacks.weights.finetuning import BackboneFinetuning as BackboneFinetuning
+from arclight.trainer.callbacks.weights.finetuning import BaseFinetuning as BaseFinetuning
+from arclight.trainer.callbacks.weights.finetuning import multiplicative as multiplicative
 
 __all__ = [
     "BackboneFinetuning",

@@ -5,7 +5,7 @@ from arclight.fabric.strategies import ModelParallelStrategy as ModelParallelStr
 from arclight.fabric.strategies import ParallelStrategy as ParallelStrategy
 from arclight.fabric.strategies import SingleDeviceStrategy as SingleDeviceStrategy
 from arclight.fabric.strategies import Strategy as Strategy
-from arclight.fabric.strategies.registry import STRATEGY_REGISTRY as StrategyRegistry
+from arclight.fabric.strategies.strategy_registry import STRATEGY_REGISTRY as StrategyRegistry
 from . import ddp as ddp
 from . import deepspeed as deepspeed
 from . import fsdp as fsdp

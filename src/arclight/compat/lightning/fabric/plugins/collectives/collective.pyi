@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.collectives import Collective as Collective
+from arclight.compat.lightning.collectives import Collective as Collective
 
 __all__ = [
     "Collective",

@@ -1,7 +1,7 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.trainer.callbacks.progress_bar import ProgressBar as ProgressBar
-from arclight.trainer.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
-from arclight.trainer.callbacks.tqdm_progress import TQDMProgressBar as TQDMProgressBar
+from arclight.trainer.callbacks.progress.progress_bar import ProgressBar as ProgressBar
+from arclight.trainer.callbacks.progress.rich_progress import RichProgressBar as RichProgressBar
+from arclight.trainer.callbacks.progress.tqdm_progress import TQDMProgressBar as TQDMProgressBar
 from . import progress_bar as progress_bar
 from . import rich_progress as rich_progress
 from . import tqdm_progress as tqdm_progress

@@ -1,5 +1,5 @@
 # Written by tests/compat/write_stubs.py from the table of names.
-from arclight.fabric.precision.one_type import HalfPrecision as HalfPrecision
+from arclight.fabric.precision.true_precision import HalfPrecision as HalfPrecision
 
 __all__ = [
     "HalfPrecision",

@@ -1,0 +1,198 @@
+"""Saving a state that is spread over processes: each writes its parts, rank 0 what names them.
+
+The outcome is a checkpoint as any other, which opens on any number of processes: `arclight.checkpoint.load` puts the
+shares together, `load_shares` reads of each tensor only what a process keeps. All processes must see the same folder.
+No tensor is gathered: a process holds its own parts and one of them a second time, while it is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from arclight.checkpoint import files, tree
+from arclight.checkpoint.errors import CheckpointError
+from arclight.checkpoint.manifest import NAME, STATE, FileRecord, describe, is_checkpoint
+from arclight.checkpoint.remote import is_explained, to_absolute_path, to_path
+from arclight.checkpoint.sharded.plan import EncodedShards, ShardPlan, make_plan, merge_entries
+from arclight.checkpoint.tensorfile import write_tensors
+
+if TYPE_CHECKING:
+    from arclight.fabric.strategies import Strategy
+
+GatherToRankZero = Callable[[Any], list[Any]]
+"""Gives every process's value to rank 0 at least."""
+
+
+def save_shares(path: str | Path, state: Mapping[str, Any], processes: Strategy) -> Path:
+    """Write `state` as the checkpoint folder `path`, as `arclight.checkpoint.save` does; every process must call this.
+
+    Tensors that are spread (DTensors on any mesh) are written by parts, each by one of the processes that hold it. Entries
+    that only some processes have, such as the layers of one stage of a pipeline, are united; where several have the same,
+    tensors must be alike and of other values the lowest rank's counts. Raises CheckpointError on every process where any
+    of them could not write.
+    """
+    job = ShardedSaver(processes).begin(path, state)
+    problem = job.write(processes.all_gather_object)
+    problem = processes.broadcast(problem)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return to_path(path)
+
+
+class ShardedSaver:
+    """Plans saves of states of one kind: what processes hold is compared anew, but told again only where it changed."""
+
+    def __init__(self, processes: Strategy) -> None:
+        self.processes = processes
+        self._plan: ShardPlan | None = None
+        self._layouts: list[str] = []
+
+    @torch.no_grad()  # a part is had at a tenth of the cost where no gradient may be asked of it
+    def begin(self, path: str | Path, state: Mapping[str, Any], problem: str | None = None) -> ShardedSave:
+        """Agree on who writes what; a collective. No tensor is copied yet.
+
+        Raises CheckpointError on every process, also where any of them has a `problem` already.
+        """
+        path, processes = to_absolute_path(path), self.processes
+        staging: Path | None = None
+        taken: EncodedShards | None = None
+        if problem is None:
+            taken, problem = capture_error(lambda: EncodedShards(state))
+        if problem is None and processes.is_global_zero:
+            staging, problem = capture_error(lambda: _staging(path))
+        known = (taken.layout(), taken.structure()) if taken is not None else ("", "")
+        apart = processes.replica_mesh
+        leads = apart is not None and apart.get_local_rank(0) == 0
+        told_here = (*known, problem, None if staging is None else str(staging), leads)
+        everyones: list[Any] = processes.all_gather_object(told_here)
+        if any(told[2] is not None for told in everyones) or taken is None:
+            if staging is not None:
+                files.discard(staging)
+            raise_first(path, [told[2] for told in everyones])
+        assert taken is not None
+        layouts = [told[0] for told in everyones]
+        if self._plan is None or layouts != self._layouts:
+            try:
+                first = {rank for rank, told in enumerate(everyones) if told[4]}
+                self._plan, self._layouts = make_plan(processes.all_gather_object(taken.places), first), layouts
+            except CheckpointError:  # the same on every process
+                if staging is not None:
+                    files.discard(staging)
+                raise
+        entries, meshes = self._unite(taken, [told[1] for told in everyones])
+        own: dict[str, dict[str, torch.Tensor]] = {}
+        for where, shares in self._plan.own(processes.global_rank).items():
+            part, regions = taken.held[where]
+            boxes = {(region.offset, region.shape): region for region in regions}
+            for share in shares:
+                own.setdefault(share.file, {})[share.name] = boxes[share.box].of_part(part.detach())
+        encoded = None
+        if processes.is_global_zero:
+            encoded = tree.Encoded(
+                self._plan.filled(entries), {}, **taken.counts, processes=processes.world_size, meshes=meshes
+            )
+        return ShardedSave(path, to_path(everyones[0][3]), own, encoded)
+
+    def _unite(self, taken: EncodedShards, structures: list[str]) -> tuple[dict[str, Any], list[dict[str, int]]]:
+        """The entries of all processes, on rank 0; only those tell theirs that have others than the ranks before."""
+        rank = self.processes.global_rank
+        meshes, entries = list(taken.meshes), taken.entries
+        if len(set(structures)) == 1:
+            return entries, meshes
+        new = structures.index(structures[rank]) == rank
+        for other in self.processes.all_gather_object((taken.entries, taken.meshes) if new and rank else None):
+            if other is not None:
+                entries = merge_entries(entries, other[0])
+                meshes += [mesh for mesh in other[1] if mesh not in meshes]
+        return entries, meshes
+
+
+@dataclass
+class ShardedSave:
+    """One process's part of one save, agreed on: what is left is to write, which needs no collective."""
+
+    path: Path
+    staging: Path
+    own: dict[str, dict[str, torch.Tensor]] = field(repr=False)
+    """File -> name -> what of a tensor this process writes."""
+    encoded: tree.Encoded | None = field(repr=False)
+    """Rank 0 writes the rest: how all fits together."""
+
+    def write(self, exchange: GatherToRankZero) -> str | None:
+        """Write this process's files and, on rank 0, complete the checkpoint when all have written theirs.
+
+        Returns why the checkpoint could not be written: on rank 0 whoever failed, elsewhere what failed here.
+        """
+        records, problem = capture_error(self._write_own)
+        if self.encoded is None:
+            exchange((records, problem))
+            return None if problem is None else f"checkpoint {self.path} could not be written: {problem}"
+        try:
+            outcomes = exchange((records, problem))
+            raise_first(self.path, [problem for _, problem in outcomes])
+            self._complete(
+                {name: FileRecord(**record) for files_of, _ in outcomes for name, record in files_of.items()}
+            )
+        except CheckpointError as error:
+            return str(error)
+        except (OSError, TimeoutError) as error:
+            return _sentence(self.path, "", error.strerror or str(error))
+        finally:
+            files.discard(self.staging)
+        return None
+
+    def _write_own(self) -> dict[str, dict[str, Any]]:
+        return {name: asdict(_write(self.staging / name, group)) for name, group in self.own.items()}
+
+    def _complete(self, records: dict[str, FileRecord]) -> None:
+        assert self.encoded is not None
+        records = dict(sorted(records.items()))
+        with files.create(self.staging / STATE) as file:
+            file.write(json.dumps(self.encoded.entries, allow_nan=False).encode())
+        records[STATE] = FileRecord(sha256=file.sha256, bytes=file.bytes)
+        with files.create(self.staging / NAME) as file:
+            file.write(describe(self.encoded, records, files.data_folder(self.staging)).to_json().encode())
+        files.publish(self.staging, self.path)
+
+
+def _staging(path: Path) -> Path:
+    if files.is_there(path) and not is_checkpoint(path) and not files.is_empty(path):
+        raise CheckpointError(f"{path} exists and is not a checkpoint: choose another name, it is left as it is")
+    files.sweep(path.parent)
+    return files.make_staging(path)
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    with files.create(path) as file:
+        write_tensors(file, tensors)
+    return FileRecord(sha256=file.sha256, bytes=file.bytes)
+
+
+def capture_error(function: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What `function` gives, or why it could not: others wait for the answer, so nothing may be raised yet."""
+    try:
+        return function(), None
+    except (OSError, CheckpointError) as error:
+        return None, str(getattr(error, "strerror", None) if is_explained(error) else error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def raise_first(path: Path, problems: list[str | None]) -> None:
+    """Raise CheckpointError for the first problem that any rank has."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise CheckpointError(_sentence(path, f" by rank {rank}", problem))
+
+
+def _sentence(path: Path, who: str, problem: str) -> str:
+    return (
+        f"checkpoint {path} could not be written{who}: {problem}; what was there before is intact. All processes need to see the "
+        "same folder"
+    )

@@ -1,0 +1,160 @@
+"""A folder or file that is replaced by another in one step, so that one of the two is whole whenever a process is killed.
+
+A folder under construction lies beside its destination as ``.<name>.saving-<host>-<pid>-<process>-<number>``; where the
+file system cannot exchange two folders, the old one waits as ``.<name>.replaced-...`` meanwhile. The name tells whether
+the process that made it still lives, so what a killed process left behind can be told from work in progress.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import itertools
+import os
+import re
+import secrets
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+_PROCESS = secrets.token_hex(4)  # tells this process from an earlier one with the same id, as restarted containers have
+_numbers = itertools.count()
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>saving|replaced)-(?P<host>\w+)-(?P<pid>\d+)-(?P<process>\w+)-\d+")
+
+
+def make_staging(path: Path) -> Path:
+    """A new empty folder beside `path`, whose parents are made where they are missing."""
+    staging = temporary_path(path)
+    staging.mkdir()
+    return staging
+
+
+def temporary_path(path: Path, kind: str = "saving") -> Path:
+    """Name for a file or folder under construction that is to replace `path`, whose parents are made where they are missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.name}.{kind}-{_HOST}-{os.getpid()}-{_PROCESS}-{next(_numbers)}")
+
+
+def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
+    """Put the text into the file `path`; what was there stays whole until the new one is there.
+
+    durable: whether it is on the disk when this returns, and a power failure may not undo it.
+    """
+    new = temporary_path(path)
+    try:
+        with new.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        new.replace(path)
+        if durable:
+            sync_folder(path.parent)
+    finally:
+        discard(new)
+
+
+def replace_folder(staging: Path, path: Path, *, durable: bool = True) -> None:
+    """Put the folder `staging` at `path`; what was there stays complete until the new one is there.
+
+    durable: whether a power failure may not undo it.
+    """
+    sync = sync_folder if durable else _leave
+    sync(staging)
+    if not os.path.lexists(path):
+        staging.rename(path)
+        sync(path.parent)
+    elif _exchange(staging, path):
+        sync(path.parent)
+        discard(staging)  # holds what was there before
+    else:
+        former = temporary_path(path, "replaced")
+        path.rename(former)
+        staging.rename(path)
+        sync(path.parent)
+        discard(former)
+
+
+def retire(path: Path, *, durable: bool = True) -> None:
+    """Remove a folder so that no half of it is ever seen under its name. durable: as for `publish`."""
+    doomed = temporary_path(path)
+    path.rename(doomed)
+    (sync_folder if durable else _leave)(path.parent)
+    discard(doomed)
+
+
+def discard(path: Path) -> None:
+    """Remove a temporary file or folder; what cannot be removed now is left to the next `sweep`."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove what killed processes left in `folder`, and put back what was about to be replaced.
+
+    Returns what was removed or put back. Leaves alone what a living process may still be writing.
+    """
+    handled: list[Path] = []
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _TEMPORARY.fullmatch(entry.name)
+        if match is None or _alive(match):
+            continue
+        destination = folder / match["name"]
+        if match["kind"] == "replaced" and not os.path.lexists(destination):
+            with suppress(FileNotFoundError):  # another process has just put it back
+                entry.rename(destination)
+                sync_folder(folder)
+        else:
+            discard(entry)
+        if not os.path.lexists(entry):
+            handled.append(entry)
+    return handled
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names and renames in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _leave(folder: Path) -> None:
+    """To the system, which writes names down when it likes."""
+
+
+def _alive(match: re.Match[str]) -> bool:
+    """Whether the process that made a temporary folder may still be at work on it."""
+    if match["host"] != _HOST:
+        return True  # another machine's processes cannot be seen from here
+    pid = int(match["pid"])
+    if pid == os.getpid():
+        return match["process"] == _PROCESS
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step; False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(b))

@@ -1,0 +1,23 @@
+"""Tensors that may be spread over processes, seen from one of them. Imports nothing of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether ``tensor`` is one of which this process holds a part only (a DTensor)."""
+    return hasattr(tensor, "to_local")
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this process's part of ``tensor``; all of it where it is not spread."""
+    part: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
+def local_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`local_tensor` of each, for what is done element by element."""
+    return [local_tensor(tensor) for tensor in tensors]

@@ -1,0 +1,59 @@
+"""How new modules come into being: in which contexts, without first values, or at first without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class SkipInit(torch.overrides.TorchFunctionMode):
+    """Leaves out the functions of ``torch.nn.init``: weights stay as allocated, to be loaded right after."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def enter_all(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """One context for several, entered in their order when it is entered itself."""
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context)
+            yield
+
+    return enter()
+
+
+def materialize_meta(module: nn.Module, device: torch.device) -> None:
+    """Memory and first values for what of ``module`` is on the meta device."""
+    if any(parameter.is_meta for parameter in module.parameters()):
+        from arclight.fabric.distributed.sharding import materialize
+
+        materialize(module, device)
+
+
+def find_shared_parameters(module: nn.Module) -> list[list[str]]:
+    """Names of each parameter that has more than one, in the order in which the module lists them."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def set_shared_parameters(module: nn.Module, shared: list[list[str]]) -> nn.Module:
+    """Tie again what :func:`find_shared_parameters` found: each group's names get the first one's parameter."""
+    for first, *others in shared:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, parameter)
+    return module

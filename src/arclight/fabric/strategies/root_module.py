@@ -1,0 +1,43 @@
+"""What of a module is called as a whole when its parts are gathered one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class StepRoot(nn.Module):
+    """A module around the user's, so that sharing leaves the user's class as it is and any step can be the forward."""
+
+    def __init__(self, module: nn.Module, shared: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.shared = shared
+
+    def forward(self, *arguments: Any, _step: Callable[..., Any] | None = None, **options: Any) -> Any:
+        return (self.module if _step is None else _step)(*arguments, **options)
+
+
+def outermost_submodules(module: nn.Module) -> list[nn.Module]:
+    """The outermost submodules that have a forward and parameters."""
+    parts: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            parts += outermost_submodules(child)
+        elif any(True for _ in child.parameters()):
+            parts.append(child)
+    return parts
+
+
+def reshard_without_backward(module: nn.Module, *_: Any) -> None:
+    """After a forward that no backward follows: else the whole weights would stay, and be used after the next update."""
+    if torch.is_grad_enabled():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()

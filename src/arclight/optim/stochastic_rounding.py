@@ -1,0 +1,77 @@
+"""Tensors side by side in memory, and how their numbers are rounded."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
+
+if TYPE_CHECKING:
+    from arclight.optim.optimizer import Owned
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def aligned_gradients(own: list[Owned]) -> list[torch.Tensor]:
+    """Each parameter's gradient on this process, in the memory layout of the parameter: fused steps walk flat memory."""
+    return [
+        _like(local_tensor(parameter), local_tensor(parameter.grad))
+        for _, parameter, _ in own
+        if parameter.grad is not None
+    ]
+
+
+def _like(part: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.stride() == part.stride() and gradient.dtype == part.dtype:
+        return gradient
+    return torch.empty_like(part).copy_(gradient)
+
+
+def store(target: torch.Tensor, value: torch.Tensor, skip: torch.Tensor | None) -> None:
+    """``value`` into ``target``, in its precision; nothing where the device finds ``skip`` to be true."""
+    target.copy_(value if skip is None else torch.where(skip, target, value))
+
+
+def draws(tensor: torch.Tensor) -> torch.Tensor:
+    """A random number below 2^32 (int64) for each element of this process's part, from its place in the whole tensor alone."""
+    part = local_tensor(tensor)
+    offsets: tuple[int, ...] = (0,) * part.ndim
+    if is_dtensor(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    place = torch.zeros((), dtype=torch.int64, device=part.device)
+    stride = 1
+    for dim in reversed(range(part.ndim)):
+        along = torch.arange(offsets[dim], offsets[dim] + part.shape[dim], device=part.device) * stride
+        place = place + along.view(-1, *[1] * (part.ndim - 1 - dim))
+        stride *= tensor.shape[dim]
+    return _hash(place).expand(part.shape)
+
+
+def _hash(number: torch.Tensor) -> torch.Tensor:
+    """The finalizer of MurmurHash3 (Appleby, public domain) on the lower 32 bits."""
+    mask = 0xFFFFFFFF
+    number = number & mask
+    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & mask
+    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & mask
+    return number ^ (number >> 16)
+
+
+def rounded_at_random(
+    value: torch.Tensor, draw: torch.Tensor, step: torch.Tensor, seed: int, name: str
+) -> torch.Tensor:
+    """``value`` (float32) in bfloat16, rounded up or down with probabilities that keep its mean.
+
+    Which way depends on ``seed``, ``name``, the ``step`` (0-dim) and the element's number among the :func:`draws` of its tensor,
+    and on nothing else: it is the same on every mesh.
+    """
+    key = _hash(step.to(torch.int64) + zlib.crc32(f"{seed}/{name}".encode()))
+    noise = (_hash(draw + key) & 0xFFFF).to(torch.int32)
+    bits = (
+        value.contiguous().view(torch.int32) + noise
+    ) & -0x10000  # the lower half of a float32 is what bfloat16 drops
+    return bits.view(torch.float32).to(torch.bfloat16)

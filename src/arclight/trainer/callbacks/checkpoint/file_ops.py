@@ -1,0 +1,165 @@
+"""Names of checkpoints, and moving them about without ever leaving half a one behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight import checkpoint
+from arclight.checkpoint import CheckpointError, files, remote
+from arclight.checkpoint.manifest import read_manifest
+from arclight.checkpoint.remote import is_remote, to_path
+from arclight.checkpoint.retention import copy
+from arclight.checkpoint.sharded.writer import capture_error
+from arclight.fabric.errors import MisconfigurationError
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.trainer.checkpoint.checkpoint_io import TorchCheckpointIO
+
+if TYPE_CHECKING:
+    from arclight.trainer.trainer import Trainer
+
+_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+
+
+def format_name(
+    template: str,
+    values: Mapping[str, Any],
+    auto_insert_metric_name: bool = True,
+    equals: str = "=",
+) -> str:
+    """``template`` with each ``{name}`` or ``{name:format}`` replaced by its value (0 where it has none).
+
+    With ``auto_insert_metric_name`` the value is preceded by ``name=``, a ``/`` in the name becoming ``_`` so that
+    ``{val/loss:.3f}`` makes a file name and not a folder. Raises ValueError for a format that does not fit the value.
+    """
+
+    def fill(field: re.Match[str]) -> str:
+        name, spec = field[1], field[2] or ""
+        value = values.get(name, 0)
+        value = value.item() if hasattr(value, "item") else value
+        try:
+            text = format(value, spec)
+        except (ValueError, TypeError) as error:
+            raise MisconfigurationError(
+                f"ModelCheckpoint(filename={template!r}): {field[0]} cannot show {name} = {value!r}: {error}",
+            ) from error
+        return f"{name.replace('/', '_')}{equals}{text}" if auto_insert_metric_name else text
+
+    return _FIELD.sub(fill, template)
+
+
+def full_path(path: str | Path) -> str:
+    """A local path from the root on, links followed and ``~`` put out; an address such as ``s3://bucket/runs`` as it is."""
+    path = to_path(path)
+    return str(path) if is_remote(path) else os.path.realpath(os.path.expanduser(path))
+
+
+def is_within(path: str | Path, folder: str) -> bool:
+    """Whether ``path`` is below ``folder``."""
+    if "://" in folder or "://" in str(path):
+        return str(path).startswith(f"{folder}/")
+    return Path(path).is_relative_to(folder)
+
+
+def is_taken(path: str) -> bool:
+    """Whether a new checkpoint of that name would replace something; at an address, what killed saves left is nothing."""
+    found = to_path(path)
+    return files.is_there(found) and not (is_remote(found) and files.is_empty(found))
+
+
+def written_at(path: str | Path, follow: bool = True) -> int:
+    """When a checkpoint was written, in nanoseconds; one at an address says so itself (0 where that is unreadable)."""
+    found = to_path(path)
+    if not is_remote(found):
+        return (found.stat() if follow else found.lstat()).st_mtime_ns
+    try:
+        return int(datetime.fromisoformat(read_manifest(found).created).timestamp() * 1_000_000) * 1000
+    except CheckpointError:
+        return 0
+
+
+def check_folder(trainer: Trainer, folder: str, save_last: Any, warn: bool) -> None:
+    """Warns of a folder that holds something; every rank calls this.
+
+    Raises MisconfigurationError for a folder that cannot hold such checkpoints, and CheckpointError for an address that cannot
+    be written to, before any training is done in vain.
+    """
+    if "://" in folder:
+        _check_address(trainer, folder, save_last)
+    if warn and trainer.is_global_zero and (found := to_path(folder)).is_dir() and any(found.iterdir()):
+        rank_zero_warn(f"Checkpoint directory {folder} exists and is not empty: names in use get -v1, -v2, ...")
+
+
+def _check_address(trainer: Trainer, folder: str, save_last: Any) -> None:
+    if save_last == "link":
+        raise MisconfigurationError(
+            f"`ModelCheckpoint(save_last='link', dirpath={folder!r})` is only supported for local file paths; save_last=True "
+            "keeps a copy there"
+        )
+    io = trainer.checkpoint_io
+    if isinstance(getattr(io, "wrapped", io), TorchCheckpointIO):
+        raise MisconfigurationError(
+            f"`ModelCheckpoint(dirpath={folder!r})`: one file of torch.save is only supported for local file paths; checkpoint folders, "
+            "as FolderCheckpointIO writes them, can lie at an address"
+        )
+    problem = capture_error(lambda: remote.check_writable(folder))[1] if trainer.local_rank == 0 else None
+    for rank, told in enumerate(trainer.strategy.all_gather_object(problem)):
+        if told is not None:
+            raise CheckpointError(f"no checkpoint could be written to {folder} by rank {rank}: {told}")
+
+
+def find_checkpoints(folder: str | None, name: str, extension: str) -> set[str]:
+    """What is in ``folder`` under ``name``, in any of its versions."""
+    if folder is None or not to_path(folder).is_dir():
+        return set()
+    pattern = re.compile(re.escape(name) + r"(-v\d+)?" + re.escape(extension))
+    return {str(entry) for entry in to_path(folder).iterdir() if pattern.fullmatch(entry.name)}
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Make ``target`` a copy of ``source`` that costs no space: of hard links, where the file system has them."""
+    if is_remote(target):
+        copy(source, target)
+        return
+    if source.is_dir():
+        staging = files.make_staging(target)
+        for file in source.iterdir():  # a checkpoint has no folders in it
+            link_or_copy(file, staging / file.name)
+    else:
+        staging = files.temporary_file(target)
+        link_or_copy(source, staging)
+    files.publish(staging, target)
+
+
+def link_checkpoint(source: Path, target: Path) -> None:
+    """Make ``target`` a symbolic link to ``source``, relative so that both can be moved together.
+
+    A copy, where the file system or the system's rules have no such links.
+    """
+    link = files.temporary_file(target)
+    try:
+        link.symlink_to(os.path.relpath(source, target.parent))
+    except OSError:
+        copy_checkpoint(source, target)
+    else:
+        files.publish(link, target)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, be it a file, a folder or a link to one; what is not there, and other folders, stay as they are."""
+    if path.is_file() and not path.is_symlink():
+        path.unlink()
+    elif files.is_there(path):
+        checkpoint.remove(path)

@@ -1,0 +1,1 @@
+"""Callbacks that change weights between steps: averages, DiLoCo, gradual unfreezing, pruning."""
