@@ -80,8 +80,8 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("trian", "arclight: there is no verb trian; did you mean train?\n"),
-        ("qqq", "arclight: there is no verb qqq; see arclight --help\n"),
+        ("trian", "arclight: trian is not a verb; did you mean train?\n"),
+        ("qqq", "arclight: qqq is not a verb; see arclight --help\n"),
         ("train x.toml", "arclight: x.toml cannot be read: No such file or directory\n"),
         (
             "train --task.kind detection --task.data x --sed 3",
@@ -96,7 +96,7 @@ def test_help_of_a_recipe_verb_is_short_and_leads_to_the_rest(typed: Typed, verb
         ("train --resume", "arclight: argument --resume: expected one argument (see arclight train --help)\n"),
         (
             "predict a.jpg",
-            "arclight: a.jpg is no run: name what shall find the objects, as in arclight predict runs/detect-qris/1 a.jpg",
+            "arclight: a.jpg is no run: name the run of a detector first, as in arclight predict runs/detect-qris/1 a.jpg",
         ),
         (
             "train detect-qris --epochs 3",

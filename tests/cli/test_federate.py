@@ -434,11 +434,11 @@ def test_what_cannot_be_federated_is_said(lines: Path, typed: Typed) -> None:
         ("join https://127.0.0.1:1 --name a --ca none.pem", "there is no file none.pem"),
         ("join http://127.0.0.1:1 --name a --nodes none.txt", "the file of nodes none.txt cannot be read"),
         ("join https://127.0.0.1:1 --name a --ca a.key", "a.key has no PEM certificate"),
-        ("keys node b.key b --into nodes.txt", "say whose data b has: --client N"),
-        ("keys node b.key b --client 0 --any-client", "say whose data b has: --client N"),
-        ("keys node b.key a --client 0 --into nodes.txt", "nodes.txt has a line for a already"),
+        ("keys node b.key b --into nodes.txt", "name the clients of b: --client N"),
+        ("keys node b.key b --client 0 --any-client", "name the clients of b: --client N"),
+        ("keys node b.key a --client 0 --into nodes.txt", "nodes.txt already has a line for a"),
         ("keys node b.key a/b --client 0 --into nodes.txt", "a registered name is made of"),
-        ("keys server keys example.org", "keys/server.key is there already"),
+        ("keys server keys example.org", "keys/server.key already exists"),
         ("keys server new example.org:8470", "a name or an address alone"),
         ("lines.toml --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
         ("report runs/lines/1 --beside nowhere", "nowhere has no metrics.csv: give the folder of a run"),
@@ -751,7 +751,7 @@ def test_certificates_and_keys_are_made_and_used(lines: Path, typed: Typed, fold
 def test_a_node_may_only_say_what_is_its_own(typed: Typed, folder: Path) -> None:
     status, _, err = typed("federate join http://127.0.0.1:1 --name a --client 0 --federation.rounds 9")
     assert status == 2
-    assert "is the server's to say" in err
+    assert "is set by the server" in err
     status, _, err = typed("federate join http://127.0.0.1:1 --name a --data here")
     assert status == 2
     assert "--client N" in err

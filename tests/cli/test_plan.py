@@ -62,7 +62,7 @@ def test_a_plan_is_shown_written_and_read_again(recipe: str, typed: Typed) -> No
     assert tomllib.loads(Path("planned.toml").read_text())["task"]["model"] == "llama3-debug"
     status, _, err = typed(f"plan {recipe} --gpus 4 --gpu cpu --write planned.toml")
     assert status == 2
-    assert "is there already" in err
+    assert "already exists" in err
 
 
 def test_the_pipeline_of_a_plan_is_drawn_as_it_is_predicted(recipe: str, typed: Typed) -> None:
@@ -125,7 +125,7 @@ def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:
     ("words", "message"),
     [
         ("--gpus 4 --gpu h1000", "did you mean h100"), ("--gpus 4 --memory 80", "write a number and a unit"),
-        ("--gpus 4 --fix tq=2", "write a field of the plan"), ("--gpus 0", "must be 1 or more"),
+        ("--gpus 4 --fix tq=2", "write a field of the plan"), ("--gpus 0", "must be at least 1"),
         ("--gpus 4 --gpu cpu --memory 1MB", "fits into 0.0 GiB: the smallest"),
         ("--gpus 3 --gpu cpu --fix tp=3", "sequences of 128 tokens cannot be cut into tp = 3"),
         ("--gpus 4 --gpu cpu --fix tp=0", "tp: need int >= 1, got 0"),
@@ -251,7 +251,7 @@ def test_a_modules_training_step_is_planned_with_its_data_and_measured(own: None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("own_nets:Net --gpus 2", "say what the model is given: --example"), ("own_nets:Nets --gpus 2 --example own_nets:example", "own_nets has no Nets"),
+        ("own_nets:Net --gpus 2", "name the input of the model: --example"), ("own_nets:Nets --gpus 2 --example own_nets:example", "own_nets has no Nets"),
         ("own_nets:Net --example own_nets:example --gpus 2 --memory 1MB", "no plan keeps each process within 976.6 KiB: the least"),
         ("own_nets:Net --example own_nets:example --gpus 16 --fix pp=16", "the model has 8 parts, too few for a pipeline of 16 processes: use 8"),
         ("own_nets:Net --example own_nets:example --gpus 2 --fix tp=2", "for a model of your own write one of pp, schedule"),

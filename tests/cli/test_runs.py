@@ -392,7 +392,7 @@ def test_a_run_predicts_with_thresholds_and_writes_labels(detector: Path, typed:
     assert "a/photo.png: nothing\n1 images, 0 objects" in out
     for line, said in (
         (f"predict {detector} a --conf 2", "argument --conf: 2 is not in [0, 1]"),
-        (f"predict {detector}", "which images? name them behind the run"),
-        ("predict a", "a is no run: name what shall find the objects"),
+        (f"predict {detector}", "name images after the run"),
+        ("predict a", "a is no run: name the run of a detector first"),
     ):
         assert typed(line)[2].startswith(f"arclight: {said}")

@@ -79,7 +79,7 @@ def test_mistakes_in_a_run_are_told_plainly(typed: Typed, tiny: Path) -> None:
         ("train tiny.toml --task tiny_task:Wrong", "task: lr = 0.1 is too small to learn"),
         ("train tiny.toml --task tiny_task:NotATask", "Recipe: NotATask has no method build()"),
         ("train tiny.toml --trainer.accumulate_grad_batches 0", "--trainer.accumulate_grad_batches: need int >= 1"),
-        ("validate tiny.toml", "which checkpoint? name it with --checkpoint, or give a run folder in place"),
+        ("validate tiny.toml", "name a checkpoint with --checkpoint, or give a run folder instead"),
         ("validate tiny.toml --checkpoint nowhere", "ckpt_path: nowhere does not exist"),
     ]
     for line, message in said:

@@ -182,7 +182,7 @@ def recipe_file(source: str) -> str:
     if (path / "config.toml").is_file():
         first = (path / "config.toml").read_text(encoding="utf-8").partition("\n")[0]
         raise UsageError(
-            f"{source} is the run of a class of your own, which has no recipe. It says: {first.lstrip('# ')}"
+            f"{source} is the run of a class of your own, which has no recipe. Its first line: {first.lstrip('# ')}"
         )
     if source.startswith("-") or path.exists() or path.parent not in (Path(), Path("recipes")):
         return source

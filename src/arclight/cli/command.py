@@ -102,7 +102,7 @@ def dispatch(verb: str, rest: list[str]) -> int:
         return 0
     near = difflib.get_close_matches(verb, verbs, 1)
     advice = f"did you mean {near[0]}?" if near else "see arclight --help"
-    print(f"arclight: there is no verb {verb}; {advice}", file=sys.stderr)
+    print(f"arclight: {verb} is not a verb; {advice}", file=sys.stderr)
     return USAGE_STATUS
 
 

@@ -142,7 +142,7 @@ def _workload(recipe: Recipe, options: argparse.Namespace, device: Hardware, gpu
     if samples is None:
         samples = (data.global_batch_size or data.batch_size * gpus) * recipe.trainer.accumulate_grad_batches
     if gpus < 1 or samples < 1:
-        raise UsageError("--gpus and --samples must be 1 or more")
+        raise UsageError("--gpus and --samples must be at least 1")
     precision = recipe.trainer.precision
     whole = precision == "32-true" or (precision == "auto" and device.kind == "cpu")
     if precision == "64-true":
@@ -227,7 +227,7 @@ def write(recipe: Recipe, best: Estimate, options: argparse.Namespace) -> None:
     assert isinstance(recipe.task, Language)
     path: Path = options.write
     if path.exists():
-        raise UsageError(f"{path} is there already: name another file, or remove it")
+        raise UsageError(f"{path} already exists: name another file, or remove it")
     piped = best.plan.pp > 1
     task = with_batches(recipe.task, best.samples * (best.passes if piped else 1))
     trainer = dataclasses.replace(recipe.trainer, accumulate_grad_batches=1 if piped else best.passes, strategy="auto")

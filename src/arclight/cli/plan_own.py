@@ -56,7 +56,7 @@ def own_plan(arguments: Sequence[str]) -> int:
 
     device = hardware(options.gpu)
     if options.gpus < 1 or (options.samples is not None and options.samples < 1):
-        raise UsageError("--gpus and --samples must be 1 or more")
+        raise UsageError("--gpus and --samples must be at least 1")
     subject = _subject(arguments[0], options, flags)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*`self.log")  # a step that logs is called by hand here
@@ -127,7 +127,7 @@ def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> 
 
     found = user_module.imported(target)
     if options.example is None and options.data is None and not options.config:
-        raise UsageError("say what the model is given: --example package.module:name, or --data package.module:Class")
+        raise UsageError("name the input of the model: --example package.module:name, or --data package.module:Class")
     build, data = _builders(found, target, options, flags)
     with torch.device("cpu" if options.measure else "meta"):
         try:
@@ -144,7 +144,7 @@ def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> 
         given = example() if callable(example) else example
         return Subject(type(model).__name__, model, None, given, count)
     if not isinstance(model, Module):
-        raise UsageError(f"--data is for a Module, and {target} is none: say --example package.module:name")
+        raise UsageError(f"--data is for a Module, and {target} is none: use --example package.module:name")
     batch = _first_batch(model, data() if data is not None else None)
     wanted = len(inspect.signature(model.training_step).parameters)
     return Subject(type(model).__name__, model, "training_step", ((batch, 0)[:wanted], {}), count)

@@ -53,6 +53,6 @@ def random_inputs(program: Program, batch: int, size: int | None) -> list[torch.
         open_size = size if size is not None else program.metadata.get("image_size")
         shape: list[Any] = [batch, *(open_size if isinstance(length, str) else length for length in spec.shape[1:])]
         if None in shape or not spec.dtype.startswith("float"):
-            raise UsageError(f"{program.path}: input {spec} cannot be made up; --size says how long its open sizes are")
+            raise UsageError(f"{program.path}: input {spec} has dynamic dimensions: set them with --size")
         inputs.append(torch.rand(shape, dtype=getattr(torch, spec.dtype)))
     return inputs

@@ -41,7 +41,7 @@ def evaluate(stage: str, arguments: list[str]) -> None:
     if (checkpoint := options.checkpoint and checkpoint_of(options.checkpoint)) is None:
         run = run_folder(Path(options.source or ""))
         if run is None:
-            raise UsageError("which checkpoint? name it with --checkpoint, or give a run folder in place of the recipe")
+            raise UsageError("name a checkpoint with --checkpoint, or give a run folder instead of the recipe")
         checkpoint = newest_checkpoint(run)
     module, data = build_task(recipe)
     trainer = make_trainer(recipe, logger=False, enable_checkpointing=False)

@@ -84,7 +84,7 @@ def _write(verb: str, about: str, arguments: list[str], *, int8: bool) -> None:
     data = options.data or settings.data
     if not data.exists():
         raise UsageError(
-            f"{data}, the data this detector was trained on, is not here: name images to check the program with by --data"
+            f"{data}, the data this detector was trained on, is not here: name images to verify the program with --data"
         )
     photos = DetectionDataset.open(read_data_yaml(data), "train", image_size=settings.image_size, cache_labels=False)
     recipe = (

@@ -131,10 +131,10 @@ def finder(options: argparse.Namespace) -> tuple[Finder, list[str]]:
         if not place.exists() and "*" not in first and not place.suffix:
             raise UsageError(f"there is no run folder {first}, nor images of this name")
         raise UsageError(
-            f"{first} is no run: name what shall find the objects, as in arclight predict runs/detect-qris/1 {first}, or a program with --program"
+            f"{first} is no run: name the run of a detector first, as in arclight predict runs/detect-qris/1 {first}, or a program with --program"
         )
     if not sources:
-        raise UsageError(f"which images? name them behind the run, as in arclight predict {first} photos")
+        raise UsageError(f"name images after the run, as in arclight predict {first} photos")
 
     import torch
 

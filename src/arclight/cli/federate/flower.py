@@ -59,7 +59,7 @@ def write(recipe: FederatedRecipe, options: Namespace) -> None:
     building = _BUILDING.format(tables=pprint.pformat(as_tables(recipe), width=110, sort_dicts=False))
     folder = write_app(options.out, recipe.name.replace("_", "-"), building)
     print(
-        f"wrote {folder}; its README.md says how SuperLink and SuperNodes are started. Then:\nflwr run {folder} <connection> --stream"
+        f"wrote {folder}; its README.md explains how to start SuperLink and SuperNodes. Then:\nflwr run {folder} <connection> --stream"
     )
 
 

@@ -44,10 +44,10 @@ def make_server_keys(options: Namespace) -> None:
         made = make_certificate(options.folder, options.hosts)
     except FileExistsError as error:
         raise UsageError(
-            f"{error.filename} is there already, and a key is not overwritten: name another folder"
+            f"{error.filename} already exists, and a key is not overwritten: name another folder"
         ) from error
     print(f"wrote {made.certificate} and {made.private_key}, which nobody else may read")
-    print(f"nodes know the server by: --fingerprint {made.fingerprint}")
+    print(f"nodes verify the server with: --fingerprint {made.fingerprint}")
 
 
 def make_node_key(options: Namespace) -> None:
@@ -55,19 +55,19 @@ def make_node_key(options: Namespace) -> None:
 
     if options.any_client == bool(options.client):
         raise UsageError(
-            f"say whose data {options.name} has: --client N, once for each; or --any-client, which lets it speak for all of them"
+            f"name the clients of {options.name}: --client N, once for each; or --any-client, which lets it speak for all of them"
         )
     check_names(options.name, *options.client)
     into: Path | None = options.into
     if into is not None and into.exists() and options.name in Registry(into).nodes():
-        raise UsageError(f"{into} has a line for {options.name} already: take it out first, if that gets a new key")
+        raise UsageError(f"{into} already has a line for {options.name}: remove it first to give the node a new key")
     try:
         line = NodeKey.make(options.file).line(options.name, options.client)
     except FileExistsError as error:
-        raise UsageError(f"{options.file} is there already, and a key is not overwritten: name another file") from error
+        raise UsageError(f"{options.file} already exists, and a key is not overwritten: name another file") from error
     print(f"wrote {options.file}, which stays with node {options.name}")
     if into is None:
-        print(f"the server's file of nodes needs the line:\n{line}")
+        print(f"add this line to the server's file of nodes:\n{line}")
         return
     into.parent.mkdir(parents=True, exist_ok=True)
     before = into.read_text(encoding="utf-8") if into.exists() else ""

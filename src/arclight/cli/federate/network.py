@@ -265,12 +265,12 @@ def join_options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     wrong = [word for word in overrides if word.startswith("--") and not word[2:].startswith(OF_THE_NODE)]
     if wrong:
         raise UsageError(
-            f"{wrong[0]} is the server's to say: a node may set what begins with --{' or --'.join(OF_THE_NODE)}"
+            f"{wrong[0]} is set by the server: a node may set fields that begin with --{' or --'.join(OF_THE_NODE)}"
         )
     if strange := [name for name in options.client if not name.isdigit()]:
         raise UsageError(f"--client {strange[0]}: clients are numbered, from 0 to one less than federation.clients")
     if options.data is not None and len(options.client) != 1:
-        raise UsageError("--data are one client's: say whose with --client N")
+        raise UsageError("--data belongs to one client: name it with --client N")
     if options.data is not None and "://" not in options.data and not Path(options.data).exists():
         raise UsageError(f"--data {options.data}: there is no such file or folder")
     return options, overrides
@@ -289,9 +289,9 @@ def check_address(options: Namespace) -> None:
         flag for flag, value in (("--ca", options.ca), ("--fingerprint", options.fingerprint)) if value is not None
     ]
     if len(known) == 2:
-        raise UsageError("--ca and --fingerprint: one of them says whom to believe, leave the other out")
+        raise UsageError("--ca and --fingerprint: give only one of them")
     if known and parts.scheme == "http":
-        raise UsageError(f"{options.address}: nothing is proved without TLS: write https:// or leave {known[0]} out")
+        raise UsageError(f"{options.address}: {known[0]} needs TLS: write https://, or leave it out")
     if options.fingerprint is not None and not re.fullmatch("[0-9a-fA-F]{64}", options.fingerprint.replace(":", "")):
         raise UsageError(
             f"--fingerprint {options.fingerprint}: it has 64 hexadecimal digits, as `arclight federate keys server` and the "

@@ -143,11 +143,11 @@ def edit(options: Namespace) -> int:
     for name, (before, after) in done.changes.items():
         print(f"{name}: {_shown(before)} -> {_shown(after)}")
     if not done.changes:
-        print("nothing would change: it says so already")
+        print("nothing to change: the round has these values")
     elif not done.done:
         print(DRY)
     elif done.backup is not None:
-        print(f"as it was: {done.backup}")
+        print(f"backup: {done.backup}")
     return 0
 
 
@@ -157,9 +157,9 @@ def fork(options: Namespace) -> int:
     path = fork_round(options.path, options.target, options.round, name=options.name, dry_run=options.dry_run)
     print(f"{'would write' if options.dry_run else 'wrote'} {path}")
     if "://" in options.target:
-        print("a run goes on in a folder: fork it from there into one, when it is to")
+        print("a run needs a folder: fork from the address into one to resume it")
     elif not options.dry_run:
-        print(f"go on with it: arclight federate RECIPE --resume {options.target}")
+        print(f"resume it: arclight federate RECIPE --resume {options.target}")
     return 0
 
 
