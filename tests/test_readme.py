@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,15 +41,84 @@ def test_python(tmp_path: Path) -> None:
     assert any((folder / "checkpoints").iterdir())
 
 
+COMMANDS = {  # those that need what one before them has left are in one group
+    "federate": "federate ",
+    "plan": "plan ",
+    "doctor": "doctor",
+    "detector": "qris|detector",
+    "language": "lm-",
+}
+
+
+def commands() -> dict[str, list[str]]:
+    """The README's commands in their groups and order; every one is in a group."""
+    found: dict[str, list[str]] = {name: [] for name in COMMANDS}
+    for line in block("sh").strip().splitlines():
+        words = shlex.join(shlex.split(line, comments=True))
+        found[next(name for name, pattern in COMMANDS.items() if re.search(pattern, words))].append(words)
+    return found
+
+
+def smaller(text: str, sizes: dict[str, str]) -> str:
+    for before, after in sizes.items():
+        assert before in text, before
+        text = text.replace(before, after)
+    return text
+
+
+SMALL_MODEL = {
+    'model = "llama3-debug"': 'model = "llama3-debug"\noverrides = {layers = 1, dim = 64, heads = 2, kv_heads = 1, hidden = 96}',
+    'data = "stdlib"': 'data = "texts"\ntokenizer = "bytes"',
+    "limit_val_batches = 20": "limit_val_batches = 2",
+}
+SMALL_RECIPES = {
+    "detect-qris.toml": {"image_size = 320": "image_size = 96", "workers = 2": "workers = 0"},
+    "lm-debug.toml": SMALL_MODEL | {"sequence_length = 256": "sequence_length = 64"},
+    "fed-lm.toml": SMALL_MODEL | {"sequence_length = 256": "sequence_length = 64"},
+}
+
+
+def small_recipes(folder: Path) -> None:
+    """The recipes under their names, on little models and texts."""
+    (folder / "recipes").mkdir()
+    for name, sizes in SMALL_RECIPES.items():
+        (folder / "recipes" / name).write_text(smaller((ROOT / "recipes" / name).read_text(), sizes))
+    for source in range(5):
+        (folder / f"texts/{source}").mkdir(parents=True)
+        for number in range(12):
+            (folder / f"texts/{source}/{number}.txt").write_text(f"source {source} tells story {number}. " * 40)
+
+
+LEFT = {
+    "detector": ("codes.json", "detect-qris/1/report.html"),
+    "language": ("lm-debug/1/report.html", "lm-hf/model.safetensors"),
+    "federate": ("fed-lm/1/report.html",),
+}
+
+
+@pytest.mark.parametrize("group", COMMANDS)
+def test_commands(group: str, tmp_path: Path) -> None:
+    """As they are typed, on recipes and pictures that are small."""
+    pytest.importorskip("cv2", reason="needs the vision extra")
+    small_recipes(tmp_path)
+    assert commands()[group]
+    for line in commands()[group]:
+        if " data qris " in line:
+            line = smaller(line, {"--count 60": "--count 10 --size 128"})
+        program, *words = shlex.split(line)
+        assert program == "arclight"
+        warm.run("-m", "arclight.cli", *words, cwd=tmp_path, timeout=300, check=True)
+    assert all((tmp_path / "runs" / name).exists() for name in LEFT.get(group, ()))
+
+
+@pytest.mark.slow
 def test_shell(tmp_path: Path) -> None:
+    """The commands as they are, in a shell, on recipes as they are."""
     pytest.importorskip("cv2", reason="needs the vision extra")
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     for line in block("sh").strip().splitlines():
         run(["bash", "-c", line], tmp_path)
-    assert (tmp_path / "runs" / "codes.json").exists()
-    for run_of in ("detect-qris", "lm-debug", "fed-lm"):
-        assert (tmp_path / "runs" / run_of / "1" / "report.html").exists()
-    assert (tmp_path / "runs" / "lm-hf" / "model.safetensors").exists()
+    assert all((tmp_path / "runs" / name).exists() for names in LEFT.values() for name in names)
 
 
 def test_pipelines(tmp_path: Path) -> None:
@@ -65,23 +136,9 @@ def test_pipelines(tmp_path: Path) -> None:
 
 def test_federated_across_processes(tmp_path: Path) -> None:
     """The commands of the guide, with a recipe that is small and a port that is free."""
-    recipe = (ROOT / "recipes/fed-lm.toml").read_text()
-    small = {
-        "rounds = 8": "rounds = 2",
-        "local_steps = 25": "local_steps = 2",
-        "limit_val_batches = 20": "limit_val_batches = 2",
-    }
-    for before, after in small.items():
-        assert before in recipe
-        recipe = recipe.replace(before, after)
-    recipe = recipe.replace('model = "llama3-debug"', 'model = "llama3-debug"\noverrides = {layers = 1}')
-    recipe = recipe.replace('data = "stdlib"', 'data = "texts"\ntokenizer = "bytes"')
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes/fed-lm.toml").write_text(recipe)
-    for source in range(5):
-        (tmp_path / f"texts/{source}").mkdir(parents=True)
-        for number in range(12):
-            (tmp_path / f"texts/{source}/{number}.txt").write_text(f"source {source} tells story {number}. " * 40)
+    small_recipes(tmp_path)
+    recipe = tmp_path / "recipes/fed-lm.toml"
+    recipe.write_text(smaller(recipe.read_text(), {"rounds = 8": "rounds = 2", "local_steps = 25": "local_steps = 2"}))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = block("sh", "docs/federated.md").replace("8470", str(port))
