@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,25 @@ def test_pipelines(tmp_path: Path) -> None:
     assert "https://" not in (tmp_path / "predicted.html").read_text()
 
 
-def test_federated_across_processes(tmp_path: Path) -> None:
+def carried_out(script: str, folder: Path) -> str:
+    """What a shell makes of simple lines, of which some go on in the background, without starting Python for each; what they printed."""
+    with ExitStack() as stack:
+        behind, said = [], ""
+        for line in script.strip().splitlines():
+            program, *words = shlex.split(line, comments=True) or [""]
+            assert program in ("", "arclight", "wait"), line
+            if words and words[-1] == "&":
+                behind.append(stack.enter_context(warm.Program("-m", "arclight.cli", *words[:-1], cwd=folder)))
+            elif words:
+                said += warm.run("-m", "arclight.cli", *words, cwd=folder, timeout=300, check=True).stdout
+        for one in behind:
+            assert one.wait(300) == 0, one.said()[1]
+            said += one.said()[0]
+    return said
+
+
+@pytest.mark.parametrize("by", ["warm", pytest.param("shell", marks=pytest.mark.slow)])
+def test_federated_across_processes(by: str, tmp_path: Path) -> None:
     """The commands of the guide, with a recipe that is small and a port that is free."""
     small_recipes(tmp_path)
     recipe = tmp_path / "recipes/fed-lm.toml"
@@ -142,7 +161,7 @@ def test_federated_across_processes(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = block("sh", "docs/federated.md").replace("8470", str(port))
-    said = run(["bash", "-ec", script], tmp_path)
+    said = run(["bash", "-ec", script], tmp_path) if by == "shell" else carried_out(script, tmp_path)
     assert "node site-b is done: all 2 rounds are done" in said
     assert (tmp_path / "runs/fed-lm/1/report.html").exists()
 
