@@ -137,20 +137,31 @@ def test_small_squeezed_codes_are_read_where_the_plain_reader_fails() -> None:
     assert plain <= 2
 
 
-def test_a_bent_blurred_code_is_read_module_by_module() -> None:
-    """Around a can the finder patterns are no longer in line; the grid bends with the code."""
+def bent_and_blurred() -> np.ndarray:
+    """A code around a can, (320, 320) grey, and blurred: its upright box is (60, 60, 260, 275)."""
     quad = [[60.0, 60.0], [260.0, 60.0], [260.0, 260.0], [60.0, 260.0]]
     flat = placed("HELLO CAN", quad, (320, 320))[..., 0]
     x, y = np.meshgrid(np.arange(320, dtype=np.float32), np.arange(320, dtype=np.float32))
     across = (x - 160) / 100
     source_x = 160 + 100 * np.arcsin(np.clip(across * 0.5, -1, 1)) / np.arcsin(0.5)
     bent = cv2.remap(flat, source_x.astype(np.float32), y - 15 * (1 - across**2), cv2.INTER_LINEAR)
-    image = cv2.GaussianBlur(bent.astype(np.uint8), (0, 0), 2.0)
+    return cv2.GaussianBlur(bent.astype(np.uint8), (0, 0), 2.0)
+
+
+def test_a_bent_blurred_code_is_read_module_by_module() -> None:
+    """Around a can the finder patterns are no longer in line; the grid bends with the code."""
+    image = bent_and_blurred()
     assert read_zxing(image) == []
-    box = (60.0, 60.0, 260.0, 275.0)
-    ((read,), _) = read_grid(image, box)
+    ((read,), _) = read_grid(image, (60.0, 60.0, 260.0, 275.0))
     assert read.text == "HELLO CAN"
-    assert np.abs(read.corners - quad).max() < 20
+    assert np.abs(read.corners - [[60, 60], [260, 60], [260, 260], [60, 260]]).max() < 20
+
+
+def test_a_box_that_cuts_off_finder_patterns_is_widened() -> None:
+    image = bent_and_blurred()
+    tight = (100.0, 103.0, 220.0, 232.0)
+    assert read_grid(image, tight)[0] == []
+    assert [code.text for code in scan(np.repeat(image[..., None], 3, 2), finder(tight))] == ["HELLO CAN"]
 
 
 def test_templates_are_the_fixed_modules_of_every_version() -> None:
