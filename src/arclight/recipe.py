@@ -29,6 +29,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from arclight._installed import pip_install
 from arclight._intervals import describe
+from arclight._stored_names import current
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ def _parse_yaml(text: str) -> Any:
 
 def imported(target: str) -> Any:
     """What ``package.module:name`` or ``file.py:name`` names. Raises RecipeError where there is no such thing."""
-    module_name, _, name = target.rpartition(":")
+    module_name, _, name = current(target).rpartition(":")
     path = Path(module_name).resolve() if module_name.endswith(".py") else None
     if path is not None:
         if not path.is_file():

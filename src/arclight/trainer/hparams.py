@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from arclight._stored_names import current
 from arclight.checkpoint import CheckpointError
 from arclight.fabric.extras import require
 from arclight.fabric.rank_zero import rank_zero_warn
@@ -188,7 +189,7 @@ def _is_enum(cls: type) -> bool:
 
 
 def _find(place: str, owner: type, fits: Callable[[type], bool]) -> Any:
-    name, _, qualified = place.partition(":")
+    name, _, qualified = current(place).partition(":")
     if name not in sys.modules:
         if not any(name.startswith(f"{room}.") for room in _rooms(owner)) or name.endswith("__main__"):
             raise CheckpointError(f"the checkpoint was made with {place}; import {name} before loading it")

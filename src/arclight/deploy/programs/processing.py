@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from arclight._stored_names import current
 from arclight.deploy.errors import ProgramError
 
 _NAME = re.compile(r"arclight(\.[A-Za-z]\w*)+:[A-Za-z]\w*")
@@ -38,7 +39,7 @@ def check_name(name: object) -> str:
 
 def resolve(name: str, arguments: dict[str, Any]) -> Processing:
     """An object of the class called ``name`` made with ``arguments``; ProgramError where that is not a Processing."""
-    module, _, attribute = check_name(name).partition(":")
+    module, _, attribute = current(check_name(name)).partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
