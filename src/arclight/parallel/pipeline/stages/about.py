@@ -33,9 +33,9 @@ class NamedAsTheModel(nn.Module):
     parts: dict[str, nn.Module]
     """The modules that it calls, by path. Modules above them are never called themselves."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, info: About) -> None:
         super().__init__()
-        self._about = about
+        self._stage_info = info
 
     def _parts(self) -> dict[str, nn.Module]:
         return {}
@@ -44,7 +44,7 @@ class NamedAsTheModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            known = self.__dict__.get("_about")
+            known = self.__dict__.get("_stage_info")
             if known is None or name not in ("number", "receives", "sends", "parts"):
                 raise
             return self._parts() if name == "parts" else getattr(known, name)
@@ -52,4 +52,4 @@ class NamedAsTheModel(nn.Module):
 
 def about(stage: NamedAsTheModel) -> About:
     """What is known of ``stage``, also where its model has names like these."""
-    return stage._about
+    return stage._stage_info

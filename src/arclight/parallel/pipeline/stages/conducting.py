@@ -74,8 +74,8 @@ class StageCalls:
         self.own: dict[str, tuple[nn.Module, str]] = {}
         """For the path of a part the module above it, and its name there: it may be wrapped or replaced later."""
 
-    def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run, path = self.run, turn.turn_path
+    def call(self, proxy: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run, path = self.run, proxy.proxy_path
         if run is None:
             if path not in self.own:
                 raise PlanError(f"{path} is called outside of a forward of stage {self.number}")
@@ -105,10 +105,10 @@ class StageCalls:
             raise Ended
         return kept
 
-    def real(self, turn: Turn) -> nn.Module | None:
-        if self.run is None or not self.begin <= self.run.next < self.end or turn.turn_path not in self.own:
+    def real(self, proxy: Turn) -> nn.Module | None:
+        if self.run is None or not self.begin <= self.run.next < self.end or proxy.proxy_path not in self.own:
             return None
-        parent, name = self.own[turn.turn_path]
+        parent, name = self.own[proxy.proxy_path]
         return parent._modules[name]
 
     def _foreign(self, run: Run, number: int, path: str, args: Any, kwargs: Any) -> Any:

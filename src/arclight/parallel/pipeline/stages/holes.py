@@ -91,10 +91,10 @@ class Hole(Tensor):
     numpy = tolist = __array__ = data_ptr = _refuse
 
 
-def refusal(hole: Hole) -> HoleError:
-    """What to say to code that asks ``hole`` for its data."""
+def refusal(asked: Hole) -> HoleError:
+    """The error for code that asks ``asked`` for its data."""
     return HoleError(
-        f"data-dependent control flow on what another stage computes: {hole.of}. Code between the parts of a model must "
+        f"data-dependent control flow on what another stage computes: {asked.of}. Code between the parts of a model must "
         "take the same way whatever they return: move it into one of them, or use frontend='trace'"
     )
 

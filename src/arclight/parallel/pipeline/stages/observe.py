@@ -320,15 +320,15 @@ class _Observer:
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, proxy: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if chance.state() != self.chance:
             raise HoleError(chance.ADVICE)
         self._note_writes()
-        path, number = turn.turn_path, len(self.calls)
+        path, number = proxy.proxy_path, len(self.calls)
         leaves_in = tree_flatten((args, kwargs))[0]
         given = [leaf for leaf in leaves_in if isinstance(leaf, Hole)]
         reads, parameters, numbers = _sorted_out([*given, *holes_of(leaves_in, _DEEP)])
-        inside = [self.names[_join(path, n)] for n, _ in turn.named_parameters(remove_duplicate=False)]
+        inside = [self.names[_join(path, n)] for n, _ in proxy.named_parameters(remove_duplicate=False)]
         template = self.templates.find(path, True, args, kwargs)
         self.chance = chance.state()  # a part may draw what it likes
         if template.writes_data:

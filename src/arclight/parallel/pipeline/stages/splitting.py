@@ -53,7 +53,7 @@ class StageModule(NamedAsTheModel):
 
         Returns the tensors of ``sends``; on the last stage what the model returns.
         """
-        return self._sliced.run(self._about.number, received, args, dict(kwargs or {}))
+        return self._sliced.run(self._stage_info.number, received, args, dict(kwargs or {}))
 
     def _parts(self) -> dict[str, nn.Module]:
         return self._sliced.parts
@@ -85,7 +85,7 @@ class StageModule(NamedAsTheModel):
         return self
 
     def extra_repr(self) -> str:
-        known = self._about
+        known = self._stage_info
         return f"stage {known.number}, receives {len(known.receives)}, sends {len(known.sends)}"
 
 

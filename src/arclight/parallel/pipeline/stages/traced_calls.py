@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
+from torch.fx import Node
 
 from arclight.parallel.pipeline.graph import Call, UnitGraph, Value
 from arclight.parallel.pipeline.stages.exporting import Exported
 from arclight.parallel.pipeline.stages.traced_memory import Memory, targets
 from arclight.parallel.plan import PlanError
-
-Node = fx.Node
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv", "embedding")
 """Operations to which a buffer may be what a parameter is otherwise (weights that are frozen or quantized)."""

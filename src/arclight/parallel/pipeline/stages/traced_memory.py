@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-
-Node = fx.Node
+from torch.fx import Node
 
 _UNDECLARED = frozenset({"running_mean", "running_var"})
 """Arguments that operations write to although their signatures do not say so."""

@@ -103,7 +103,7 @@ class TracedStage(NamedAsTheModel):
         return self
 
     def extra_repr(self) -> str:
-        known = self._about
+        known = self._stage_info
         return f"stage {known.number} of a traced graph, receives {len(known.receives)}, sends {len(known.sends)}"
 
     def _on(self, device: torch.device) -> fx.GraphModule:

@@ -95,11 +95,11 @@ def _redirected(value: Any, made: dict[nn.Module, nn.Module]) -> Any:
 class Conductor(Protocol):
     """Who takes the calls."""
 
-    def call(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call of the module in whose place ``turn`` stands returns."""
+    def call(self, proxy: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call of the module in whose place ``proxy`` stands returns."""
         ...
 
-    def real(self, turn: Turn) -> nn.Module | None:
+    def real(self, proxy: Turn) -> nn.Module | None:
         """The module that the next call will be a call of, or None if nothing will be computed."""
         ...
 
@@ -139,21 +139,21 @@ class Turn(nn.Module):
             return getattr(state["_stands_for"], name)
         except AttributeError as error:
             raise AbsentError(
-                f"code between the parts of the model reads {name} of {self.turn_path}, which that has not before it is called, and which other "
-                f"stages would not have: let {self.turn_path} return it"
+                f"code between the parts of the model reads {name} of {self.proxy_path}, which that has not before it is called, and which other "
+                f"stages would not have: let {self.proxy_path} return it"
             ) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["_stands_for"], name, value)
 
     @property
-    def turn_path(self) -> str:
+    def proxy_path(self) -> str:
         """Where it stands."""
         return self.__dict__["_path"]  # type: ignore[no-any-return]
 
 
 @cache
-def _turn_of(kind: type[nn.Module]) -> type[Turn]:
+def _proxy_class(kind: type[nn.Module]) -> type[Turn]:
     return type(kind.__name__, (Turn, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
@@ -171,7 +171,7 @@ def turn(path: str, stands_for: nn.Module, conductor: Conductor, original: nn.Mo
 
     It has the hooks of ``original``, the module that is called there in the model.
     """
-    made: Turn = object.__new__(_turn_of(type(stands_for)))  # type: ignore[arg-type]
+    made: Turn = object.__new__(_proxy_class(type(stands_for)))  # type: ignore[arg-type]
     made.__dict__.update(nn.Module().__dict__)
     del made.__dict__["training"]
     for name in ("_parameters", "_buffers", "_modules"):
