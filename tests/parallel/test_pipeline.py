@@ -17,7 +17,7 @@ from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
 from arclight.parallel.pipeline.actions import write_csv
 from arclight.parallel.pipeline.plans.partition import stages_of
-from arclight.parallel.pipeline.running.install import check, install
+from arclight.parallel.pipeline.running.install import check_pipeline, install
 from arclight.parallel.pipeline.running.runner import micro_batches
 from arclight.parallel.pipeline.schedules.orders import order_of
 from arclight.parallel.pipeline.stages.cut import cut_evenly
@@ -55,15 +55,15 @@ def test_what_cannot_be_cut_is_refused_with_the_fix() -> None:
     with pytest.raises(PlanError, match="extra is a parameter of the model itself"):
         cut_evenly(loose, 2)
     with pytest.raises(PlanError, match="no pipeline schedule 'ring'; choose GPipe, 1F1B"):
-        check(Plan(pp=2, schedule="ring"))
+        check_pipeline(Plan(pp=2, schedule="ring"))
     with pytest.raises(PlanError, match="DualPipeV over pp = 4 cannot take 6 micro-batches: set micro_batches = 8"):
-        check(Plan(pp=4, schedule="DualPipeV", micro_batches=6))
+        check_pipeline(Plan(pp=4, schedule="DualPipeV", micro_batches=6))
     with pytest.raises(
         PlanError, match="Interleaved1F1B over pp = 4 cannot take 9 micro-batches: set micro_batches = 10"
     ):
-        check(Plan(pp=4, schedule="Interleaved1F1B", micro_batches=9))
+        check_pipeline(Plan(pp=4, schedule="Interleaved1F1B", micro_batches=9))
     with pytest.raises(PlanError, match="compiled blocks cannot: set compile = none"):
-        check(Plan(pp=2, schedule="ZBVZeroBubble", compile="aot_eager"))
+        check_pipeline(Plan(pp=2, schedule="ZBVZeroBubble", compile="aot_eager"))
     with pytest.raises(PlanError, match="4 and 8 samples in dimension 0"):
         micro_batches(((torch.zeros(4, 2),), {"mask": torch.zeros(8, 2)}, torch.zeros(4)), 2)
 

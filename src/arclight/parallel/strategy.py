@@ -29,7 +29,7 @@ from arclight.fabric.strategies.sharded import ShardedStrategy
 from arclight.parallel.apply import check, parallelize, replicate
 from arclight.parallel.context import install_context
 from arclight.parallel.mesh import Mesh
-from arclight.parallel.pipeline.running.install import check as check_pipeline
+from arclight.parallel.pipeline.running.install import check_pipeline
 from arclight.parallel.pipeline.running.install import install
 from arclight.parallel.pipeline.stages.cut import can_be_cut_by_deletion
 from arclight.parallel.pipeline.training.choosing import Wishes

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import schedules as upstream
 from arclight.parallel import Plan, PlanError
 from arclight.parallel.pipeline.actions import Action, Order, read_csv, write_csv
 from arclight.parallel.pipeline.costs import UnitCost
-from arclight.parallel.pipeline.running.install import check
+from arclight.parallel.pipeline.running.install import check_pipeline
 from arclight.parallel.pipeline.schedules.orders import (
     RECIPES,
     check_order,
@@ -136,8 +136,8 @@ def test_every_order_can_be_run_and_is_kept_by_a_file(name: str, tmp_path: Path)
     assert that_fits(found, 6, 4).fits(6, 4)
     assert that_fits(found, 6, 4).v_shaped == kind.v_shaped
     with pytest.raises(PlanError, match=r"own.csv is for 4 processes and 8 micro-batches, not for 4 and 6: set pp = 4"):
-        check(Plan(pp=4, schedule=str(path), micro_batches=6))
-    check(Plan(pp=4, schedule=str(path)))
+        check_pipeline(Plan(pp=4, schedule=str(path), micro_batches=6))
+    check_pipeline(Plan(pp=4, schedule=str(path)))
 
 
 def figures(name: str, processes: int, micro_batches: int) -> tuple[float, float, float]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from arclight.parallel.pipeline.plans.partition import stages_of
-from arclight.parallel.pipeline.running.install import check
+from arclight.parallel.pipeline.running.install import check_pipeline
 from arclight.parallel.pipeline.schedules.orders import held_at_most, is_file, order_of
 from arclight.parallel.pipeline.stages.cut import cut_evenly
 from arclight.parallel.pipeline.upstream import ScheduleKind, schedule_kind
@@ -34,7 +34,7 @@ def cut(chain: Chain, plan: Plan, micro_batches: int) -> tuple[Kinds, ...]:
     """
     if plan.pp == 1:
         return (("first", *chain.kinds, "last"),)
-    check(replace(plan, micro_batches=micro_batches))
+    check_pipeline(replace(plan, micro_batches=micro_batches))
     key = ("stages", plan.pp, chunks(plan), _kind(plan).v_shaped)
     found: tuple[Kinds, ...] = chain.once(key, lambda: _cut(chain, plan))
     return found

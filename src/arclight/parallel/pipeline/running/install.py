@@ -23,7 +23,7 @@ Spread = Callable[[nn.Module, nn.Module], Any]
 """Spreads a stage's part of the model over the other dimensions of the mesh, in place: ``(model, root)``, where the root calls it."""
 
 
-def check(plan: Plan) -> None:
+def check_pipeline(plan: Plan) -> None:
     """Raise PlanError, naming the fix, for a pipeline that cannot be run."""
     kind, number = schedule_kind(plan.schedule), plan.pieces
     if kind.only is not None and not kind.fits(number, plan.pp):
@@ -60,7 +60,7 @@ def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> Pi
     whole state, of which it leaves alone what other stages have. Raises PlanError for what cannot be cut, before it is changed.
     """
     plan = mesh.plan
-    check(plan)
+    check_pipeline(plan)
     for name in ("model", "runner", "split_batch", "loss"):
         if not hasattr(module, name):
             raise PlanError(
