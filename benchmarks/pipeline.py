@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.parallel.pipeline import chains
+from tests.parallel.pipeline.cost import chains
 from tests.parallel.pipeline.emulated import emulate_all, median_step
-from tests.parallel.pipeline.grid import CASES, Words, batch_of, gradient_errors, summed
+from tests.parallel.pipeline.runtime.schedule_grid import CASES, Words, batch_of, gradient_errors, summed
 
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import pipeline
-from arclight.parallel.pipeline.costs import ModelCosts, UnitCost
-from arclight.parallel.pipeline.plans.partition import partition
-from arclight.parallel.pipeline.plans.planner import choose
-from arclight.parallel.pipeline.schedules.orders import RECIPES
-from arclight.parallel.pipeline.schedules.simulation import simulate
-from arclight.parallel.pipeline.upstream import SCHEDULES, schedule_kind
-from arclight.parallel.pipeline.views.bubbles import bubble
+from arclight.parallel.pipeline.cost.choose import choose
+from arclight.parallel.pipeline.cost.partition import partition
+from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES, schedule_kind
+from arclight.parallel.pipeline.schedule.orders import RECIPES
+from arclight.parallel.pipeline.schedule.simulation import simulate
+from arclight.parallel.pipeline.schedule.step_trace import bubble
+from arclight.parallel.pipeline.unit_costs import ModelCosts, UnitCost
 from benchmarks.results import Ratio, median, paired, parser, publish, versions
 from benchmarks.stage_loading import load_peak_over_stage
 from benchmarks.stage_overhead import overhead

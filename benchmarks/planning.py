@@ -36,9 +36,9 @@ def peak() -> int:
 
 
 def main() -> None:
+    from arclight.parallel.hardware import hardware
     from arclight.parallel.planning.chain import Chain
-    from arclight.parallel.planning.devices import hardware
-    from arclight.parallel.planning.searching import Limits, search
+    from arclight.parallel.planning.plan_search import Limits, search
     from arclight.text.settings import Language
     from arclight.text.settings import Text as Data
     from arclight.text.workload import workload

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from arclight.fabric.modules import SkipInit
 from arclight.parallel import pipeline
-from arclight.parallel.pipeline.weights.saving import save
+from arclight.parallel.pipeline.weights.save import save
 
 WAYS = ("mapped", "copied", "converted", "whole")
 """As `load` does by default; copied out of the file; made bfloat16; and what it replaces: a model in memory, of which a part is kept."""

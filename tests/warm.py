@@ -32,7 +32,7 @@ PRELOADED = [
     "arclight.trainer.callbacks.checkpoint.model_checkpoint", "arclight.trainer.callbacks.monitoring.model_summary", "arclight.trainer.defaults",
     "arclight.federated.server.server", "arclight.federated.clients.node", "arclight.federated.clients.trainer_learner",
     "arclight.federated.transports.http_client", "arclight.federated.transports.http_server", "uvicorn", "httptools", "urllib3",
-    "arclight.parallel", "arclight.parallel.apply", "arclight.text", "arclight.fabric.strategies", "safetensors.torch",
+    "arclight.parallel", "arclight.parallel.model.parallelize", "arclight.text", "arclight.fabric.strategies", "safetensors.torch",
 ]  # fmt: skip
 """The optimizers of torch import its compiler, and its summary of sharded tensors their algebra: two thirds of a short run's time."""
 

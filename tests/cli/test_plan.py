@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from arclight.cli.plan_verify import Share, line, verify
+from arclight.cli.plan.verification import Share, line, verify
 from arclight.cli.schema import Recipe
 from arclight.parallel import Plan
+from arclight.parallel.hardware import hardware
 from arclight.parallel.plan import bytes_of
 from arclight.parallel.planning import estimate
 from arclight.parallel.planning.chain import Chain
-from arclight.parallel.planning.devices import hardware
-from arclight.parallel.planning.reasons import told_apart
+from arclight.parallel.planning.explain import distinct_durations
 from arclight.recipe import read
 from arclight.text.settings import Language
 from arclight.text.workload import workload
@@ -107,9 +107,9 @@ def test_another_share_than_predicted_is_said() -> None:
 
 
 def test_times_are_told_apart() -> None:
-    assert told_apart(0.03004, 0.02996) == ("30.04 ms", "29.96 ms")
-    assert told_apart(2.0, 1.0) == ("2.00 s", "1.00 s")
-    assert told_apart(0.5, 0.5) == ("500.0 ms", "500.0 ms")
+    assert distinct_durations(0.03004, 0.02996) == ("30.04 ms", "29.96 ms")
+    assert distinct_durations(2.0, 1.0) == ("2.00 s", "1.00 s")
+    assert distinct_durations(0.5, 0.5) == ("500.0 ms", "500.0 ms")
 
 
 def test_what_is_decided_stays(recipe: str, typed: Typed) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from arclight.fabric.distributed.sharding import scale_tensors, scale_to_norm
-from arclight.parallel.apply import _is_on
+from arclight.parallel.model.parallelize import _is_on
 
 
 def test_gradients_on_the_host_are_clipped_by_a_norm_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,11 @@ from torch.nn.functional import cross_entropy
 
 from arclight.fabric.distributed.sharding import full_tensor
 from arclight.parallel import Mesh, Plan, initialize, parallelize
-from arclight.parallel.context import ContextRunner
-from arclight.parallel.pipeline.running.install import install
-from arclight.parallel.pipeline.upstream import SCHEDULES
-from arclight.parallel.running import Split, batch_loss
-from arclight.parallel.shard import Types
+from arclight.parallel.layers.context_parallel import ContextRunner
+from arclight.parallel.model.fsdp import FsdpTypes
+from arclight.parallel.pipeline.runtime.install import install
+from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES
+from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.text.families.zoo import model_config
 from arclight.text.model.balance import scale_balance_loss
@@ -67,9 +67,9 @@ class Case:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.half, cache_enabled=False)
 
     @property
-    def types(self) -> Types:
+    def types(self) -> FsdpTypes:
         """In which FSDP gathers and sums, as the strategy says."""
-        return Types(torch.bfloat16, torch.float32) if self.half else Types()
+        return FsdpTypes(torch.bfloat16, torch.float32) if self.half else FsdpTypes()
 
 
 EXPERTS: dict[str, Any] = {"head_dim": 8}

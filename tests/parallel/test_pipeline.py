@@ -15,14 +15,14 @@ import arclight as al
 from arclight.fabric.distributed.sharding import accept_full_weights
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Mesh, Plan, PlanError, initialize, parallelize
-from arclight.parallel.pipeline.actions import write_csv
-from arclight.parallel.pipeline.plans.partition import stages_of
-from arclight.parallel.pipeline.running.install import check_pipeline, install
-from arclight.parallel.pipeline.running.runner import micro_batches
-from arclight.parallel.pipeline.schedules.orders import order_of
-from arclight.parallel.pipeline.stages.cut import cut_evenly
-from arclight.parallel.pipeline.upstream import SCHEDULES
-from arclight.parallel.running import Split, batch_loss
+from arclight.parallel.pipeline.cost.partition import stages_of
+from arclight.parallel.pipeline.runtime.install import check_pipeline, install
+from arclight.parallel.pipeline.runtime.runner import micro_batches
+from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES
+from arclight.parallel.pipeline.schedule.actions import write_csv
+from arclight.parallel.pipeline.schedule.orders import order_of
+from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers
+from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.text.model.balance import routers
 
@@ -35,7 +35,7 @@ def small(**fields: Any) -> nn.Module:
 
 
 def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
-    cuts = cut_evenly(small(vocab_size=4096), 4)
+    cuts = assign_layers(small(vocab_size=4096), 4)
     assert [cut.others for cut in cuts] == [("tok_embeddings",), (), (), ("norm", "output")]
     assert [len(cut.layers) for cut in cuts] == [2, 2, 3, 1]
     assert [name for cut in cuts for name in cut.layers] == [str(i) for i in range(8)]
@@ -45,15 +45,15 @@ def test_a_large_vocabulary_takes_layers_off_the_last_stage() -> None:
 
 def test_what_cannot_be_cut_is_refused_with_the_fix() -> None:
     with pytest.raises(PlanError, match=r"tok_embeddings.weight and output.weight are one parameter.*tied = false"):
-        cut_evenly(small(tied=True), 2)
+        assign_layers(small(tied=True), 2)
     with pytest.raises(PlanError, match="8 layers are too few for 16 stages"):
-        cut_evenly(small(), 16)
+        assign_layers(small(), 16)
     with pytest.raises(PlanError, match="no ModuleDict `layers`"):
-        cut_evenly(nn.Sequential(nn.Linear(2, 2)), 2)
+        assign_layers(nn.Sequential(nn.Linear(2, 2)), 2)
     loose = small()
     loose.extra = nn.Parameter(torch.zeros(3))
     with pytest.raises(PlanError, match="extra is a parameter of the model itself"):
-        cut_evenly(loose, 2)
+        assign_layers(loose, 2)
     with pytest.raises(PlanError, match="no pipeline schedule 'ring'; choose GPipe, 1F1B"):
         check_pipeline(Plan(pp=2, schedule="ring"))
     with pytest.raises(PlanError, match="DualPipeV over pp = 4 cannot take 6 micro-batches: set micro_batches = 8"):

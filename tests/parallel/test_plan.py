@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import arclight as al
 from arclight.parallel import Plan, PlanError, PlanStrategy, initialize, parallelize
-from arclight.parallel.apply import check
-from arclight.parallel.checkpointing import checkpoint_blocks
-from arclight.parallel.compiling import compile_blocks
+from arclight.parallel.blocks import embeddings, repeated_blocks
+from arclight.parallel.model.activation_checkpoint import checkpoint_blocks
+from arclight.parallel.model.compile import compile_blocks
+from arclight.parallel.model.parallelize import check
 from arclight.parallel.plan import bytes_of
-from arclight.parallel.units import blocks, embeddings
 from arclight.text import build_model
 
 SMALL: dict[str, Any] = {"vocab_size": 96, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 48}
@@ -111,10 +111,10 @@ def test_a_trainer_takes_a_plan() -> None:
 
 def test_blocks_are_found_without_being_named() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), "head": nn.Linear(2, 2)})
-    assert [name for name, _ in blocks(model)] == ["layers.0", "layers.1", "layers.2"]
-    assert [name for name, _ in blocks(build_model("llama3-debug", **SMALL))] == ["layers.0", "layers.1"]
+    assert [name for name, _ in repeated_blocks(model)] == ["layers.0", "layers.1", "layers.2"]
+    assert [name for name, _ in repeated_blocks(build_model("llama3-debug", **SMALL))] == ["layers.0", "layers.1"]
     mixed = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
-    assert blocks(mixed) == []
+    assert repeated_blocks(mixed) == []
     assert len(embeddings(build_model("llama3-debug", **SMALL))) == 1
     assert embeddings(build_model("llama3-debug", **SMALL, tied=True)) == []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel.pipeline.test_runtime_faults import PROCESSES, everyone
+from tests.parallel.pipeline.runtime.test_failures import PROCESSES, everyone
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -16,7 +16,7 @@ import arclight as al
 from arclight import checkpoint
 from arclight.fabric.distributed.optimizer_names import key_by_name
 from arclight.parallel import Plan, PlanError, initialize
-from arclight.parallel.running import Split, batch_loss
+from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import DiLoCo
 

@@ -21,7 +21,7 @@ from arclight import checkpoint
 from arclight.fabric.distributed.optimizer_names import key_by_name
 from arclight.fabric.strategies import DDPStrategy
 from arclight.parallel import Plan, PlanError, initialize
-from arclight.parallel.running import Split, batch_loss
+from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 from arclight.trainer.callbacks import ModelCheckpoint
 from arclight.trainer.checkpoint.checkpoint_io import AsyncCheckpointIO
@@ -172,7 +172,12 @@ class Plain(al.Module):
 @pytest.mark.parametrize(
     ("plan", "precision", "module", "message"),
     [
-        (Plan(pp=2, cp=2), "32-true", Plain, "cannot spread over cp = 2: write them as arclight.parallel.running says"),
+        (
+            Plan(pp=2, cp=2),
+            "32-true",
+            Plain,
+            "cannot spread over cp = 2: write them as arclight.parallel.step_protocol says",
+        ),
         (Plan(cp=2), "32-true", Plain, "Plain has no runner, so nothing can cut its sequences"),
         (Plan(pp=2), "16-mixed", Language, "use precision bf16-mixed or 32, or pp = 1"),
         (Plan(cp=3, context="ulysses"), "32-true", Plain, "cannot be shared out among cp = 3 processes"),

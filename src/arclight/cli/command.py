@@ -22,7 +22,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         ),
     },
     "Train": {
-        "plan": ("arclight.cli.plan:plan", "find the fastest plan for a number of GPUs, without having them"),
+        "plan": ("arclight.cli.plan.recipe:plan", "find the fastest plan for a number of GPUs, without having them"),
         "train": ("arclight.cli.run_setup:train", "train from a recipe, or resume a run"),
         "federate": (
             "arclight.cli.federate.federated_run:federate",

@@ -171,7 +171,7 @@ def spread(plan: Plan, settings: TrainerSettings) -> dict[str, Any]:
 def check_plan(plan: Plan, module: Module) -> None:
     """Before any process starts: raise UsageError where the plan does not fit the sizes that a module makes known, with the fix."""
     from arclight.parallel import PlanError
-    from arclight.parallel.apply import check_sizes
+    from arclight.parallel.model.parallelize import check_sizes
 
     try:
         check_sizes(module, plan, getattr(module, "sequence_length", None))

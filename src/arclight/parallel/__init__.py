@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.parallel.apply import parallelize as parallelize
-    from arclight.parallel.initial import Constant as Constant
-    from arclight.parallel.initial import Normal as Normal
-    from arclight.parallel.initial import draw as draw
-    from arclight.parallel.initial import initialize as initialize
+    from arclight.parallel.deterministic_init import Constant as Constant
+    from arclight.parallel.deterministic_init import Normal as Normal
+    from arclight.parallel.deterministic_init import draw as draw
+    from arclight.parallel.deterministic_init import initialize as initialize
     from arclight.parallel.mesh import Mesh as Mesh
-    from arclight.parallel.pipeline.training.strategy import Pipeline as Pipeline
+    from arclight.parallel.model.parallelize import parallelize as parallelize
+    from arclight.parallel.pipeline_strategy import Pipeline as Pipeline
     from arclight.parallel.plan import Plan as Plan
     from arclight.parallel.plan import PlanError as PlanError
     from arclight.parallel.strategy import PlanStrategy as PlanStrategy
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "Constant": "arclight.parallel.initial",
+        "Constant": "arclight.parallel.deterministic_init",
         "Mesh": "arclight.parallel.mesh",
-        "Normal": "arclight.parallel.initial",
-        "Pipeline": "arclight.parallel.pipeline.training.strategy",
+        "Normal": "arclight.parallel.deterministic_init",
+        "Pipeline": "arclight.parallel.pipeline_strategy",
         "Plan": "arclight.parallel.plan",
         "PlanError": "arclight.parallel.plan",
         "PlanStrategy": "arclight.parallel.strategy",
-        "draw": "arclight.parallel.initial",
-        "initialize": "arclight.parallel.initial",
-        "parallelize": "arclight.parallel.apply",
+        "draw": "arclight.parallel.deterministic_init",
+        "initialize": "arclight.parallel.deterministic_init",
+        "parallelize": "arclight.parallel.model.parallelize",
     },
 )

@@ -26,21 +26,20 @@ from arclight.fabric.precision import Float8Precision
 from arclight.fabric.strategies.parallel import DEFAULT_TIMEOUT
 from arclight.fabric.strategies.root_module import StepRoot, reshard_without_backward
 from arclight.fabric.strategies.sharded import ShardedStrategy
-from arclight.parallel.apply import check, parallelize, replicate
-from arclight.parallel.context import install_context
+from arclight.parallel.layers.context_parallel import install_context_runner
 from arclight.parallel.mesh import Mesh
-from arclight.parallel.pipeline.running.install import check_pipeline
-from arclight.parallel.pipeline.running.install import install
-from arclight.parallel.pipeline.stages.cut import can_be_cut_by_deletion
-from arclight.parallel.pipeline.training.choosing import Wishes
-from arclight.parallel.pipeline.training.spreading import (
+from arclight.parallel.model.fsdp import FsdpTypes
+from arclight.parallel.model.parallelize import check, parallelize, replicate
+from arclight.parallel.pipeline.runtime.install import check_pipeline, install
+from arclight.parallel.pipeline.splitting.layer_pruning import is_prunable
+from arclight.parallel.pipeline.steps.auto_schedule import PipelineRequest
+from arclight.parallel.pipeline.steps.parallelize_steps import (
     check_steps,
     is_runnable,
-    spread_steps,
+    parallelize_steps,
 )
-from arclight.parallel.pipeline.training.steps import Steps
+from arclight.parallel.pipeline.steps.pipelined_steps import PipelinedSteps
 from arclight.parallel.plan import Plan, PlanError
-from arclight.parallel.shard import Types
 
 
 class PlanStrategy(ShardedStrategy):
@@ -66,8 +65,8 @@ class PlanStrategy(ShardedStrategy):
         if plan.pp > 1:
             check_pipeline(plan)
         self.plan, self.sequence_length = plan, sequence_length
-        self.wishes = Wishes()
-        self._steps: dict[nn.Module, Steps] = {}
+        self.wishes = PipelineRequest()
+        self._steps: dict[nn.Module, PipelinedSteps] = {}
         self._mesh: Mesh | None = None
         self._roots: dict[nn.Module, nn.Module] = {}
 
@@ -172,7 +171,7 @@ class PlanStrategy(ShardedStrategy):
             root = self._spread_stages(module, options)
         else:
             if self.plan.cp > 1:
-                install_context(module, self.mesh.grid["cp"])
+                install_context_runner(module, self.mesh.grid["cp"])
             root = parallelize(module, self.mesh, root=StepRoot(module, shared=whole), **options)
             root.register_forward_hook(reshard_without_backward)
         sharding.accept_full_weights(module)
@@ -189,7 +188,7 @@ class PlanStrategy(ShardedStrategy):
         """Return True where the module's steps are cut, and not its model by deletion: for modules that are not written for runners, and
         for models that deletion cannot cut (tied embeddings).
         """
-        return not (is_runnable(module) and can_be_cut_by_deletion(module.get_submodule("model")))
+        return not (is_runnable(module) and is_prunable(module.get_submodule("model")))
 
     def _cut_steps(self, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         """The module's own steps cut into stages: it keeps what this process's have."""
@@ -197,10 +196,10 @@ class PlanStrategy(ShardedStrategy):
         if self.example is None:
             raise PlanError(
                 f"{type(module).__name__} has steps of its own, which a Trainer runs: a loop by hand needs a module that is written as "
-                "arclight.parallel.running says, or pp = 1"
+                "arclight.parallel.step_protocol says, or pp = 1"
             )
         self._draw_alike()
-        self._steps[module] = spread_steps(
+        self._steps[module] = parallelize_steps(
             module, self.mesh, example=self.example(self.wishes.example), wishes=self.wishes, **options
         )
         return StepRoot(module, shared=False)
@@ -218,13 +217,13 @@ class PlanStrategy(ShardedStrategy):
             dist.broadcast(state, dist.get_global_rank(group, 0), group=group)
             torch.set_rng_state(state.cpu())
 
-    def types(self) -> Types:
+    def types(self) -> FsdpTypes:
         """Parameters are gathered in the type that is computed in; gradients of half types are summed in float32."""
         compute = getattr(self.precision, "compute_dtype", None)
         half = (torch.float16, torch.bfloat16)
         if compute == torch.bfloat16:
-            return Types(compute, torch.float32)
-        return Types(None, torch.float32 if self.precision.dtype in half else None)
+            return FsdpTypes(compute, torch.float32)
+        return FsdpTypes(None, torch.float32 if self.precision.dtype in half else None)
 
     def wrap_step(self, module: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         if module in self._steps:

@@ -20,7 +20,7 @@ from arclight.checkpoint import load
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.modules import SkipInit
 from arclight.parallel import Mesh, initialize
-from arclight.parallel.running import Split, batch_loss
+from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text.families.zoo import build_model, model_config
 from arclight.text.loss import IGNORED, cross_entropy
 from arclight.text.model.balance import routers, scale_balance_loss, update_expert_bias, weigh_balance_loss
@@ -169,7 +169,7 @@ class LanguageModel(Module):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def split_batch(self, batch: dict[str, Tensor]) -> Split:
-        """What the model gets, and what the loss is about; see `arclight.parallel.running`."""
+        """What the model gets, and what the loss is about; see `arclight.parallel.step_protocol`."""
         tokens = batch["tokens"]
         kwargs: dict[str, Any] = {name: batch[name] for name in ("positions", "documents") if name in batch}
         if self.runner is not None and "positions" not in kwargs:

@@ -27,7 +27,7 @@ def cross_entropy(
 
     hidden: (..., D). weight: (V, D), or a DTensor whose rows lie on the processes of one mesh dimension; then every process
     must call this with the same hidden states, and the gradient by them is the part that its rows give, to be summed over
-    processes as `arclight.parallel.tensor` does it. labels: (...), int64.
+    processes as `arclight.parallel.layers.tensor_parallel` does it. labels: (...), int64.
     chunk: rows of logits at a time (default: about four million logits, or an eighth of all). softcap: logits become softcap * tanh(logits / softcap).
     Gradients are computed on the way forward and kept in the place of logits: each matrix product is done once.
     A label outside of the vocabulary raises IndexError on a CPU; elsewhere, where to look would wait for the device, the loss

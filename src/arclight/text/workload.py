@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from arclight.optim.settings import SGD, AdamW
+from arclight.parallel.hardware import Hardware
 from arclight.parallel.planning.chain import Workload
-from arclight.parallel.planning.devices import Hardware
 from arclight.text.families.zoo import build_model
 from arclight.text.language_model import VOCABULARY_MULTIPLE
 from arclight.text.loss import cross_entropy

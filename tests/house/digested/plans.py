@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import arclight as al
 from arclight import checkpoint
 from arclight.parallel import Plan, initialize
-from arclight.parallel.running import Split, batch_loss
+from arclight.parallel.step_protocol import Split, batch_loss
 from arclight.text import build_model
 
 SMALL = {"vocab_size": 48, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "hidden": 48}

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import arclight as al
 from arclight.fabric.strategies import DDPStrategy
-from arclight.parallel.pipeline.actions import Trace
-from arclight.parallel.pipeline.costs import UnitCost
-from arclight.parallel.pipeline.running.engine import Engine
-from arclight.parallel.pipeline.running.parts import Line, Part
-from arclight.parallel.pipeline.upstream import schedule_kind
-from arclight.parallel.pipeline.views.recording import record
-from arclight.parallel.running import Split
+from arclight.parallel.pipeline.runtime.engine import Engine
+from arclight.parallel.pipeline.runtime.recording import record
+from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
+from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
+from arclight.parallel.pipeline.schedule.actions import Trace
+from arclight.parallel.pipeline.unit_costs import UnitCost
+from arclight.parallel.step_protocol import Split
 
 
 class Sleeper(nn.Module):
@@ -47,9 +47,11 @@ def steps_here(schedule: str, costs: Sequence[UnitCost], micro_batches: int, ste
     """In one process of a pipeline: ``steps`` steps, recorded. nbytes: size of a micro-batch of what crosses cuts."""
     torch.set_num_threads(1)
     stages, kind = len(costs), schedule_kind(schedule)
-    line = Line(dist.group.WORLD, stages, kind, torch.device("cpu"))
+    line = PipelineTopology(dist.group.WORLD, stages, kind, torch.device("cpu"))
     parts = {
-        number: Part(Sleeper(costs[number], number == 0), loss if number == stages - 1 else None, first=number == 0)
+        number: StageProgram(
+            Sleeper(costs[number], number == 0), loss if number == stages - 1 else None, first=number == 0
+        )
         for number in line.own
     }
     engine = Engine(parts, line)

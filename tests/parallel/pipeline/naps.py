@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arclight.parallel.running import Split
+from arclight.parallel.step_protocol import Split
 
 
 def undisturbed(check: Callable[[float], None], attempts: int = 10) -> None:

@@ -8,11 +8,11 @@ import pytest
 from tests.parallel.pipeline.emulated import emulate_all
 from tests.parallel.pipeline.naps import undisturbed
 
-from arclight.parallel.pipeline.actions import Trace
-from arclight.parallel.pipeline.costs import UnitCost
-from arclight.parallel.pipeline.schedules.orders import RECIPES, order_of
-from arclight.parallel.pipeline.schedules.simulation import simulate
-from arclight.parallel.pipeline.views.bubbles import bubble
+from arclight.parallel.pipeline.schedule.actions import Trace
+from arclight.parallel.pipeline.schedule.orders import RECIPES, order_of
+from arclight.parallel.pipeline.schedule.simulation import simulate
+from arclight.parallel.pipeline.schedule.step_trace import bubble
+from arclight.parallel.pipeline.unit_costs import UnitCost
 
 RANKS, MICRO_BATCHES = 4, 8
 

@@ -28,7 +28,7 @@ The schedule owns forward and backward of a step, so a module's steps are writte
             total, count = batch_loss(self, batch)
             self.log("val_loss", total / count, batch_size=int(count))
 
-`arclight.parallel.running` has this protocol with its exact terms. All processes of a pipeline (and of its ``tp`` and ``cp``
+`arclight.parallel.step_protocol` has this protocol with its exact terms. All processes of a pipeline (and of its ``tp`` and ``cp``
 groups) must be given the same batch. ``model`` stays one module with the original names, of which each process keeps what
 its stages need.
 
@@ -78,29 +78,29 @@ from typing import TYPE_CHECKING
 from arclight._lazy import lazy
 
 if TYPE_CHECKING:
-    from arclight.parallel.pipeline.plans.forecasts import simulate as simulate
-    from arclight.parallel.pipeline.running.chunks import Reducer as Reducer
-    from arclight.parallel.pipeline.running.piperunner import PipeRunner as PipeRunner
-    from arclight.parallel.pipeline.stages.splitting import Pipe as Pipe
-    from arclight.parallel.pipeline.stages.splitting import StageModule as StageModule
-    from arclight.parallel.pipeline.stages.splitting import split as split
-    from arclight.parallel.pipeline.training.strategy import Pipeline as Pipeline
-    from arclight.parallel.pipeline.views.chrome import chrome_trace as chrome_trace
-    from arclight.parallel.pipeline.views.recording import record as record
-    from arclight.parallel.pipeline.views.timelines import timeline as timeline
+    from arclight.parallel.pipeline.forecast import simulate as simulate
+    from arclight.parallel.pipeline.pipe import Pipe as Pipe
+    from arclight.parallel.pipeline.pipe import StageModule as StageModule
+    from arclight.parallel.pipeline.pipe import split as split
+    from arclight.parallel.pipeline.runtime.batch_splitting import Reducer as Reducer
+    from arclight.parallel.pipeline.runtime.pipe_runner import PipeRunner as PipeRunner
+    from arclight.parallel.pipeline.runtime.recording import record as record
+    from arclight.parallel.pipeline.view.chrome import chrome_trace as chrome_trace
+    from arclight.parallel.pipeline.view.timeline import timeline as timeline
+    from arclight.parallel.pipeline_strategy import Pipeline as Pipeline
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
     {
-        "Pipe": "arclight.parallel.pipeline.stages.splitting",
-        "PipeRunner": "arclight.parallel.pipeline.running.piperunner",
-        "Reducer": "arclight.parallel.pipeline.running.chunks",
-        "Pipeline": "arclight.parallel.pipeline.training.strategy",
-        "StageModule": "arclight.parallel.pipeline.stages.splitting",
-        "chrome_trace": "arclight.parallel.pipeline.views.chrome",
-        "record": "arclight.parallel.pipeline.views.recording",
-        "simulate": "arclight.parallel.pipeline.plans.forecasts",
-        "split": "arclight.parallel.pipeline.stages.splitting",
-        "timeline": "arclight.parallel.pipeline.views.timelines",
+        "Pipe": "arclight.parallel.pipeline.pipe",
+        "PipeRunner": "arclight.parallel.pipeline.runtime.pipe_runner",
+        "Reducer": "arclight.parallel.pipeline.runtime.batch_splitting",
+        "Pipeline": "arclight.parallel.pipeline_strategy",
+        "StageModule": "arclight.parallel.pipeline.pipe",
+        "chrome_trace": "arclight.parallel.pipeline.view.chrome",
+        "record": "arclight.parallel.pipeline.runtime.recording",
+        "simulate": "arclight.parallel.pipeline.forecast",
+        "split": "arclight.parallel.pipeline.pipe",
+        "timeline": "arclight.parallel.pipeline.view.timeline",
     },
 )

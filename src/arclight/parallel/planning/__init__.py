@@ -12,9 +12,9 @@ from arclight._lazy import lazy
 
 if TYPE_CHECKING:
     from arclight.parallel.planning.estimates import estimate as estimate
-    from arclight.parallel.planning.searching import search as search
+    from arclight.parallel.planning.plan_search import search as search
 
 __getattr__, __dir__, __all__ = lazy(
     __name__,
-    {"estimate": "arclight.parallel.planning.estimates", "search": "arclight.parallel.planning.searching"},
+    {"estimate": "arclight.parallel.planning.estimates", "search": "arclight.parallel.planning.plan_search"},
 )

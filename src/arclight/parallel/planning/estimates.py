@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
+from arclight.parallel.op_recorder import Message
+from arclight.parallel.pipeline.schedule.simulation import Prediction, simulate
+from arclight.parallel.pipeline.schedule.step_trace import bubble
+from arclight.parallel.pipeline.unit_costs import Link, UnitCost
 from arclight.parallel.plan import Plan, PlanError
 from arclight.parallel.planning.chain import Chain, Recompute
-from arclight.parallel.planning.local import Cut
-from arclight.parallel.planning.memory import Link, Memory, memory
-from arclight.parallel.planning.sharing import shares
-from arclight.parallel.planning.stages import cut, held
-from arclight.parallel.planning.timing import StageTime, stage_time, step_seconds
-from arclight.parallel.planning.trace import Message
-from arclight.parallel.planning.traffic import traffic
+from arclight.parallel.planning.fsdp_shards import fsdp_shards_of
+from arclight.parallel.planning.memory import ChainLink, Memory, memory
+from arclight.parallel.planning.pp_layout import chunks, cut, entrances, held, stages
+from arclight.parallel.planning.sharded_shapes import LayerSharding
+from arclight.parallel.planning.timing import StageTime, exchange_seconds, group, stage_time, step_seconds, traffic
+
+if TYPE_CHECKING:
+    from arclight.parallel.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Estimate:
     """Blocks of each process of the pipeline."""
     memory: tuple[Memory, ...]
     """Of each stage."""
-    links: tuple[tuple[Link, ...], ...]
+    links: tuple[tuple[ChainLink, ...], ...]
     """Of each stage."""
     boundary: int
     """Bytes that a micro-batch carries from stage to stage."""
@@ -87,8 +93,8 @@ def estimate(chain: Chain, plan: Plan, samples: int = 1) -> Estimate:
     """Predict ``plan`` with micro-batches of ``samples``. Raises PlanError for what cannot be run."""
     workload = chain.workload
     passes = _passes(chain, plan, samples)
-    costs, owned = chain.costs(Cut.of(plan), samples, _recompute(plan)), shares(chain, plan)
-    made: dict[str | int, Link] = {kind: (costs[kind], owned[kind], kind == "last") for kind in costs}
+    costs, owned = chain.costs(LayerSharding.of(plan), samples, _recompute(plan)), fsdp_shards_of(chain, plan)
+    made: dict[str | int, ChainLink] = {kind: (costs[kind], owned[kind], kind == "last") for kind in costs}
     cuts = cut(chain, plan, passes)
     counts = tuple(sum(isinstance(kind, int) for kind in kinds) for kinds in cuts)
     links = [tuple(made[kind] for kind in kinds) for kinds in cuts]
@@ -148,3 +154,38 @@ def _recompute(plan: Plan) -> Recompute:
     raise PlanError(
         f"what a compiler keeps under a budget of {how} cannot be predicted: choose activation_checkpointing none, selective or full"
     )
+
+
+def refined(estimate: Estimate, device: Hardware) -> Estimate:
+    """Take seconds and idle share of a plan with a pipeline from its simulation, which a timeline shows; else leave it.
+
+    A search compares thousands of plans by formulas, which take every stage for the slowest one.
+    """
+    if estimate.plan.pp == 1:
+        return estimate
+    step = simulated(estimate, device)
+    return replace(estimate, seconds=step.step_seconds, idle=bubble(step))
+
+
+def simulated(estimate: Estimate, device: Hardware) -> Prediction:
+    """A step of one of the plan's pipelines, each action at its time.
+
+    Where a process has several stages, they share its time and its activations alike; half of a backward is that of the weights.
+    Raises PlanError for a plan without a pipeline.
+    """
+    plan = estimate.plan
+    if plan.pp == 1:
+        raise PlanError("a plan with pp = 1 has no pipeline to simulate: decide pp = 2 or more")
+    size, stride = group(plan, "pp")
+    hop = exchange_seconds(device, size, stride, "send", estimate.boundary)
+    costs = [UnitCost(0, 0, 0)] * plan.pp * chunks(plan)
+    for process, time in enumerate(estimate.times):
+        own = stages(plan, process)
+        held = sum(cost.held for cost, _, _ in estimate.links[process]) + entrances(plan, process) * estimate.boundary
+        half = time.backward / 2 / len(own)
+        for stage in own:
+            costs[stage] = UnitCost(
+                time.forward / len(own), half, half, held=held // len(own), output=estimate.boundary
+            )
+    end = max(time.once for time in estimate.times) + estimate.update
+    return simulate(plan.schedule, costs, plan.pp, estimate.passes, link=Link(latency=hop), optimizer=end)

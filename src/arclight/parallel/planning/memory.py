@@ -12,8 +12,8 @@ from itertools import accumulate
 
 from arclight.parallel.plan import Plan
 from arclight.parallel.planning.chain import Cost, Workload
-from arclight.parallel.planning.sharing import MASTER, Share
-from arclight.parallel.planning.stages import chunks, entrances, held
+from arclight.parallel.planning.fsdp_shards import MASTER, FsdpShard
+from arclight.parallel.planning.pp_layout import chunks, entrances, held
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Memory:
         return max(fields(self), key=lambda field: int(getattr(self, field.name))).name
 
 
-Link = tuple[Cost, Share, bool]
+ChainLink = tuple[Cost, FsdpShard, bool]
 """What a link costs, how its parameters are shared, whether it is the last of the model."""
 
 
@@ -65,7 +65,7 @@ def adds_up_whole(plan: Plan) -> bool:
 
 
 def memory(
-    links: Sequence[Link], plan: Plan, workload: Workload, stage: int, passes: int, boundary: int
+    links: Sequence[ChainLink], plan: Plan, workload: Workload, stage: int, passes: int, boundary: int
 ) -> Memory:  # fmt: skip
     """Of a process of the pipeline that has ``links``, through ``passes`` micro-batches of a step; what crosses cuts has ``boundary`` bytes."""
     own = sum(share.own for _, share, _ in links) * MASTER
@@ -98,7 +98,7 @@ def memory(
     return max(moments, key=lambda moment: moment.total)
 
 
-def _turns(links: Sequence[Link]) -> list[int]:
+def _turns(links: Sequence[ChainLink]) -> list[int]:
     """Where something changes: within a row of equal links all grows evenly, so that its ends tell the most."""
     count = len(links)
     return [
@@ -114,7 +114,7 @@ def _moment(now: dict[str, int], before: int, peak: int, last: bool, gradients: 
     return Memory(**now, activations=before + (0 if last else peak), logits=peak if last else 0)
 
 
-def _gathered(links: Sequence[Link], i: int, ahead: int) -> int:
+def _gathered(links: Sequence[ChainLink], i: int, ahead: int) -> int:
     """Bytes of gathered weights while link ``i`` is at work, the next one's being on their way; the last link's stay."""
     root = links[-1][1].gathered if links[-1][2] and i + 1 < len(links) else 0
     next_one = i + ahead if ahead else -1

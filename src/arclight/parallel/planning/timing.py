@@ -9,18 +9,18 @@ Activations between stages are waited for. The optimizer's step is bound by memo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from arclight.parallel.pipeline.schedules.orders import is_file
-from arclight.parallel.pipeline.schedules.simulation import idle_seconds
+from arclight.parallel.hardware import STREAMED, Hardware
+from arclight.parallel.op_recorder import Collective, Dimension, Message, summed
+from arclight.parallel.pipeline.schedule.orders import is_file
+from arclight.parallel.pipeline.schedule.simulation import idle_seconds
 from arclight.parallel.plan import Plan
-from arclight.parallel.planning.devices import STREAMED, Hardware
-from arclight.parallel.planning.memory import Link, reduces_once, reshards
-from arclight.parallel.planning.sharing import MASTER
-from arclight.parallel.planning.stages import chunks, schedule
-from arclight.parallel.planning.trace import Collective, Dimension, Message
+from arclight.parallel.planning.fsdp_shards import MASTER
+from arclight.parallel.planning.memory import ChainLink, reduces_once, reshards
+from arclight.parallel.planning.pp_layout import chunks, crossings, schedule
 
 OVERLAP_COST = 0.25
 """Seconds by which a second of hidden communication slows computing: an assumption, between none and NCCL's share of the processors."""
@@ -95,7 +95,7 @@ class StageTime:
         return self.both - self.computing - self.exposed
 
 
-def stage_time(links: Sequence[Link], plan: Plan, device: Hardware) -> StageTime:
+def stage_time(links: Sequence[ChainLink], plan: Plan, device: Hardware) -> StageTime:
     """Time of a stage by the rules above."""
     kinds = {key: _LinkTime.of(link, plan, device) for key, link in {id(link): link for link in links}.items()}
     times = [kinds[id(link)] for link in links]
@@ -123,7 +123,7 @@ class _LinkTime:
     scatter: float
 
     @classmethod
-    def of(cls, link: Link, plan: Plan, device: Hardware) -> _LinkTime:
+    def of(cls, link: ChainLink, plan: Plan, device: Hardware) -> _LinkTime:
         cost, share, _ = link
         size, stride = group(plan, "dp_shard")
         copies, apart = group(plan, "dp_replicate")
@@ -182,3 +182,31 @@ def step_seconds(
     busy = passes * (slowest.both + hops)
     bubble = idle_share(plan, passes, slowest.backward / slowest.forward if slowest.forward else 2.0)
     return busy / (1 - bubble) + max(time.once for time in times) + update, bubble, update
+
+
+def traffic(links: Sequence[ChainLink], plan: Plan, passes: int, stage: int, boundary: int) -> tuple[Message, ...]:
+    """Of a process of ``stage`` with ``links``, through ``passes`` micro-batches; bytes are those of whole tensors.
+
+    boundary: bytes that a micro-batch carries from stage to stage.
+    """
+    return summed(message for message in _messages(links, plan, passes, stage, boundary) if message.bytes)
+
+
+def _messages(links: Sequence[ChainLink], plan: Plan, passes: int, stage: int, boundary: int) -> Iterator[Message]:
+    once = reduces_once(plan)
+    reductions = 1 if once else passes
+    for cost, share, last in links:
+        for message in (*cost.forward.messages, *cost.backward.messages):
+            yield message._replace(bytes=message.bytes * passes, times=message.times * passes)
+        if share.exchanged:
+            # The last part's weights stay from its forward to the end of backward.
+            gathers = 1 if once and not reshards(plan) else 2 * passes if reshards(plan) and not last else passes
+            yield Message("all_gather", "dp_shard", gathers * share.exchanged * share.size, gathers)
+            yield Message("reduce_scatter", "dp_shard", reductions * share.exchanged * MASTER, reductions)
+        if plan.dp_replicate > 1 and not plan.apart:  # those exchange once in many steps, which is left out
+            yield Message("all_reduce", "dp_replicate", reductions * share.own * MASTER, reductions)
+        for elements in share.summed:
+            yield Message("all_reduce", "tp", reductions * elements * share.size, reductions)
+    if plan.pp > 1:
+        sent = passes * crossings(plan, stage)
+        yield Message("send", "pp", sent * boundary, sent)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.parallel.initial import Constant, Initial, Normal
+from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.families.gpt2 import FeedForward
 from arclight.text.model.attention import InnerAttention, Mask
 from arclight.text.model.layers import RMSNorm, RotaryEmbedding, kept_on_device, rope_frequencies

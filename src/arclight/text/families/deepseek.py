@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from arclight.parallel.initial import Normal
+from arclight.parallel.deterministic_init import Normal
 from arclight.text.families.llama import Block
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.parallel.initial import Constant, Initial, Normal
+from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
 from arclight.text.model.layers import LayerNorm, in_compute_type

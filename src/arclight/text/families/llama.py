@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from arclight.parallel.initial import Normal
+from arclight.parallel.deterministic_init import Normal
 from arclight.text.model.attention import InnerAttention
 from arclight.text.model.decoder import BlockContext, Decoder, DecoderConfig
 from arclight.text.model.layers import (

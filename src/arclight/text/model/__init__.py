@@ -5,7 +5,7 @@
 loss that is computed on shares), ``sequence`` (computed on parts of the sequence), ``sequence_gather`` (the same, and whole
 afterwards), ``gather`` (a module whose input must be whole), ``shared`` (small weights that work inside such a module, on whole
 sequences or on shares of heads), ``part`` (a ``row`` whose result is summed later, with others'), ``experts`` (stacked weights:
-see `arclight.parallel.expert`). ``initial`` gives the distribution of first weights: see `arclight.parallel.initial`.
+see `arclight.parallel.layers.expert_parallel`). ``initial`` gives the distribution of first weights: see `arclight.parallel.deterministic_init`.
 """
 
 from __future__ import annotations

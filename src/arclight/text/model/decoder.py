@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from arclight.parallel.initial import Normal
+from arclight.parallel.deterministic_init import Normal
 from arclight.text.model.attention import Mask
 from arclight.text.model.kv_cache import KVCache
 from arclight.text.model.layers import RMSNorm, RotaryEmbedding, in_compute_type

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.parallel.initial import Constant, Initial, Normal
+from arclight.parallel.deterministic_init import Constant, Initial, Normal
 
 
 def in_compute_type(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Beside the dimensions of `layers`: N tokens (B * T), E experts, K experts per token, R rows (a token and one of its experts).
 Experts lie stacked in one tensor per map, (E, F, D), and are multiplied group by group. A layer computes where it is; its
-``dispatcher`` is the seam where `arclight.parallel.expert` puts in the exchange with other processes.
+``dispatcher`` is the seam where `arclight.parallel.layers.expert_parallel` puts in the exchange with other processes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from arclight.parallel.initial import Constant, Normal
-from arclight.parallel.rows import inverse, take
+from arclight.parallel.deterministic_init import Constant, Normal
+from arclight.parallel.layers.permute_rows import inverse_permutation, take_rows
 from arclight.text.model.layers import FeedForward
 
 
@@ -244,7 +244,7 @@ def _aligned(
     # what is left at the end goes with the last expert: rows of zeros, which a kernel would leave undefined otherwise
     padded_E = torch.cat((padded_E[:-1], total - padded_ends_E[-2:-1])) if experts > 1 else padded_E.new_tensor([total])
     source = source.clamp(max=rows - 1)
-    return take(compute(take(x_RD, source, target, valid=real), padded_E), target, source, back_valid=real)
+    return take_rows(compute(take_rows(x_RD, source, target, valid=real), padded_E), target, source, back_valid=real)
 
 
 class Dispatcher(Protocol):
@@ -288,7 +288,7 @@ class MoE(nn.Module):
     def routed(self, x_BTD: Tensor) -> Tensor:
         weights_NK, chosen_NK, counts_E = self.router(x_BTD, self.experts.parts)
         order_R = chosen_NK.flatten().argsort(stable=True)
-        places_NK = inverse(order_R).view_as(chosen_NK)
+        places_NK = inverse_permutation(order_R).view_as(chosen_NK)
         x_ND = x_BTD.flatten(0, 1)
         x_RD = _Scatter.apply(x_ND, order_R, places_NK)
         if self.config.score_before:

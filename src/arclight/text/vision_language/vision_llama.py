@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from arclight.parallel.initial import Constant, Initial, Normal
+from arclight.parallel.deterministic_init import Constant, Initial, Normal
 from arclight.text.families.gpt2 import Block
 from arclight.text.families.llama import Llama, LlamaConfig
 from arclight.text.model.attention import Mask

@@ -1,1 +1,1 @@
-"""Weights of stages: out of files, begun, and into files, by the model's own names."""
+"""Initialise, load and save the weights of stages under the model's own names."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from arclight.fabric.errors import MisconfigurationError
 from arclight.fabric.rank_zero import rank_zero_warn
-from arclight.parallel.pipeline.views.recording import Recording
+from arclight.parallel.pipeline.runtime.recording import Recording
 from arclight.parallel.strategy import PlanStrategy
 from arclight.trainer.callback import Callback
 
@@ -69,8 +69,8 @@ class PipelineTimeline(Callback):
             self._run = None
 
     def _write(self, trainer: Trainer) -> None:
-        from arclight.parallel.pipeline.views.chrome import chrome_trace
-        from arclight.parallel.pipeline.views.timelines import timeline
+        from arclight.parallel.pipeline.view.chrome import chrome_trace
+        from arclight.parallel.pipeline.view.timeline import timeline
 
         run, self._run = self._run, None
         assert run is not None

@@ -1,0 +1,252 @@
+"""``arclight plan package.module:Model``: how any model would run as a pipeline on so many devices, and the fastest way that fits.
+
+Its parts are found by one look at its forward (a Module's training step), their costs are predicted, or measured where that is
+asked for, and every schedule is simulated with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arclight.cli import user_module
+from arclight.cli.arguments import Parser, UsageError, write_json
+from arclight.parallel.plan import bytes_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from arclight.parallel.hardware import Hardware
+    from arclight.parallel.pipeline.call_graph import CallGraph
+    from arclight.parallel.pipeline.cost.choose import Choice
+    from arclight.parallel.pipeline.unit_costs import ModelCosts
+
+FIXED = ("pp", "schedule", "micro_batches", "activation_checkpointing")
+"""What can be decided with --fix."""
+OVERHEAD = {"cpu": 1e-4, "gpu": 3e-5}
+"""Seconds that an action takes besides computing: Python, and messages that are sent and received. An estimate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is planned for."""
+
+    name: str
+    model: nn.Module
+    function: str | None
+    """The method that is a step; None: the forward."""
+    example: Any
+    """Its arguments for one micro-batch: ``(args, kwargs)``."""
+    parameters: int
+
+
+def plan_model(arguments: Sequence[str]) -> int:
+    """Do what ``arclight plan package.module:Model`` says."""
+    parser = _parser()
+    if any(word in ("-h", "--help") for word in arguments):
+        print(parser.format_help().rstrip())
+        return 0
+    options, flags = parser.parse_known_args(arguments[1:])
+    from arclight.parallel.hardware import hardware
+
+    device = hardware(options.gpu)
+    if options.gpus < 1 or (options.samples is not None and options.samples < 1):
+        raise UsageError("--gpus and --samples must be at least 1")
+    subject = _subject(arguments[0], options, flags)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*`self.log")  # a step that logs is called by hand here
+        costs, graph = _costs(subject, device, options.measure)
+    each = costs[-1].samples
+    samples = options.samples if options.samples is not None else each * options.gpus
+    choice = _choose(costs, samples, device, options)
+    from arclight.cli.plan.model_tables import show
+
+    show(subject, graph, costs[-1], choice, device, samples, _limit(options, device))
+    write_json(options.json, as_json(subject, costs[-1], choice))
+    if options.timeline is not None:
+        from arclight.parallel.pipeline.view.timeline import timeline
+
+        best = choice.best[0]
+        timeline(best.prediction, file=options.timeline, title=f"{subject.name}: {best.setting}, predicted")
+        print(f"\n{options.timeline}: a step of the first plan")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="arclight plan", add_help=False,
+        usage="arclight plan package.module:Model --gpus N [--example TARGET | --data TARGET] [options] [--model.argument value ...]",
+        description="Split any model into pipeline stages, and find the fastest schedule, number of micro-batches and recomputation.",
+    )  # fmt: skip
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="number of ranks, one device each (default 1)")
+    parser.add_argument(
+        "--example", metavar="TARGET",
+        help="package.module:name of a micro-batch for the model's forward: a tuple, a dict, both, or a function that returns one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", metavar="TARGET", help="package.module:Class of a DataModule, to plan the training step of a Module"
+    )
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="settings in TOML")
+    parser.add_argument("--memory", metavar="22GiB", help="memory limit of a rank (default: 95 %% of the device)")
+    parser.add_argument(
+        "--gpu", default="h100", help="h100, h200, a100, b200, mi300x, l40s, cpu, or a .toml file (default h100)"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the modules on this machine's CPU instead of predicting their time",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="samples per step over all ranks (default: those of the example, for each rank)",
+    )
+    parser.add_argument(
+        "--fix", action="append", default=[], metavar="pp=4", help=f"fix one of {', '.join(FIXED)}; may be repeated"
+    )
+    parser.add_argument(
+        "--compiled", action="store_true", help="plan for compiled blocks, whose backward no schedule can split"
+    )
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to show (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw a step of the first plan (.html)")
+    return parser
+
+
+def _subject(target: str, options: argparse.Namespace, flags: Sequence[str]) -> Subject:
+    import torch
+    from torch import nn
+
+    from arclight.trainer import Module
+
+    found = user_module.imported(target)
+    if options.example is None and options.data is None and not options.config:
+        raise UsageError("name the input of the model: --example package.module:name, or --data package.module:Class")
+    build, data = _builders(found, target, options, flags)
+    with torch.device("cpu" if options.measure else "meta"):
+        try:
+            model = build()
+        except (RuntimeError, NotImplementedError) as error:
+            raise UsageError(f"{target} cannot be built without memory ({error}): add --measure") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{target} gives a {type(model).__name__}: name a class of modules, or a function that builds one"
+        )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if options.example is not None:
+        example = user_module.imported(options.example)
+        given = example() if callable(example) else example
+        return Subject(type(model).__name__, model, None, given, count)
+    if not isinstance(model, Module):
+        raise UsageError(f"--data is for a Module, and {target} is none: use --example package.module:name")
+    batch = _first_batch(model, data() if data is not None else None)
+    wanted = len(inspect.signature(model.training_step).parameters)
+    return Subject(type(model).__name__, model, "training_step", ((batch, 0)[:wanted], {}), count)
+
+
+def _builders(
+    found: Any, target: str, options: argparse.Namespace, flags: Sequence[str]
+) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+    """What makes the model, and its data."""
+    if not isinstance(found, type):
+        if flags:
+            raise UsageError(f"{flags[0]} is no option, and {target} is a function, which is called without arguments")
+        return found, None
+    run = user_module.read_run(found, options, flags)
+    return run.model.build, run.data.build if run.data is not None else None
+
+
+def _first_batch(module: Any, data: Any) -> Any:
+    """What training would begin with."""
+    source = data if data is not None else module
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    return next(iter(source.train_dataloader()))
+
+
+def _costs(subject: Subject, device: Hardware, measured: bool) -> tuple[tuple[ModelCosts, ...], CallGraph]:
+    """Of micro-batches of the example, and of half of it, so that what each takes at least is known; and the parts."""
+    from arclight.parallel.pipeline.cost.measure import measure, predict, samples_of
+    from arclight.parallel.pipeline.cost.timed_pass import arguments_of
+    from arclight.parallel.pipeline.splitting.capture import capture_call_graph
+
+    args, kwargs = arguments_of(subject.example if isinstance(subject.example, (tuple, dict)) else (subject.example,))
+    graph = capture_call_graph(subject.model, subject.function, args, kwargs)
+    whole = samples_of((args, kwargs))
+    found = []
+    for samples in dict.fromkeys((max(1, whole // 2), whole)):
+        given = _first_samples((args, kwargs), whole, samples)
+        seen = graph if samples == whole else capture_call_graph(subject.model, subject.function, *given)
+        if measured:
+            found.append(measure(subject.model, seen, given, function=subject.function))
+        else:
+            found.append(predict(subject.model, seen, given, function=subject.function, device=device))
+    return tuple(found), graph
+
+
+def _first_samples(tree: Any, whole: int, samples: int) -> Any:
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, lambda x: x[:samples] if x.ndim and x.shape[0] == whole else x, tree)
+
+
+def _limit(options: argparse.Namespace, device: Hardware) -> float:
+    return bytes_of(options.memory) if options.memory else 0.95 * device.memory * 2**30
+
+
+def _choose(costs: tuple[ModelCosts, ...], samples: int, device: Hardware, options: argparse.Namespace) -> Choice:
+    from arclight.parallel.pipeline.cost.choose import choose
+    from arclight.parallel.pipeline.unit_costs import Link
+
+    fixed = dict(_fixed(word) for word in options.fix)
+    near = options.gpus <= device.node
+    bandwidth, latency = (device.link, device.link_latency) if near else (device.network, device.network_latency)
+    return choose(
+        costs[0] if len(costs) == 1 else (costs[0], costs[1]), samples, options.gpus, stages=fixed.get("pp"),
+        schedules=fixed.get("schedule", "auto"), micro_batches=fixed.get("micro_batches", "auto"),
+        recompute=fixed.get("activation_checkpointing", "auto"), memory=_limit(options, device), compiled=options.compiled,
+        link=Link(latency * 1e-6, bandwidth * 1e9), overhead=OVERHEAD[device.kind], keep=options.top,
+    )  # fmt: skip
+
+
+def _fixed(word: str) -> tuple[str, Any]:
+    name, equals, text = word.partition("=")
+    if not equals or name not in FIXED:
+        raise UsageError(
+            f"--fix {word}: for a model of your own write one of {', '.join(FIXED)} and its value, as pp=4"
+        )
+    if name == "schedule":
+        return name, text
+    if name == "activation_checkpointing":
+        if text not in ("none", "full"):
+            raise UsageError(f"--fix {word}: for a model of your own choose none or full")
+        return name, text == "full"
+    if not text.isdecimal():
+        raise UsageError(f"--fix {word}: write a number")
+    return name, int(text)
+
+
+def as_json(subject: Subject, costs: ModelCosts, choice: Choice) -> dict[str, Any]:
+    """Everything that was found, in bytes and seconds."""
+    return {
+        "model": subject.name,
+        "parameters": subject.parameters,
+        "costs": costs.as_json(),
+        "considered": choice.considered,
+        "plans": [
+            {
+                **dataclasses.asdict(one.setting), "cuts": one.cuts, "samples": one.samples, "seconds": one.seconds,
+                "idle": one.bubble, "memory": one.memory,
+            }
+            for one in choice.best
+        ],
+        "rejected": [{"choice": one.choice, "reason": one.reason} for one in choice.rejected],
+    }  # fmt: skip

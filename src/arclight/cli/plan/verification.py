@@ -1,0 +1,125 @@
+"""Whether the share of a process that a plan predicts is what :func:`arclight.parallel.parallelize` makes, at the plan's real size.
+
+Each rank that is looked at is a process of its own (``python -m arclight.cli.plan.verification``) in a group of the plan's size whose
+exchanges are not carried out (torch's backend "fake"), with the model on the meta device: shapes are real, memory is not taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from arclight.parallel.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from arclight.parallel.planning.estimates import Estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one rank has."""
+
+    rank: int
+    bytes: int
+    """Of its weights, as `parallelize` makes them."""
+    predicted: int
+    seconds: float
+    """Of the processor."""
+
+
+def verify(best: Estimate, model: str, overrides: dict[str, Any]) -> list[Share]:
+    """The first, a middle and the last rank of the plan. Raises RuntimeError where a process of theirs fails, with what it said."""
+    size = best.plan.world_size
+    return [_share(best, rank, model, overrides) for rank in sorted({0, size // 2, size - 1})]
+
+
+def _share(best: Estimate, rank: int, model: str, overrides: dict[str, Any]) -> Share:
+    plan = dataclasses.replace(best.plan, compile="none")  # what is compiled has the same weights
+    task = {"plan": dataclasses.asdict(plan), "rank": rank, "model": model, "overrides": overrides}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], input=json.dumps(task), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"rank {rank} of {plan} could not be built:\n{done.stderr[-4000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    stage = rank // (plan.world_size // plan.pp)
+    return Share(rank, found["bytes"], best.memory[stage].parameters, found["seconds"])
+
+
+def line(best: Estimate, shares: list[Share]) -> str:
+    """One line that says what was compared, and whether it is the same."""
+    ranks = ", ".join(f"{share.rank:,}" for share in shares)
+    sizes = ", ".join(f"{share.bytes / 2**20:,.1f}" for share in shares)
+    start = f"of {best.plan.world_size:,} processes, ranks {ranks} have {sizes} MiB of weights (as much of gradients and each moment)"
+    wrong = [share for share in shares if share.bytes != share.predicted]
+    if wrong:
+        said = ", ".join(f"{share.predicted / 2**20:,.1f} MiB of rank {share.rank:,}" for share in wrong)
+        return f"not verified: {start}; predicted were {said}"
+    return f"verified: {start}, as predicted; {sum(share.seconds for share in shares):.0f} s of CPU"
+
+
+def main() -> None:
+    """Build what standard input describes and print its bytes."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from arclight.parallel import Mesh, parallelize
+    from arclight.parallel.pipeline.runtime.install import install
+    from arclight.text import build_model
+
+    task = json.load(sys.stdin)
+    plan = Plan(**task["plan"])
+    dist.init_process_group("fake", rank=task["rank"], world_size=plan.world_size)
+    meta = torch.device("meta")
+    with meta:
+        model = build_model(task["model"], **task["overrides"])
+    mesh = Mesh(plan)
+
+    def spread(part: nn.Module, root: nn.Module | None) -> nn.Module:
+        return parallelize(part, mesh, device=meta, root=root)
+
+    if plan.pp > 1:
+        install(_module(model), mesh, spread, meta)
+    else:
+        spread(model, None)
+    own = {id(p): _bytes(p) for p in model.parameters()}
+    print(json.dumps({"bytes": sum(own.values()), "seconds": time.process_time()}))
+
+
+def _module(model: nn.Module) -> nn.Module:
+    """What a pipeline is installed in; it is not run."""
+    from torch import nn
+
+    class Module(nn.Module):
+        runner = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def split_batch(self, batch: Any) -> Any:
+            raise NotImplementedError("nothing is run")
+
+        def loss(self, output: Any, targets: Any) -> Any:
+            raise NotImplementedError("nothing is run")
+
+    return Module()
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    """Of the share's storage, in which FSDP fills up what does not divide."""
+    from torch.distributed.tensor import DTensor
+
+    own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return own.untyped_storage().nbytes()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The parts that a model repeats: what is compiled, computed again and gathered one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the outermost repeated blocks: members of a ModuleList or ModuleDict that are all of one class and have parameters."""
+    return list(_blocks(model, ""))
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        full = f"{prefix}.{name}" if prefix else name
+        members = dict(child.named_children()) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else {}
+        alike = len({type(member) for member in members.values()}) == 1
+        if alike and all(any(True for _ in member.parameters()) for member in members.values()):
+            yield from ((f"{full}.{key}", member) for key, member in members.items())
+        else:
+            yield from _blocks(child, full)
+
+
+def embeddings(model: nn.Module) -> list[nn.Module]:
+    """Embeddings outside of blocks whose weights nothing else uses."""
+    inside = {part for _, block in repeated_blocks(model) for part in block.modules()}
+    users: dict[nn.Parameter, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        users[parameter] = users.get(parameter, 0) + 1
+    return [
+        part
+        for part in model.modules()
+        if isinstance(part, nn.Embedding) and part not in inside and users[part._parameters["weight"]] == 1  # type: ignore[index]
+    ]

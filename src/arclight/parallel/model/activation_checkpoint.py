@@ -1,0 +1,97 @@
+"""Activation checkpointing: what a block's backward computes again in the place of having kept it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from arclight.parallel.blocks import repeated_blocks
+
+Policy = Callable[..., CheckpointPolicy]
+
+
+def checkpoint_blocks(model: nn.Module, how: str | float) -> None:
+    """Let each block below ``model`` compute its activations again: "full" all, "selective" what is cheap. In place; names stay.
+
+    A number is left to the compiler: see `arclight.parallel.model.compile`.
+    """
+    for _, block in repeated_blocks(model):
+        checkpoint_block(block, how)
+
+
+def checkpoint_block(block: nn.Module, how: str | float) -> None:
+    """The same for one block."""
+    if how != "none" and isinstance(how, str):
+        block.forward = _checkpointed(block.forward, how == "selective")
+
+
+def _checkpointed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"context_fn": selective_contexts} if selective else {}
+
+    def run(
+        *arguments: Any, **others: Any
+    ) -> Any:  # a function of ours, which the compiler looks into, unlike a partial of torch's
+        return checkpoint(forward, *arguments, use_reentrant=False, **options, **others)
+
+    return run
+
+
+def selective_contexts() -> Any:
+    """Contexts of forward and of computing again, for one call of one block."""
+    return create_selective_checkpoint_contexts(_policy())
+
+
+def _policy() -> Policy:
+    """Keep attention, communication, choices of experts and every second matrix product; compute again all else.
+
+    Counts products in forward and when computing again apart, as the same calls come in both.
+    """
+    products = {False: 0, True: 0}
+    keep, products_of = _kept_operations(), _products()
+
+    def policy(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        if operation in products_of:
+            again = context.is_recompute
+            products[again] += 1
+            return CheckpointPolicy.MUST_SAVE if products[again] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        if operation in keep or operation.namespace in (
+            "_c10d_functional",
+            "_c10d_functional_autograd",
+            "c10d_functional",
+        ):
+            return CheckpointPolicy.MUST_SAVE
+        if operation is torch.ops.aten._to_copy.default and _to_host(arguments, options):
+            return (
+                CheckpointPolicy.MUST_SAVE
+            )  # sizes of an exchange: the same copy again would wait for the device again
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def _products() -> set[Any]:
+    aten = torch.ops.aten
+    return {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default, aten._scaled_mm.default}
+
+
+def _kept_operations() -> set[Any]:
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        torch.ops.higher_order.flex_attention,
+        aten.topk.default,  # ties may fall otherwise the second time
+    }
+
+
+def _to_host(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    source = arguments[0].device.type if arguments and isinstance(arguments[0], torch.Tensor) else "cpu"
+    target = options.get("device")
+    return source != "cpu" and target is not None and torch.device(target).type == "cpu"

@@ -1,0 +1,91 @@
+"""A model as calls of its parts, in the order of one forward: what each needs of those before it, and which weights it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from arclight.parallel.plan import PlanError
+
+
+@dataclass(frozen=True, order=True)
+class Value:
+    """A tensor that a call gave: a leaf (numbered as `torch.utils._pytree` flattens) of what it returned."""
+
+    call: int
+    leaf: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A part of the model at work once. What lies between calls (glue: masks, positions, reshaping) belongs to none."""
+
+    name: str
+    """Of the module, as in the model. A module that is called more than once has several calls."""
+    parameters: tuple[str, ...] = ()
+    """Of the parameters that it uses, in or directly before it, by the first of each parameter's names."""
+    reads: frozenset[Value] = frozenset()
+    """What of earlier calls it depends on through glue alone."""
+    outputs: tuple[int, ...] = ()
+    """Bytes of each leaf that it returned for the example (0 for what is no tensor)."""
+    draws: frozenset[int] = frozenset()
+    """Which random numbers, drawn by glue, it depends on."""
+    modifies: frozenset[Value] = frozenset()
+    """What of earlier calls it changes in place."""
+    buffers: tuple[str, ...] = ()
+    """Its buffers (by their first names) that it changes in training."""
+
+
+@dataclass(frozen=True)
+class CallGraph:
+    """The calls of a model's forward. A stage has a range of them, and is given what it reads of earlier ones."""
+
+    calls: tuple[Call, ...]
+    result: frozenset[Value]
+    """What the result of the forward depends on."""
+    result_parameters: tuple[str, ...] = ()
+    """Parameters that are used after the last call."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """For each further name of a parameter its first one (tied weights)."""
+    result_draws: frozenset[int] = frozenset()
+    """Which random numbers, drawn by glue, the result depends on."""
+    rewritten: frozenset[Value] = frozenset()
+    """What glue changes in place, from the value that a call gave to what later calls read."""
+    writes_arguments: bool = False
+    """Whether glue changes arguments of the model in place."""
+    buffers: frozenset[str] = frozenset()
+    """Buffers of no part (by their first names) that glue changes in place."""
+    repeated: frozenset[str] = frozenset()
+    """Of these those that are changed before the last call: a process would do so once for each stage that it has."""
+
+    def live(self, at: int) -> tuple[Value, ...]:
+        """What crosses a cut before call ``at``, in order: all that calls from there on, or the result, read of earlier ones.
+
+        A value that is used later than in the next stage is carried through the stages between.
+        """
+        wanted = self.result.union(*(call.reads for call in self.calls[at:]))
+        return tuple(sorted(value for value in wanted if value.call < at))
+
+    def crossing(self, at: int) -> int:
+        """Bytes of what crosses a cut before call ``at``, for the example."""
+        return sum(self.calls[value.call].outputs[value.leaf] for value in self.live(at))
+
+    def users(self, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """For each parameter the numbers of the stages that use it, where stage n begins with call ``cuts[n]``."""
+        found: dict[str, set[int]] = {}
+        for number, (begin, end) in enumerate(self.ranges(cuts)):
+            for call in self.calls[begin:end]:
+                for name in call.parameters:
+                    found.setdefault(name, set()).add(number)
+        for name in self.result_parameters:
+            found.setdefault(name, set()).add(len(cuts) - 1)
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    def ranges(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
+        """First call, and the one after the last, of each stage. Raises PlanError for cuts that leave a stage empty."""
+        ends = [*cuts[1:], len(self.calls)]
+        if not cuts or cuts[0] != 0 or any(begin >= end for begin, end in zip(cuts, ends, strict=True)):
+            raise PlanError(
+                f"stages begin with calls {list(cuts)} of {len(self.calls)}: begin with 0, and leave none empty"
+            )
+        return list(zip(cuts, ends, strict=True))

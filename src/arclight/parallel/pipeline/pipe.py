@@ -1,0 +1,371 @@
+"""Any model, cut into stages: `split` looks at one forward of it, chooses where to cut, and gives the stages."""
+
+from __future__ import annotations
+
+import difflib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.call_graph import CallGraph
+from arclight.parallel.pipeline.cost.measure import predict, predict_stages
+from arclight.parallel.pipeline.cost.partition import partition
+from arclight.parallel.pipeline.cost.timed_pass import arguments_of
+from arclight.parallel.pipeline.splitting.capture import capture_call_graph
+from arclight.parallel.pipeline.splitting.placeholder_tensor import DataDependentError
+from arclight.parallel.pipeline.splitting.proxy_modules import parameter_names
+from arclight.parallel.pipeline.splitting.sliced_module import SlicedModule
+from arclight.parallel.pipeline.splitting.stage_assignment import MultiUse, StageAssignment
+from arclight.parallel.pipeline.splitting.stage_info import NamePreservingStage, StageInfo
+from arclight.parallel.pipeline.splitting.stage_tensors import meta_skeleton
+from arclight.parallel.pipeline.splitting.traced.traced_stage import TracedStage, trace_model
+from arclight.parallel.pipeline.unit_costs import ModelCosts, UnitCost
+from arclight.parallel.pipeline.weights.initialize import begin
+from arclight.parallel.pipeline.weights.load import Loaded, load
+from arclight.parallel.pipeline.weights.save import save
+from arclight.parallel.plan import PlanError
+
+if TYPE_CHECKING:
+    from arclight.parallel.pipeline.runtime.pipe_runner import PipeRunner
+
+Policy = Callable[[CallGraph, int], Sequence[int]]
+"""``(graph, stages)``: the first call of each stage."""
+
+
+class StageModule(NamePreservingStage):
+    """One stage of a model: its parameters under their names in the model, and its part of the forward."""
+
+    def __init__(self, root: nn.Module, cuts: StageAssignment, number: int, home: torch.device | None = None) -> None:
+        super().__init__(StageInfo(number, cuts.crossing(number), cuts.crossing(number + 1)))
+        self._sliced = SlicedModule(root, None, cuts, [number], self, home)
+        self.training = root.training
+
+    def forward(self, *received: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Compute this stage. received: the tensors of ``receives``. args, kwargs: what the whole model is called with.
+
+        Returns the tensors of ``sends``; on the last stage what the model returns.
+        """
+        return self._sliced.run(self._stage_info.number, received, args, dict(kwargs or {}))
+
+    def _parts(self) -> dict[str, nn.Module]:
+        return self._sliced.parts
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module. Buffers that the first stage saves, and all stages compute with, are loaded where ``state_dict`` has them."""
+        own = OrderedDict(state_dict)
+        for name in self._sliced.borrowed:
+            value = own.pop(name, None)
+            if value is not None:
+                path, _, last = name.rpartition(".")
+                buffers = self.get_submodule(path)._buffers
+                buffer = buffers[last]
+                if assign or buffer is None:
+                    buffers[last] = value
+                else:
+                    with torch.no_grad():
+                        buffer.copy_(value)
+        if hasattr(state_dict, "_metadata"):
+            own._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return super().load_state_dict(own, strict, assign)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StageModule:
+        tied = _tied(self)
+        super()._apply(fn, recurse)
+        for name, first in tied.items():
+            path, _, leaf = name.rpartition(".")
+            self.get_submodule(path)._parameters[leaf] = self.get_parameter(first)
+        return self
+
+    def extra_repr(self) -> str:
+        known = self._stage_info
+        return f"stage {known.number}, receives {len(known.receives)}, sends {len(known.sends)}"
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    names, _ = parameter_names(module)
+    return {name: first for name, first in names.items() if name != first}
+
+
+class Pipe:
+    """A model cut into stages, which run in this process one after another when it is called."""
+
+    def __init__(
+        self,
+        cuts: StageAssignment,
+        stages: Sequence[StageModule | TracedStage],
+        names: Mapping[str, str],
+        model: nn.Module,
+    ) -> None:
+        """model: only its tree is kept, not what it holds."""
+        self._model = meta_skeleton(model)
+        self.graph, self.cuts, self.stages = cuts.graph, cuts.begins, list(stages)
+        self.shared: dict[str, tuple[int, ...]] = cuts.shared
+        """For each parameter that several stages have (by its first name) their numbers: their gradients are to be summed."""
+        self._names = dict(names)
+        self._paths = {name.rsplit(".", n)[0] for name in names for n in range(1, name.count(".") + 1)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for these arguments, in its own structure."""
+        result: Any = ()
+        for stage in self.stages:
+            result = stage(*result, args=args, kwargs=kwargs)
+        return result
+
+    def on(
+        self, group: Any = None, *, schedule: str = "1F1B", micro_batches: int = 8,
+        loss: Callable[[Any, Any], Any] | None = None, reduction: Literal["token_mean", "micro_mean", "sum"] = "token_mean",
+        weight: Callable[[Any], Any] | None = None, chunks: Mapping[int | str, Any] | None = None, outputs: Any = 0,
+        data: Any = None, device: Any = None,
+    ) -> PipeRunner:  # fmt: skip
+        """Stages on the processes of ``group`` (all of them by default; one process runs all stages), which call this alike.
+
+        micro_batches: how many a batch becomes, or fewer where it has fewer samples. loss: of the last stage's output and targets,
+        ``(sum, count)`` or a number; without it the model's own result is that. reduction, weight: see `Reduction`. chunks: how
+        arguments are cut, by position or name (and "targets"): a dimension (0 by default), "replicate", or a tree of these. outputs:
+        how results are put together: a dimension, "sum", "mean", a `Reducer`, or a tree of these. data: the group of processes that run
+        other batches through the same stages; gradients become those of all batches.
+
+        Raises PlanError where schedule, stages and processes do not fit.
+        """
+        from arclight.parallel.pipeline.runtime.pipe_runner import PipeRunner, RunOptions
+
+        options = RunOptions(schedule, micro_batches, loss, reduction, weight, chunks, outputs)
+        return PipeRunner(self, group, options, data, device)
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Set the mode of all stages."""
+        for stage in self.stages:
+            stage.train(mode)
+        return self
+
+    def eval(self) -> Pipe:
+        """Set all stages to evaluation."""
+        return self.train(False)
+
+    def own(self, schedule: str = "1F1B", group: Any = None) -> list[int]:
+        """Numbers of the stages that :meth:`on` gives this process, which :meth:`load` and :meth:`begin` give their weights before."""
+        from arclight.parallel.pipeline.runtime.pipe_runner import topology_of
+
+        return topology_of(self, schedule, group).own
+
+    def load(
+        self, path: str | Path, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None, prefix: str | None = None, rename: Callable[[str], str] | None = None, mapped: bool = True,
+    ) -> Loaded:  # fmt: skip
+        """Fill the stages of these numbers (None: all) from safetensors: see `arclight.parallel.pipeline.weights.load.load`."""
+        chosen = self.stages if stages is None else [self.stages[number] for number in stages]
+        return load(
+            chosen, path, model=self._model, device=device, dtype=dtype, prefix=prefix, rename=rename, mapped=mapped
+        )
+
+    def begin(
+        self, stages: Sequence[int] | None = None, *, device: str | torch.device = "cpu", seed: int | None = None
+    ) -> tuple[str, ...]:
+        """First values for the stages of these numbers (None: all), by ``seed`` and names: the same for any number of stages.
+
+        See `arclight.parallel.pipeline.weights.initialize.begin`.
+        """
+        chosen = self.stages if stages is None else [self.stages[number] for number in stages]
+        return begin(chosen, model=self._model, device=device, seed=seed)
+
+    def save(
+        self, folder: str | Path, *, max_shard_size: int | str = "5GB", group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Write all stages as one folder, which opens in any number of stages, and in transformers where the model is from there.
+
+        All processes of ``group`` call this, each of which has some of the stages: see `arclight.parallel.pipeline.weights.save.save`.
+        """
+        save(self.stages, folder, model=self._model, max_shard_size=max_shard_size, group=group)
+
+    def remap_qualname(self, name: str) -> str:
+        """The name in the model of a parameter or module of a stage: its own, or the first one of a tied parameter.
+
+        What lies below a known module is named as it is. Raises KeyError for other names.
+        """
+        if name in self._names:
+            return self._names[name]
+        if name in self._paths:
+            return name
+        parts = name.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            if ".".join(parts[:count]) in self._paths:
+                return name
+        raise KeyError(f"{name} is no name in the model")
+
+
+def split(
+    model: nn.Module, example_inputs: Any, *, stages: int | None = None, at: Sequence[str] | None = None,
+    policy: Policy | None = None, costs: ModelCosts | None = None, frontend: Literal["auto", "slice", "trace"] = "auto",
+    multi_use: MultiUse = "replicate",
+) -> Pipe:  # fmt: skip
+    """Cut ``model`` into stages: ``stages`` of them, or where the modules named by ``at`` begin.
+
+    example_inputs: a tuple of arguments, a dict of keyword arguments, or ``(args, kwargs)``; shapes may differ later. The model may be on
+    the meta device (its stages then compute where the example lies: see `Pipe.load` and `Pipe.begin`); it is not changed, and stages have
+    its own modules, parameters and buffers. policy: chooses the first call of each stage; otherwise a step is made as short as
+    can be by ``costs``, which may be measured (`arclight.parallel.pipeline.cost.measure`); None: predicted ones. multi_use: what is done with
+    parameters that several stages use.
+
+    frontend: "slice" runs the model's own code in each stage; "trace" cuts a graph of its operations, which is true for shapes, mode and
+    precision of the example only (`arclight.parallel.pipeline.splitting.traced.traced_stage`), but may be cut where code computes with parameters
+    between modules; "auto" slices, and traces with a warning where that cannot be.
+
+    Raises PlanError for a model that cannot be cut so, and says what can be done.
+    """
+    args, kwargs = arguments_of(example_inputs)
+    if (stages is None) == (at is None):
+        raise PlanError(
+            "say either into how many stages the model is cut (stages = 4), or where (at = [names of modules])"
+        )
+    if frontend not in ("auto", "slice", "trace"):
+        raise PlanError(f"frontend is {frontend!r}: say 'auto', 'slice' or 'trace'")
+    paths = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for name in at or ():
+        if name not in paths:
+            raise PlanError(f"{name} is no module of {type(model).__name__}; did you mean {_nearest(name, paths)}?")
+    names, parameters = parameter_names(model)
+
+    def cut(graph: CallGraph, find: Callable[[], ModelCosts], begins: Sequence[int] | None = None) -> StageAssignment:
+        graph = _with_unused(graph, parameters)
+        if at is not None:
+            return StageAssignment.of(graph, cuts_at(graph, at), multi_use)
+        assert stages is not None
+        if policy is not None:
+            return StageAssignment.of(graph, policy(graph, stages), multi_use)
+        known = costs or _predicted(find, graph, parameters)
+        return StageAssignment.of(graph, default_cuts(known, stages, begins=begins), multi_use)
+
+    reason: PlanError | None = None
+    if frontend != "trace":
+        try:
+            graph = capture_call_graph(model, None, args, kwargs, at or ())
+            _refuse_few(graph, stages or 0)
+            cuts = cut(graph, lambda: predict(model, graph, (args, kwargs)))
+            home = _home(args, kwargs)
+            parts = [StageModule(model, cuts, number, home) for number in range(len(cuts.begins))]
+            return Pipe(cuts, parts, names, model)
+        except DataDependentError as error:
+            if frontend == "slice":
+                raise
+            reason = error
+    return _traced(model, (args, kwargs, at or ()), cut, names, reason)
+
+
+def _home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Where a model on the meta device will compute: where its example lies."""
+    given = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return next((leaf.device for leaf in given), None)
+
+
+def _traced(
+    model: nn.Module, asked: tuple[tuple[Any, ...], dict[str, Any], Sequence[str]], cut: Callable[..., StageAssignment],
+    names: Mapping[str, str], reason: PlanError | None,
+) -> Pipe:  # fmt: skip
+    """Stages of a traced graph. asked: arguments, and names of modules where stages begin. reason: why there are no stages of the model's own code."""
+    try:
+        args, kwargs, at = asked
+        traced = trace_model(model, args, kwargs)
+        traced.refuse_inside(at)
+        graph = traced.graph
+        alone = StageAssignment(graph, tuple(range(len(graph.calls))))
+        cuts = cut(graph, lambda: predict_stages(traced.stages(alone), model, graph, (args, kwargs)), narrow(graph))
+    except PlanError as error:
+        if reason is None:
+            raise
+        raise PlanError(f"{reason}. Nor can the model be traced: {error}") from error
+    if reason is not None:
+        rank_zero_warn(f"the model is cut as a traced graph, for shapes and mode of the example only: {reason}")
+    return Pipe(cuts, traced.stages(cuts), names, model)
+
+
+def default_cuts(
+    costs: ModelCosts, stages: int, micro_batches: int | None = None, begins: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """First call of each of ``stages`` such that a step of ``micro_batches`` (None: twice the stages) is shortest. Raises PlanError.
+
+    begins: calls with which stages begin as long as these are enough (None: any); the first is 0.
+    """
+    count = len(costs.units)
+    if stages > count:
+        raise PlanError(
+            f"{stages} stages are more than the {count} parts that the model has: use stages = {count} or fewer"
+        )
+    closed = set(costs.closed) | (set(range(count)).difference(begins) if begins is not None else set())
+    for kept in (closed, set(costs.closed), set[int]()):  # a cut that cannot be made is named by whoever makes it
+        if count - len(kept) >= stages:
+            break
+    number, crossing = micro_batches or 2 * stages, costs.crossing or None
+    return partition(costs.units, stages, number, ties=costs.ties, crossing=crossing, closed=kept).cuts
+
+
+def _predicted(find: Callable[[], ModelCosts], graph: CallGraph, parameters: Mapping[str, nn.Parameter]) -> ModelCosts:
+    """What ``find`` predicts, or parameters counted where no prediction can be made, which is said."""
+    try:
+        return find()
+    except PlanError as error:
+        rank_zero_warn(f"stages are balanced by their parameters: {error}, and give them as costs")
+        sizes = [sum(parameters[name].numel() for name in call.parameters) for call in graph.calls]
+        return ModelCosts(tuple(UnitCost(float(size), float(size), float(size)) for size in sizes))
+
+
+def narrow(graph: CallGraph) -> list[int]:
+    """Calls before which no more crosses a cut than before the calls next to them; and the first."""
+    bytes_at = [graph.crossing(at) for at in range(1, len(graph.calls))]
+    around = zip([*bytes_at[:1], *bytes_at], bytes_at, [*bytes_at[1:], *bytes_at[-1:]], strict=False)
+    return [0, *(at for at, (before, here, after) in enumerate(around, 1) if here <= min(before, after))]
+
+
+def _refuse_few(graph: CallGraph, stages: int) -> None:
+    """Raise HoleError where there are too few parts because the model computes with parameters between them."""
+    loose = [n for call in graph.calls for n in call.parameters if not n.startswith(f"{call.name}.")]
+    loose = [name for name in (*loose, *graph.result_parameters) if name not in graph.aliases.values()]
+    if stages > len(graph.calls) and loose:
+        raise DataDependentError(
+            f"{stages} stages are more than the {len(graph.calls)} parts that the model has, and it computes with {loose[0]} between them"
+        )
+
+
+def cuts_at(graph: CallGraph, at: Sequence[str]) -> tuple[int, ...]:
+    """First call of each stage, where further stages begin at the first calls in the modules named. Raises PlanError."""
+    begins = [0]
+    for name in at:
+        inside = (i for i, call in enumerate(graph.calls) if call.name == name or call.name.startswith(name + "."))
+        found = next(inside, None)
+        if found is None:
+            names = {call.name for call in graph.calls}
+            raise PlanError(
+                f"{name} is not called by the model, so no stage can begin with it; did you mean {_nearest(name, names)}?"
+            )
+        if found <= begins[-1]:
+            before = "the model begins with it" if not found else f"it is called before {at[len(begins) - 2]}"
+            raise PlanError(
+                f"no stage can begin with {name}: {before}. Name modules in the order in which they are called"
+            )
+        begins.append(found)
+    return tuple(begins)
+
+
+def _with_unused(graph: CallGraph, parameters: Mapping[str, nn.Parameter]) -> CallGraph:
+    """``graph``, whose last stage keeps frozen parameters that are not used. Raises PlanError for those that would train."""
+    used = set(graph.result_parameters).union(*(call.parameters for call in graph.calls))
+    unused = [name for name in parameters if name not in used]
+    training = [name for name in unused if parameters[name].requires_grad]
+    if training:
+        shown = ", ".join(training[:5]) + (f" and {len(training) - 5} more" if len(training) > 5 else "")
+        raise PlanError(
+            f"the model does not use {shown} for these arguments, so no stage has them: call requires_grad_(False) on what shall not train "
+            "(the last stage keeps it), leave it out of the model, or give example arguments that use it"
+        )
+    return replace(graph, result_parameters=(*graph.result_parameters, *unused))
+
+
+def _nearest(name: str, known: set[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, sorted(known), 1, 0.0)), "another")

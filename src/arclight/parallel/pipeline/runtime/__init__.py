@@ -1,0 +1,1 @@
+"""Run stages by a schedule over processes."""

@@ -1,0 +1,180 @@
+"""A batch cut into micro-batches, argument by argument, and what came of them put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from arclight.parallel.plan import PlanError
+
+REPLICATE = "replicate"
+"""What goes into every micro-batch as it is."""
+
+Spec = Any
+"""How a tree of values is cut: a dimension for all tensors in it, ``"replicate"``, or the same tree (or a part of it from its root) of these."""
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Outputs put together by ``function(so far, next)``, beginning with ``init``."""
+
+    init: Any
+    function: Callable[[Any, Any], Any]
+
+
+class BatchSplitter:
+    """How arguments are cut. ``spec``: by position or name of each argument; those that are not in it are cut along dimension 0.
+
+    Tensors without dimensions and all that is no tensor go into every micro-batch.
+    """
+
+    def __init__(self, spec: Mapping[int | str, Spec] | None = None) -> None:
+        self.spec = dict(spec or {})
+
+    def cut(self, tree: Mapping[int | str, Any], number: int) -> tuple[list[dict[int | str, Any]], str]:
+        """``tree`` (by position or name) for each of ``number`` micro-batches, or for fewer; then why, in words.
+
+        The first tensor that has fewer samples than ``number`` decides. The first tensor says how many samples there are; others may
+        have a multiple of that. Raises ValueError for tensors that have fewer, and PlanError for a spec that is for no argument.
+        """
+        unknown = [key for key in self.spec if key not in tree]
+        if unknown:
+            raise PlanError(
+                f"chunks say how {unknown[0]!r} is cut, but there is no such argument among {', '.join(map(repr, tree))}"
+            )
+        leaves = {key: list(_leaves(str(key), value, self.spec.get(key, 0))) for key, value in tree.items()}
+        count, samples, reason = _count([leaf for some in leaves.values() for leaf in some], number)
+        cut = {key: _cut(value, leaves[key], count, samples) for key, value in tree.items()}
+        return [{key: parts[index] for key, parts in cut.items()} for index in range(count)], reason
+
+
+def _leaves(name: str, value: Any, spec: Spec) -> Iterator[tuple[str, Any, int | None]]:
+    """Each leaf of ``value`` with its name and the dimension along which it is cut; None for one that is not."""
+    if isinstance(spec, Mapping) and isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner, spec.get(key, 0))
+        return
+    if isinstance(spec, (tuple, list)) and isinstance(value, (tuple, list)) and len(spec) == len(value):
+        for place, (inner, inner_spec) in enumerate(zip(value, spec, strict=True)):
+            yield from _leaves(f"{name}.{place}", inner, inner_spec)
+        return
+    if not (spec == REPLICATE or (isinstance(spec, int) and not isinstance(spec, bool))):
+        raise PlanError(
+            f"chunks say {spec!r} of {name}, which is a {type(value).__name__}: give a dimension, {REPLICATE!r}, or the same tree of these"
+        )
+    members: list[Any] = [value] if isinstance(value, Tensor) else tree_flatten(value)[0]
+    for leaf in members:
+        cut = isinstance(leaf, Tensor) and leaf.ndim > 0 and isinstance(spec, int)
+        if cut and not -leaf.ndim <= spec < leaf.ndim:
+            raise PlanError(f"{name} has {leaf.ndim} dimensions and cannot be cut along dimension {spec}")
+        yield name, leaf, spec if cut else None
+
+
+def _count(leaves: list[tuple[str, Any, int | None]], number: int) -> tuple[int, int, str]:
+    """For how many micro-batches the arguments are enough, the number of samples, and why they are fewer than ``number``; empty where they are not."""
+    count, samples, first, reason = number, 0, "", ""
+    for name, leaf, dim in leaves:
+        if dim is None:
+            continue
+        size = leaf.shape[dim]
+        if not first:
+            count, samples, first = min(number, size), size, name
+            if size == 0:
+                raise ValueError(f"{name} has no samples in dimension {dim}: leave out batches that are empty")
+            if count < number:
+                reason = f"{name} has {size} samples"
+        elif size < count or size % samples:
+            raise ValueError(
+                f"{name} has {size} samples in dimension {dim} and {first} has {samples}: the number of micro-batches ({count}) cannot be "
+                f"reduced for one argument alone; give both the same, or say that {name} is not cut: chunks = {{{name!r}: {REPLICATE!r}}}"
+            )
+    return count, samples, reason
+
+
+def _cut(value: Any, leaves: list[tuple[str, Any, int | None]], count: int, samples: int) -> list[Any]:
+    """``value`` for each micro-batch."""
+    parts = [_parts(leaf, dim, count, samples) for _, leaf, dim in leaves]
+    if len(leaves) == 1 and leaves[0][1] is value:
+        return parts[0]
+    structure = tree_flatten(value)[1]
+    return [tree_unflatten([part[index] for part in parts], structure) for index in range(count)]
+
+
+def _parts(value: Any, dim: int | None, count: int, samples: int) -> list[Any]:
+    if dim is None:
+        return [value] * count
+    rows = value.shape[dim] // samples
+    if rows == 1:
+        return list(value.tensor_split(count, dim))
+    ends = [rows * (number * (samples // count) + min(number, samples % count)) for number in range(1, count)]
+    return list(value.tensor_split(ends, dim))
+
+
+def merge_outputs(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
+    """One output of those of all micro-batches, in their own structure. weights: numbers of samples.
+
+    ``spec`` says of all values, or of each in the same tree: a dimension to put tensors together along, "sum", "mean" (by samples), or a
+    `Reducer`. What is no tensor must be the same in all. Raises PlanError where that does not fit.
+    """
+    first = outputs[0]
+    if isinstance(spec, Reducer):
+        return _merge_leaf(outputs, spec, weights)
+    if isinstance(first, Mapping):  # of a class of its own, as transformers' outputs, too
+        found = {key: merge_outputs([output[key] for output in outputs], _inner(spec, key), weights) for key in first}
+        return found if type(first) is dict else type(first)(**found)
+    if isinstance(first, (tuple, list)):
+        members = [
+            merge_outputs([output[i] for output in outputs], _inner(spec, i), weights) for i in range(len(first))
+        ]
+        return type(first)(*members) if hasattr(first, "_fields") else type(first)(members)
+    leaves, structure = tree_flatten(first)
+    if not (len(leaves) == 1 and leaves[0] is first):
+        others = [tree_flatten(output)[0] for output in outputs]
+        return tree_unflatten(
+            [merge_outputs(list(same), spec, weights) for same in zip(*others, strict=True)], structure
+        )
+    return _merge_leaf(outputs, spec, weights)
+
+
+def _inner(spec: Spec, key: Any) -> Spec:
+    if isinstance(spec, Mapping):
+        return spec.get(key, 0)
+    return spec[key] if isinstance(spec, (tuple, list)) else spec
+
+
+def _merge_leaf(outputs: list[Any], spec: Spec, weights: list[int]) -> Any:
+    first = outputs[0]
+    if isinstance(spec, Reducer):
+        found = spec.init
+        for output in outputs:
+            found = spec.function(found, output)
+        return found
+    if not isinstance(first, Tensor):
+        if any(output != first for output in outputs):
+            raise PlanError(
+                f"micro-batches gave {first!r} and others: say how to put them together, outputs = Reducer(...)"
+            )
+        return first
+    if spec == "sum":
+        return sum(outputs[1:], first)
+    if spec == "mean":
+        return sum(output * (weight / sum(weights)) for output, weight in zip(outputs, weights, strict=True))
+    if not isinstance(spec, int):
+        raise PlanError(
+            f"outputs = {spec!r} is not known: give a dimension, 'sum', 'mean', or a Reducer, for all or in the same tree"
+        )
+    if first.ndim == 0:
+        raise PlanError(
+            "micro-batches gave a number each, which cannot be put together along a dimension: say outputs = 'mean' or 'sum', or leave it out"
+        )
+    return torch.cat(outputs, spec)
+
+
+def detached(tree: Any) -> Any:
+    """``tree`` without the graphs of its tensors."""
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)

@@ -1,0 +1,361 @@
+"""Micro-batches through the stages of a pipeline, there and back; what crosses the cuts is found out by the first of each shape."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten
+
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.layers.expert_parallel import AllToAllDispatcher
+from arclight.parallel.pipeline.runtime.boundary import Boundary, TensorSpec
+from arclight.parallel.pipeline.runtime.consistency_check import (
+    DisagreementError,
+    PipelineFingerprint,
+    digest,
+    verify_fingerprints,
+)
+from arclight.parallel.pipeline.runtime.failure_store import (
+    DeviceSteps,
+    FailureStore,
+    abort_peers,
+    failure_to_raise,
+    timeout_of,
+)
+from arclight.parallel.pipeline.runtime.split_backward import inputs_reached
+from arclight.parallel.pipeline.runtime.stage import Stage
+from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
+from arclight.parallel.pipeline.runtime.torch_pipelining import Schedule, that_fits
+from arclight.parallel.plan import PlanError
+from arclight.parallel.step_protocol import Split
+
+T = TypeVar("T")
+SHAPES = 64
+"""Shapes of batches, and of micro-batches, that are remembered. All processes of a pipeline forget the same ones."""
+
+
+class LruCache(Generic[T]):
+    """The values that were asked for last, by key."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: dict[Any, T] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Any, make: Callable[[], T]) -> T:
+        """Return the value of ``key``, which ``make`` gives where there is none; the one that was not asked for the longest goes."""
+        value = self._values.pop(key) if key in self._values else make()
+        self._values[key] = value
+        if len(self._values) > self.size:
+            del self._values[next(iter(self._values))]
+        return value
+
+
+_Passed = dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
+"""By stage: what came in and what it gave, for one micro-batch."""
+
+
+class Engine:
+    """Runs the stages of this process, in step with the other processes of the pipeline.
+
+    Before the first step they compare what they were given (``statement``). An error on one of them ends the others too, and says which
+    stage was at which action; the engine cannot be used after it.
+    """
+
+    def __init__(
+        self, parts: dict[int, StageProgram], line: PipelineTopology, statement: Callable[[], PipelineFingerprint] | None = None,
+        shared: dict[str, tuple[int, ...]] | None = None, expected: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """statement, shared, expected: see `agreement.verify`. Raises PlanError for stages that are in a DistributedDataParallel."""
+        self.parts, self.line = parts, line
+        self._statement, self._shared, self._expected = statement, shared or {}, expected
+        self._boundaries: LruCache[dict[int, Boundary]] = LruCache(SHAPES)
+        self._schedules: LruCache[Schedule] = LruCache(SHAPES)
+        self.parameters = list(dict.fromkeys(p for part in parts.values() for p in part.parameters()))
+        """Of this process's stages, each once."""
+        self._board = FailureStore(line.group, line.rank) if line.group is not None else None
+        self._device: DeviceSteps | None = None
+        if self._board is not None and line.group is not None and line.device.type == "cuda":
+            record = functools.partial(torch.cuda.current_stream(line.device).record_event)
+            self._device = DeviceSteps(self._board, timeout_of(line.group, line.device), record)
+        self._verified = line.group is None
+        self._warned = False
+        self._failure: str | None = None
+        for part in parts.values():
+            if any(isinstance(module, DistributedDataParallel) for module in part.modules()):
+                raise PlanError(
+                    "a stage is in a DistributedDataParallel, which sums gradients in each backward and not after the last, and misses "
+                    "those of split backwards: give the pipeline the bare model and data=<the group of replicas>"
+                )
+
+    @property
+    def last(self) -> StageProgram | None:
+        """The part of the last stage, where that is here."""
+        return self.parts.get(self.line.stages - 1)
+
+    def run(self, pieces: list[Split], key: Hashable, backward: bool) -> None:
+        """All ``pieces`` through all stages; losses and outputs are left in :attr:`last`. key: what their shapes follow from."""
+        if self._failure is not None:
+            raise RuntimeError(f"this pipeline has failed before and cannot go on: {self._failure}")
+        self.wait(DeviceSteps.AHEAD - 1)
+        device = self.line.device.type
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        for part in self.parts.values():
+            part.autocast = torch.autocast(device, dtype) if enabled else nullcontext()
+            part.totals.clear()
+            part.counts.clear()
+        with torch.autocast(device, enabled=False):
+            schedule = self._schedule(pieces, key, backward)
+            try:
+                schedule.run([{"piece": piece} for piece in pieces])
+            except BaseException as error:
+                raise self._fail(error, *self._place(schedule)) from error.__cause__
+        if not backward:
+            self._let_go()
+        if self._device is not None:
+            self._device.add()
+
+    def wait(self, left: int = 0) -> None:
+        """Wait until the device is at one of the last ``left`` steps: before numbers of theirs are read. Names who is waited for."""
+        if self._device is None:
+            return
+        try:
+            self._device.wait(left)
+        except BaseException as error:
+            raise self._fail(error, f"process {self.line.rank} failed on its device", True) from error.__cause__
+
+    def _fail(self, error: BaseException, where: str, waiting: bool) -> BaseException:
+        found = failure_to_raise(self._board, error, where, waiting)
+        self._failure = where
+        if self.line.group is not None:
+            abort_peers(self.line.group, self.line.device)
+        return found
+
+    def _place(self, schedule: Schedule) -> tuple[str, bool]:
+        """What this process is at, in words, and whether it waits for another."""
+        action, computing = schedule.at()
+        if action is None:
+            return f"process {self.line.rank} waited for what it had sent to be received", True
+        who = f"process {self.line.rank} (stage {action.stage})"
+        if computing:
+            return f"{who} failed in {action}", False
+        source = action.stage - 1 if action.kind == "F" else action.stage + 1
+        if not 0 <= source < self.line.stages:
+            return f"{who} waited before {action}", True
+        return f"{who} waited for {action} from stage {source} on process {self.line.place(source)}", True
+
+    # -- schedules and what crosses the cuts -----------------------------------------------------------------------
+
+    def _schedule(self, pieces: list[Split], key: Hashable, backward: bool) -> Schedule:
+        """For micro-batches of these shapes, made when they first come."""
+        trains = tuple(p.requires_grad for p in self.parameters) if backward else ()
+        return self._schedules.get((backward, key, trains), lambda: self._make(pieces, backward, trains))
+
+    def _make(self, pieces: list[Split], backward: bool, trains: tuple[bool, ...]) -> Schedule:
+        line, number_of_pieces = self.line, len(pieces)
+        found = self._crossings(pieces, backward, trains)
+        kind = that_fits(line.kind, number_of_pieces, line.ranks, backward)
+        if backward and kind.name != line.kind.name and line.group is not None and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"a batch of {number_of_pieces} micro-batches does not fit the schedule: it runs by a simpler one"
+            )
+        stages = [
+            Stage(
+                part, number, line.stages, line.device, line.group,
+                [crossing.get(number - 1, ()) for crossing in found], [crossing.get(number, ()) for crossing in found],
+            )
+            for number, part in self.parts.items()
+        ]  # fmt: skip
+        return Schedule(kind, stages, number_of_pieces, backward)
+
+    def _crossings(self, pieces: list[Split], backward: bool, trains: tuple[bool, ...]) -> list[dict[int, Boundary]]:
+        """Find what crosses the cuts, of each micro-batch."""
+        stages = " and ".join(map(str, self.parts))
+        where = f"process {self.line.rank} (stage {stages}) failed in the first micro-batch of its shape"
+        shapes = [(backward, trains, signature(*tree_flatten(piece))) for piece in pieces]
+        try:
+            self._agree(shapes)
+            return [
+                self._boundaries.get(shape, functools.partial(self._cross, piece, backward))
+                for piece, shape in zip(pieces, shapes, strict=True)
+            ]
+        except DisagreementError:  # which all processes have
+            raise
+        except BaseException as error:
+            raise self._fail(error, where, True) from error.__cause__
+
+    def _agree(self, shapes: list[Any]) -> None:
+        """All processes of a pipeline must have been given the same batch and plan, or they would wait for each other."""
+        if self._board is None or self.line.group is None:
+            return
+        timeout = timeout_of(self.line.group, self.line.device)
+        if not self._verified and self._statement is not None:
+            said = self._statement()
+            heard = self._board.exchange([said.plan, said.parameters], timeout)
+            verify_fingerprints([PipelineFingerprint(*one) for one in heard], self._shared, self._expected)
+        self._verified = True
+        shown = ", ".join(f"{x[0]} {x[1]}" if isinstance(x, tuple) else str(x) for x in shapes[0][2][1])
+        others = self._board.exchange([shown, len(shapes), digest([shape[2] for shape in shapes])], timeout)
+        for rank, other in enumerate(others):
+            if other != others[0]:
+                raise DisagreementError(
+                    f"processes of one pipeline were given batches of different shapes: process 0 {others[0][1]} micro-batches, "
+                    f"the first of {others[0][0]}; process {rank} {other[1]}, the first of {other[0]}; let all of them read the same samples (those of "
+                    "the data-parallel rank)"
+                )
+
+    def _cross(self, piece: Split, backward: bool) -> dict[int, Boundary]:
+        """By the number of the stage before it: what crosses each cut that this process has to do with.
+
+        One micro-batch runs through the real stages but the last, one after another; what they count and draw on the way is put
+        back. Replicas beside this pipeline may have no new shape, and hear nothing of it.
+        """
+        line, crossing, passed = self.line, dict[int, Boundary](), _Passed()
+        devices = [line.device] if line.device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices=devices, device_type=line.device.type if devices else None),
+            torch.set_grad_enabled(backward),
+            _alone(self.parts.values()),
+        ):
+            for number, part in self.parts.items():
+                arrived: tuple[Tensor, ...] = ()
+                if number > 0 and number - 1 not in self.parts:
+                    crossing[number - 1], arrived = self._receive(number - 1)
+                elif number > 0:
+                    arrived = tuple(x.detach() for x in passed[number - 1][1])
+                for tensor, shape in zip(arrived, crossing.get(number - 1, ()), strict=True):
+                    tensor.requires_grad_(shape.requires_grad)
+                if number == line.stages - 1:
+                    continue
+                before = {name: buffer.clone() for name, buffer in part.named_buffers()}
+                output = part(*arrived, piece=piece)
+                with torch.no_grad():
+                    for name, buffer in part.named_buffers():
+                        buffer.copy_(before[name])
+                passed[number] = arrived, output
+                crossing[number] = tuple(map(TensorSpec.of, output))
+                if number + 1 not in self.parts:
+                    self._send(number + 1, crossing[number], output)
+        if backward:
+            self._cross_back(passed, crossing)
+        self._let_go()
+        return crossing
+
+    def _cross_back(self, passed: _Passed, crossing: dict[int, Boundary]) -> None:
+        """Mark in ``crossing`` the values for which no gradient comes back: the loss does not depend on them."""
+        for number in sorted(passed, reverse=True):
+            arrived, given = passed.pop(number)
+            if number < self.line.stages - 2:  # the last stage has not run: all that it is given may come back
+                if number + 1 not in self.parts:
+                    crossing[number] = _returning(crossing[number], self._hear(number + 1))
+                given = tuple(x for x, shape in zip(given, crossing[number], strict=True) if shape.returns)
+            if number > 0:
+                flags = inputs_reached(given, arrived)
+                crossing[number - 1] = _returning(crossing[number - 1], flags)
+                if number - 1 not in self.parts:
+                    self._tell(number - 1, flags)
+
+    # -- messages while shapes are found out -----------------------------------------------------------------------
+
+    def _tell(self, stage: int, message: Any) -> None:
+        """Send plain data to the process of a stage: its length, then its JSON."""
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), data):
+            dist.send(tensor.to(self.line.device), self.line.owner(stage), group=self.line.group)
+
+    def _hear(self, stage: int) -> Any:
+        length = torch.zeros(1, dtype=torch.int64, device=self.line.device)
+        dist.recv(length, self.line.owner(stage), group=self.line.group)
+        data = torch.zeros(int(length), dtype=torch.uint8, device=self.line.device)
+        dist.recv(data, self.line.owner(stage), group=self.line.group)
+        return json.loads(bytes(data.tolist()))
+
+    def _send(self, stage: int, boundary: Boundary, tensors: tuple[Tensor, ...]) -> None:
+        self._tell(stage, [shape.plain() for shape in boundary])
+        for tensor in tensors:
+            dist.send(tensor.detach(), self.line.owner(stage), group=self.line.group)
+
+    def _receive(self, stage: int) -> tuple[Boundary, tuple[Tensor, ...]]:
+        boundary = tuple(map(TensorSpec.of_plain, self._hear(stage)))
+        tensors = tuple(shape.empty(self.line.device) for shape in boundary)
+        for tensor in tensors:
+            dist.recv(tensor, self.line.owner(stage), group=self.line.group)
+        return boundary, tensors
+
+    def _let_go(self) -> None:
+        """After forwards that no backward follows: weights that FSDP gathered would stay, and be used after the next update."""
+        for part in self.parts.values():
+            for unit in part.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
+
+def _returning(boundary: Boundary, flags: list[bool]) -> Boundary:
+    return tuple(replace(shape, returns=flag) for shape, flag in zip(boundary, flags, strict=True))
+
+
+def signature(leaves: list[Any], structure: Any) -> Hashable:
+    """What the shapes inside the model depend on, of a flattened tree."""
+    return structure, tuple(
+        (tuple(x.shape), x.dtype) if isinstance(x, Tensor)
+        else x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__qualname__
+        for x in leaves
+    )  # fmt: skip
+
+
+# -- a pass that replicas do not run -------------------------------------------------------------------------------
+
+
+class _NothingGathered:
+    """Take the place of FSDP's all-gather: what other processes hold of the weights is zeros."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Leave ``output_tensor`` as it is; FSDP has put this process's share into it."""
+
+
+@contextmanager
+def _alone(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """In here forwards of ``stages`` exchange nothing over shards of weights or experts.
+
+    What comes out has the shapes, types and graph that it has otherwise, and other values. Exchanges among the processes that have the
+    same batch (``tp``, ``cp``) are made, as all of these run the same stages at the same time.
+    """
+    modules = [module for stage in stages for module in stage.modules()]
+    groups = [group for module in modules if isinstance(module, FSDPModule) for group in _groups(module)]
+    dispatchers = [d for module in modules if isinstance(d := getattr(module, "dispatcher", None), AllToAllDispatcher)]
+    before = [(group, group._all_gather_comm) for group in groups]
+    for group in groups:
+        group._all_gather_comm = _NothingGathered()
+    for dispatcher in dispatchers:
+        dispatcher.alone = True
+    try:
+        yield
+    finally:
+        for group, gather in before:
+            group._all_gather_comm = gather
+        for dispatcher in dispatchers:
+            dispatcher.alone = False
+
+
+def _groups(module: Any) -> list[Any]:
+    """Return the parameter groups of an FSDP unit; its public setter refuses units of several, as blocks with experts are."""
+    found: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return found

@@ -1,0 +1,107 @@
+"""A module's model, cut for this process's stages, and the runner that takes batches through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from arclight.parallel.pipeline.cost.partition import stages_of
+from arclight.parallel.pipeline.runtime.engine import Engine
+from arclight.parallel.pipeline.runtime.runner import PipelineRunner
+from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
+from arclight.parallel.pipeline.runtime.torch_pipelining import SCHEDULES, schedule_kind
+from arclight.parallel.pipeline.splitting.layer_pruning import assign_layers, prune, pruned_view
+from arclight.parallel.plan import Plan, PlanError
+
+if TYPE_CHECKING:
+    from arclight.parallel.mesh import Mesh
+
+Spread = Callable[[nn.Module, nn.Module], Any]
+"""Spreads a stage's part of the model over the other dimensions of the mesh, in place: ``(model, root)``, where the root calls it."""
+
+
+def check_pipeline(plan: Plan) -> None:
+    """Raise PlanError, naming the fix, for a pipeline that cannot be run."""
+    kind, number = schedule_kind(plan.schedule), plan.pieces
+    if kind.only is not None and not kind.fits(number, plan.pp):
+        raise PlanError(
+            f"{plan.schedule} is for {kind.only[0]} processes and {kind.only[1]} micro-batches, not for {plan.pp} and {number}: set "
+            f"pp = {kind.only[0]} and micro_batches = {kind.only[1]}, or schedule to one of {', '.join(SCHEDULES)}"
+        )
+    if not kind.fits(number, plan.pp):
+        near = next(
+            n for n in range(max(number, kind.fewest(plan.pp)), 10 * (number + plan.pp)) if kind.fits(n, plan.pp)
+        )
+        raise PlanError(
+            f"{plan.schedule} over pp = {plan.pp} cannot take {number} micro-batches: set micro_batches = {near}, or schedule = "
+            f"{'GPipe' if kind.stages_per_process == 1 else 'LoopedBFS'}"
+        )
+    if kind.splits_backward and plan.compile != "none":
+        whole = [name for name, other in SCHEDULES.items() if not other.splits_backward]
+        raise PlanError(
+            f"{plan.schedule} computes gradients of weights by themselves, which compiled blocks cannot: set compile = none, or "
+            f"schedule to one of {', '.join(whole)}"
+        )
+
+
+def exchanges_within_step(plan: Plan) -> bool:
+    """Return True where replicas of a pipeline exchange weights or rows within each micro-batch, and not once in a step."""
+    return plan.ep > 1 or (plan.reshard_after_forward == "always" and plan.dp_shard * plan.cp > 1)
+
+
+def install(module: Any, mesh: Mesh, spread: Spread, device: torch.device) -> PipelineRunner:
+    """Leave of ``module.model`` what this process's stages need, spread that, and let ``module.runner`` run all stages.
+
+    ``module`` is as `arclight.parallel.step_protocol.Runnable` says. All processes of ``mesh`` call this. The model may be on the meta
+    device: only what is left is given memory (by ``spread``). Names do not change, and ``load_state_dict`` takes a
+    whole state, of which it leaves alone what other stages have. Raises PlanError for what cannot be cut, before it is changed.
+    """
+    plan = mesh.plan
+    check_pipeline(plan)
+    for name in ("model", "runner", "split_batch", "loss"):
+        if not hasattr(module, name):
+            raise PlanError(
+                f"{type(module).__name__} has no {name}, so its steps cannot be run by a pipeline: write them as "
+                "arclight.parallel.step_protocol says, or use pp = 1"
+            )
+    outside = [name for name, _ in module.named_parameters() if not name.startswith("model.")]
+    if outside:
+        raise PlanError(
+            f"{outside[0]} lies outside of {type(module).__name__}.model, so no stage has it: put it into the model"
+        )
+    if not hasattr(module.model, "initial") and any(parameter.is_meta for parameter in module.model.parameters()):
+        raise PlanError(
+            f"{type(module.model).__name__} does not declare how its parameters begin, so stages on the meta device would not begin "
+            "as the whole does: give its modules an `initial`, or build it in memory"
+        )
+    kind, group = schedule_kind(plan.schedule), mesh.group("pp")
+    line = PipelineTopology(group, plan.pp * kind.stages_per_process, kind, device)
+    cuts = assign_layers(module.model, line.stages)
+    own = stages_of(mesh.rank("pp"), plan.pp, line.stages, kind.v_shaped)
+    before = set(module.model.state_dict())
+    prune(module.model, [cuts[number] for number in own])
+    _leave_alone(module.model, before - set(module.model.state_dict()))
+    parts: dict[int, StageProgram] = {}
+    for number in own:
+        model = module.model if len(own) == 1 else pruned_view(module.model, cuts[number])
+        parts[number] = StageProgram(model, module.loss if number == line.stages - 1 else None, first=number == 0)
+        spread(model, parts[number])
+    data = mesh.loss_group if plan.data_parallel * plan.cp > 1 else None
+    runner = PipelineRunner(
+        Engine(parts, line), plan.pieces, cp=mesh.grid["cp"] if plan.cp > 1 else None, data=data, in_step=exchanges_within_step(plan),
+    )  # fmt: skip
+    module.runner = runner
+    return runner
+
+
+def _leave_alone(model: nn.Module, elsewhere: set[str]) -> None:
+    """From now on loading a state into ``model`` passes over what other stages have."""
+
+    def drop(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in elsewhere:
+            state.pop(prefix + name, None)
+
+    model.register_load_state_dict_pre_hook(drop)

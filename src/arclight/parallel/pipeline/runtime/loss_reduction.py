@@ -1,0 +1,76 @@
+"""What the loss of a batch is, where micro-batches have losses of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from arclight.parallel.plan import PlanError
+
+ReductionKind = Literal["token_mean", "micro_mean", "sum"]
+KINDS = ("token_mean", "micro_mean", "sum")
+
+
+@dataclass(frozen=True)
+class LossReduction:
+    """The loss of a micro-batch as a sum and a count, and what the sum of sums is multiplied by.
+
+    - ``token_mean``: the sum of all losses over what counts in the whole batch. ``function(output, targets)`` gives ``(sum, count)``, or
+      a mean, of which ``weight(targets)`` says how much counts in it.
+    - ``micro_mean``: the mean of the means of micro-batches, which is that of the batch only where all of them count the same.
+    - ``sum``: the sum.
+    """
+
+    function: Callable[[Any, Any], Any] | None
+    kind: ReductionKind = "token_mean"
+    weight: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"reduction = {self.kind!r} is not known; choose one of {', '.join(KINDS)}")
+        if self.weight is not None and self.kind != "token_mean":
+            raise PlanError(f"a weight is for reduction = 'token_mean', not for {self.kind!r}: leave it out")
+
+    def __call__(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """``(sum, count)`` of a micro-batch."""
+        found = output if self.function is None else self.function(output, targets)
+        if isinstance(found, (tuple, list)) and len(found) == 2:
+            total, count = found[0], torch.as_tensor(found[1])
+            if self.kind == "micro_mean":
+                return total / count, torch.ones_like(count)
+            return total, count
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise PlanError(
+                f"the loss of a micro-batch is a {type(found).__name__}: give loss = a function of the last stage's output and targets that "
+                "returns a number, or (sum, count)"
+            )
+        total = found.reshape(())
+        one = torch.ones((), dtype=torch.int64, device=total.device)
+        if self.kind != "token_mean":
+            return total, one
+        if self.weight is None:
+            raise PlanError(
+                "the loss of a micro-batch is one number, and what it is the mean of is not known: masked positions would count differently "
+                "in each. Let it return (sum, count), give weight = a function of the targets, or say reduction = 'micro_mean'"
+            )
+        count = torch.as_tensor(self.weight(targets))
+        return total * count, count
+
+    def divisor(self, targets: list[Any]) -> float | None:
+        """What the sum over micro-batches is divided by; None where it is known only after all forwards."""
+        if self.kind == "micro_mean":
+            return float(len(targets))
+        if self.kind == "sum":
+            return 1.0
+        if self.weight is None:
+            return None
+        return float(sum(float(self.weight(one)) for one in targets))
+
+
+def no_loss(output: Any, targets: Any) -> tuple[Tensor, Tensor]:
+    """Where only outputs are wanted."""
+    return torch.zeros(()), torch.zeros((), dtype=torch.int64)

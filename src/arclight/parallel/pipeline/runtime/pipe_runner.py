@@ -1,0 +1,329 @@
+"""A split model over the processes of a group, without a Trainer: steps, evaluation, clipping and state."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from arclight.fabric.distributed.dtensor import local_tensor
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.runtime.batch_splitting import BatchSplitter, Spec, detached, merge_outputs
+from arclight.parallel.pipeline.runtime.consistency_check import PipelineFingerprint, digest
+from arclight.parallel.pipeline.runtime.engine import Engine, signature
+from arclight.parallel.pipeline.runtime.loss_reduction import LossReduction, ReductionKind, no_loss
+from arclight.parallel.pipeline.runtime.runner import StepGradients
+from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
+from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters, sum_gradients_over
+from arclight.parallel.pipeline.runtime.torch_pipelining import ScheduleKind, schedule_kind
+from arclight.parallel.plan import PlanError
+from arclight.parallel.step_protocol import Split
+
+if TYPE_CHECKING:
+    from arclight.parallel.pipeline.pipe import Pipe
+
+Where = Literal["nowhere", "last", "everywhere"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step or an evaluation gave, on every process of the pipeline alike."""
+
+    loss: Tensor
+    """Of the whole batch, float64, without a graph; NaN where nothing counted, as where there was no loss."""
+    count: Tensor
+    """What it is the mean over."""
+    outputs: Any = None
+    """Of the whole batch, as the model returns them, where they were asked for; None elsewhere."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How batches are run; see `Pipe.on`."""
+
+    schedule: str = "1F1B"
+    micro_batches: int = 8
+    loss: Callable[[Any, Any], Any] | None = None
+    reduction: ReductionKind = "token_mean"
+    weight: Callable[[Any], Any] | None = None
+    chunks: Mapping[int | str, Spec] | None = None
+    outputs: Spec = 0
+
+
+class PipeRunner:
+    """Runs batches through the stages of a `Pipe`, of which this process has those that the schedule gives it.
+
+    Every process of the pipeline calls the same methods with the same batch. Where stages of several processes have a parameter, its
+    gradient is summed over them after each step, so that equal copies stay equal under equal optimizers.
+    """
+
+    def __init__(
+        self, pipe: Pipe, group: dist.ProcessGroup | None, options: RunOptions, data: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """group: None for all processes, or for this one where there are no others. data: the processes that run other batches through the
+        same stages. Raises PlanError for stages, schedules and processes that do not fit.
+        """
+        self.pipe, self.options, self.data = pipe, options, data
+        if options.micro_batches < 1:
+            raise PlanError(f"micro_batches is {options.micro_batches}: a batch is at least one")
+        self.reduction = LossReduction(options.loss, options.reduction, options.weight)
+        self.line = topology_of(pipe, options.schedule, group, device)
+        self.stages: dict[int, nn.Module] = {number: pipe.stages[number] for number in self.line.own}
+        _refuse_empty(self.stages)
+        last = len(pipe.stages) - 1
+        parts = {
+            n: StageProgram(stage, self.reduction if n == last else None, sliced=True)
+            for n, stage in self.stages.items()
+        }
+        self.engine = Engine(parts, self.line, self._statement, pipe.shared, _names(pipe))
+        self.shared = TiedParameters(self.line, self.stages, pipe.shared)
+        self._chunks, self._warned = BatchSplitter(options.chunks), False
+
+    def _statement(self) -> PipelineFingerprint:
+        options = self.options
+        plan = {
+            "the number of stages": len(self.pipe.stages), "the calls at which stages begin": list(self.pipe.cuts),
+            "the model's graph": digest(self.pipe.graph), "the schedule": self.line.kind.name,
+            "the number of micro-batches": options.micro_batches, "the reduction of losses": options.reduction,
+            "chunks": digest(sorted(map(repr, (options.chunks or {}).items()))),
+        }  # fmt: skip
+        return PipelineFingerprint.of(self.stages, plan, self.pipe.shared)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of this process's stages, each once: what an optimizer is given."""
+        return list(dict.fromkeys(p for stage in self.stages.values() for p in stage.parameters()))
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def step(self, *args: Any, targets: Any = None, outputs: Where = "nowhere", **kwargs: Any) -> Result:
+        """Forward and backward of a batch; gradients are added to those that this process's parameters have.
+
+        args, kwargs: of the model. targets: what the loss is given besides the last stage's output. outputs: where they are wanted.
+        """
+        pieces, key = self._pieces(args, kwargs, targets)
+        known = self.reduction.divisor([piece[2] for piece in pieces])
+        known = self._over_data(known) if known is not None else None
+        for part in self.engine.parts.values():
+            part.share = 1.0 / known if known else 1.0
+            part.loss = self.reduction if part.loss is not None else None
+        self._keep(outputs)
+        held = StepGradients([p for p in self.engine.parameters if p.requires_grad])
+        try:
+            self.engine.run(pieces, key, backward=True)
+        finally:
+            held.taken()
+        total, count = self._totals()
+        divisor = known if known is not None else self._over_data(float(count))
+        self.shared.sum(held.new)
+        if self.data is not None:
+            sum_gradients_over(self.data, held.parameters, held.new)
+        held.put(1.0 if known is not None or divisor == 0 else 1.0 / divisor)
+        return self._result(total, count, outputs, pieces)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, targets: Any = None, outputs: Where = "last", **kwargs: Any) -> Result:
+        """Forward of a batch, on any schedule. Without ``targets`` there are outputs only, and no loss."""
+        pieces, key = self._pieces(args, kwargs, targets)
+        wanted = self.reduction if targets is not None else no_loss
+        for part in self.engine.parts.values():
+            part.loss = wanted if part.loss is not None else None
+        self._keep(outputs)
+        self.engine.run(pieces, key, backward=False)
+        total, count = self._totals()
+        return self._result(total, count, outputs, pieces)
+
+    def _pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: Any) -> tuple[list[Split], Hashable]:
+        """Micro-batches, and what their shapes follow from."""
+        tree: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+        if "targets" in kwargs:
+            raise PlanError(
+                "the model has an argument called targets, which here are those of the loss: wrap the model"
+            )
+        tree["targets"] = targets
+        pieces, reason = self._chunks.cut(tree, self.options.micro_batches)
+        if reason and not self._warned:
+            self._warned = True
+            rank_zero_warn(f"Reducing micro-batches from {self.options.micro_batches} to {len(pieces)}: {reason}")
+        leaves, structure = tree_flatten(tree)
+        if any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+            raise PlanError(
+                "an input requires a gradient, which a pipeline does not compute: detach it, or make it a parameter"
+            )
+        made = [
+            (tuple(piece[i] for i in range(len(args))), {k: piece[k] for k in kwargs}, piece["targets"])
+            for piece in pieces
+        ]
+        return made, (len(pieces), signature(leaves, structure))
+
+    def _keep(self, outputs: Where) -> None:
+        if outputs not in ("nowhere", "last", "everywhere"):
+            raise PlanError(f"outputs = {outputs!r} is not known; choose 'nowhere', 'last' or 'everywhere'")
+        if self.engine.last is not None:
+            self.engine.last.outputs = [] if outputs != "nowhere" else None
+
+    def _totals(self) -> tuple[Tensor, Tensor]:
+        """Sums of losses and counts over the batch, on every process of the pipeline."""
+        both, last = torch.zeros(2, dtype=torch.float64, device=self.line.device), self.engine.last
+        if last is not None:
+            both[0], both[1] = torch.stack(last.totals).sum(), torch.stack(last.counts).sum()
+        if self.line.group is not None:
+            dist.broadcast(both, self.line.owner(self.line.stages - 1), group=self.line.group)
+        return both[0], both[1]
+
+    def _over_data(self, divisor: float) -> float:
+        """What sums over all processes with other batches are divided by."""
+        if self.data is None or self.reduction.kind == "sum":
+            return divisor
+        self.engine.wait()
+        number = torch.tensor(divisor, dtype=torch.float64, device=self.line.device)
+        dist.all_reduce(number, group=self.data)
+        return float(number)
+
+    def _result(self, total: Tensor, count: Tensor, outputs: Where, pieces: list[Split]) -> Result:
+        if self.data is not None:
+            both = torch.stack((total, count))
+            dist.all_reduce(both, group=self.data)
+            total, count = both[0], both[1]
+        loss = total if self.reduction.kind == "sum" else total / count
+        found, last = None, self.engine.last
+        if last is not None and last.outputs is not None:
+            found = merge_outputs(
+                [detached(output) for output in last.outputs], self.options.outputs, list(map(_samples, pieces))
+            )
+            last.outputs = None
+        if outputs == "everywhere" and self.line.group is not None:
+            found = self._to_all(found)
+        return Result(loss, count, found)
+
+    def _to_all(self, tree: Any) -> Any:
+        """What the last stage's process has, on every process."""
+        source, group, device = self.line.owner(self.line.stages - 1), self.line.group, self.line.device
+        leaves, structure = tree_flatten(tree)
+        here = self.engine.last is not None
+        told = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+        box = [(told, [isinstance(x, Tensor) for x in leaves], structure) if here else None]
+        dist.broadcast_object_list(box, source, group=group, device=device)
+        assert box[0] is not None
+        told, tensors, structure = box[0]
+        if not here:
+            leaves = [
+                torch.empty(x[0], dtype=x[1], device=device) if is_tensor else x
+                for x, is_tensor in zip(told, tensors, strict=True)
+            ]
+        leaves = [x.contiguous() if is_tensor else x for x, is_tensor in zip(leaves, tensors, strict=True)]
+        for leaf, is_tensor in zip(leaves, tensors, strict=True):
+            if is_tensor:
+                dist.broadcast(leaf, source, group=group)
+        return tree_unflatten(leaves, structure)
+
+    # -- over all stages -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def total_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm over the gradients of all stages; of a parameter that several have, once. Every process calls this."""
+        own = [local_tensor(p.grad) for p in self.parameters() if p.grad is not None and p not in self.shared.elsewhere]
+        norm = (
+            nn.utils.get_total_norm(own, norm_type).to(self.line.device)
+            if own
+            else torch.zeros((), device=self.line.device)
+        )
+        if self.line.group is None:
+            return norm
+        if math.isinf(norm_type):
+            largest = norm.double()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.line.group)
+            return largest.to(norm.dtype)
+        power = norm.double() ** norm_type
+        dist.all_reduce(power, group=self.line.group)
+        return (power ** (1 / norm_type)).to(norm.dtype)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of all stages so that their norm is at most ``max_norm``; gives the norm before. Every process calls this."""
+        norm = self.total_norm(norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this process has of the model's state, under the model's names; those of all processes together are that of the model,
+        in which a tied parameter is in one of them.
+        """
+        found: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            elsewhere = {
+                name for name, p in stage.named_parameters(remove_duplicate=False) if p in self.shared.elsewhere
+            }
+            found |= {name: value for name, value in stage.state_dict().items() if name not in elsewhere}
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this process's part of the whole model's ``state``. Raises RuntimeError where something of it is missing."""
+        for stage in self.stages.values():
+            stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
+
+
+def _kind(schedule: str, stages: int, ranks: int) -> ScheduleKind:
+    kind = schedule_kind(schedule)
+    if ranks == 1 or stages == ranks * kind.stages_per_process:
+        return kind
+    if (
+        stages % ranks == 0
+        and kind.stages_per_process > 1
+        and not kind.v_shaped
+        and ":" not in schedule
+        and not kind.only
+    ):
+        return schedule_kind(f"{schedule}:{stages // ranks}")
+    raise PlanError(
+        f"{schedule} runs {kind.stages_per_process} stage{'s' * (kind.stages_per_process > 1)} on each of {ranks} processes, and the model "
+        f"is cut into {stages}: split it with stages = {ranks * kind.stages_per_process}, or choose another schedule"
+    )
+
+
+def topology_of(
+    pipe: Pipe, schedule: str, group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> PipelineTopology:
+    """Where this process stands in the pipeline that `Pipe.on` makes. Raises PlanError for stages and processes that do not fit."""
+    if group is None and not dist.is_initialized() and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise PlanError(
+            f"this is one of {os.environ['WORLD_SIZE']} processes that have not met, and each would train alone: call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.group.WORLD
+    elif group is not None and dist.get_world_size(group) == 1:
+        group = None
+    kind = _kind(schedule, len(pipe.stages), dist.get_world_size(group) if group is not None else 1)
+    return PipelineTopology(group, len(pipe.stages), kind, device if device is not None else _device(pipe.stages))
+
+
+def _refuse_empty(stages: Mapping[int, nn.Module]) -> None:
+    for number, stage in stages.items():
+        empty = next((name for name, p in stage.named_parameters() if p.is_meta), None)
+        if empty is not None:
+            raise PlanError(
+                f"{empty} of stage {number} is on the meta device: give this process's stages their weights first, by "
+                "pipe.load(folder, pipe.own(schedule)) or pipe.begin(pipe.own(schedule))"
+            )
+
+
+def _device(stages: list[Any]) -> torch.device:
+    found = next((tensor.device for stage in stages for tensor in stage.parameters() if not tensor.is_meta), None)
+    return found if found is not None else torch.device("cpu")
+
+
+def _names(pipe: Pipe) -> tuple[str, ...]:
+    """First names of the parameters that the model uses."""
+    used = {name for call in pipe.graph.calls for name in call.parameters} | set(pipe.graph.result_parameters)
+    return tuple(sorted(used))
+
+
+def _samples(piece: Split) -> int:
+    return next((x.shape[0] for x in tree_flatten(piece)[0] if isinstance(x, Tensor) and x.ndim), 1)

@@ -1,0 +1,227 @@
+"""The runner of a pipeline: a batch becomes micro-batches, which a schedule takes through the stages, there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from arclight.fabric.distributed.dtensor import local_tensors
+from arclight.fabric.distributed.sharding import scale_tensors
+from arclight.parallel.layers.context_parallel import over_sequences, shard_arguments
+from arclight.parallel.pipeline.runtime.consistency_check import DisagreementError
+from arclight.parallel.pipeline.runtime.engine import Engine, signature
+from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters
+from arclight.parallel.plan import PlanError
+from arclight.parallel.step_protocol import Runnable, Split, own_batch_weight, with_positions
+
+
+class PipelineRunner:
+    """Runs the steps of a module whose model is cut into stages; see `arclight.parallel.step_protocol`.
+
+    A batch is cut along its samples into ``micro_batches`` parts, or fewer where it has fewer samples; parts may differ in size.
+    With gradients switched off it is evaluated, by forwards only. The loss and its count are the same on all processes of the
+    pipeline. cp: the mesh over which sequences are cut. data: the group of processes that see other tokens with the same layers, over
+    which FSDP averages gradients within the schedule; None where there are none. shared: parameters of several stages.
+    """
+
+    def __init__(
+        self, engine: Engine, micro_batches: int, cp: Any = None, data: dist.ProcessGroup | None = None,
+        shared: TiedParameters | None = None, in_step: bool = False,
+    ) -> None:  # fmt: skip
+        """in_step: whether processes of ``data`` exchange something within each micro-batch, so that all need as many."""
+        self.in_step = in_step
+        self.unlike = UnlikeScales()
+        self.engine, self.line, self.parts = engine, engine.line, engine.parts
+        self.micro_batches, self.cp, self.data, self.shared = micro_batches, cp, data, shared
+
+    def __call__(self, module: Runnable, batch: Any) -> tuple[Tensor, Tensor]:
+        self.unlike.raise_found()
+        pieces = self._pieces(module, batch)
+        if self.in_step:
+            self._check_number(len(pieces))
+        key = tuple(signature(*tree_flatten(piece)) for piece in pieces)
+        if not torch.is_grad_enabled():
+            self.engine.run(pieces, key, backward=False)
+            return self._shared(*self._totals())
+        share = self._share(module, batch)
+        for part in self.parts.values():
+            part.share = share
+        if hasattr(module, "scale_losses"):
+            module.scale_losses(share, batch)
+        held = StepGradients([p for p in self.engine.parameters if p.requires_grad])
+        self.engine.run(pieces, key, backward=True)
+        gradients = held.taken()
+        if self.shared is not None:
+            self.shared.sum(gradients.new)
+        total, count = self._shared(*self._totals())
+        factor = (self.cp.size() if self.cp is not None else 1) / share
+        start = torch.zeros((), device=self.line.device, requires_grad=True)
+        return _Computed.apply(start, total, gradients, factor, self.data, self.unlike), count
+
+    def _pieces(self, module: Any, batch: Any) -> list[Split]:
+        """The micro-batches: as the module cuts them, where it does so itself (``micro_batches(batch, number)``)."""
+        if hasattr(module, "micro_batches"):
+            own: list[Split] = module.micro_batches(batch, self.micro_batches)
+            return own
+        split = with_positions(module.split_batch(batch))
+        if self.cp is not None:
+            split = shard_arguments(split, self.cp)
+        return micro_batches(split, self.micro_batches)
+
+    def _check_number(self, pieces: int) -> None:
+        """Raise DisagreementError, on all processes alike, where some of ``data`` have another number of micro-batches."""
+        self.engine.wait()  # to read the numbers would do so too, and name nobody
+        both = torch.tensor([pieces, -pieces], device=self.line.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.data)
+        most, least = both.tolist()
+        if most != -least:
+            raise DisagreementError(
+                f"data-parallel processes were given batches of {-least} and of {most} micro-batches, which wait for one another in each "
+                "(ep > 1, or reshard_after_forward = always): give all of them the same number of samples (drop_last=True)"
+            )
+
+    def _share(self, module: Any, batch: Any) -> Tensor:
+        """1 / the mean over processes of what their batches count, if the module says that: gradients then have their final size from the
+        start, which is kind to half types. Alike on all processes that have the same layers.
+        """
+        weight = torch.ones((), dtype=torch.float64, device=self.line.device)
+        if (count := own_batch_weight(module)) is not None:
+            weight = torch.as_tensor(count(batch), device=self.line.device).double()
+        if self.data is not None:
+            dist.all_reduce(weight, group=self.data)
+            weight /= dist.get_world_size(self.data)
+        return torch.where(weight > 0, weight, 1.0).reciprocal()
+
+    def _totals(self) -> tuple[Tensor, Tensor]:
+        """Sums of loss and count over all micro-batches where the last stage is; zeros elsewhere."""
+        zero, last = torch.zeros((), device=self.line.device), self.engine.last
+        if last is None:
+            return zero, zero
+        return torch.stack(last.totals).sum(), torch.stack(last.counts).sum().to(self.line.device)
+
+    def _shared(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and count of the whole batch, on every process of the pipeline."""
+        both = torch.stack((total.double(), count.double()))
+        dist.broadcast(both, self.line.owner(self.line.stages - 1), group=self.line.group)
+        total, count = both[0], both[1].long()
+        if self.cp is None:
+            return total, count
+        return over_sequences(total, count, self.cp)
+
+
+class StepGradients:
+    """The gradients of one step, apart from those that parameters have from steps before."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        self.new: dict[nn.Parameter, Tensor | None] = {}
+
+    def taken(self) -> StepGradients:
+        """Take the step's gradients off the parameters, which have those from before again."""
+        self.new = {parameter: parameter.grad for parameter in self.parameters}
+        for parameter, gradient in zip(self.parameters, self.before, strict=True):
+            parameter.grad = gradient
+        self.before = []
+        return self
+
+    def put(self, scale: Tensor | float) -> None:
+        """Add them to the parameters', multiplied by ``scale``."""
+        pairs = [(parameter, new) for parameter, new in self.new.items() if new is not None]
+        self.new = {}
+        if not pairs:
+            return
+        if not (isinstance(scale, float) and scale == 1.0):
+            scale_tensors(local_tensors([new for _, new in pairs]), scale)
+        sums = [(p.grad, new) for p, new in pairs if p.grad is not None]
+        if sums:
+            torch._foreach_add_(local_tensors([old for old, _ in sums]), local_tensors([new for _, new in sums]))
+        for parameter, new in pairs:
+            if parameter.grad is None:
+                parameter.grad = new
+
+
+class UnlikeScales:
+    """Hear of data-parallel processes that scale the gradients of their pipelines differently.
+
+    On a CPU at once. On a device, which nobody waits for here, such gradients are NaN, and the next step says why.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, Any]] = []
+
+    def checked(self, scale: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the scale of all processes of ``group``."""
+        both = torch.stack((scale, -scale))
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        largest, least = both[0], -both[1]
+        unlike = ~(largest - least <= 1e-4 * torch.maximum(largest.abs(), least.abs()))
+        if not unlike.is_cuda:
+            self.note(unlike, None)
+        else:
+            told = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(unlike, non_blocking=True)
+            self.note(told, torch.cuda.current_stream(unlike.device).record_event())
+        return largest.masked_fill(unlike, torch.nan)
+
+    def note(self, unlike: Tensor, event: Any) -> None:
+        """Look at ``unlike``, on the host, once ``event`` (None: now) has happened."""
+        self._noted.append((unlike, event))
+        if event is None:
+            self.raise_found()
+
+    def raise_found(self) -> None:
+        """Raise RuntimeError where scales were unlike, as far as is known by now."""
+        while self._noted and (self._noted[0][1] is None or self._noted[0][1].query()):
+            if bool(self._noted.pop(0)[0]):
+                raise RuntimeError(
+                    "data-parallel processes scale the gradients of their pipelines differently: give the module a batch_weight, so "
+                    "that losses count by what they are the mean of"
+                )
+
+
+class _Computed(torch.autograd.Function):
+    """A loss whose gradients are there before its backward, which scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, total: Tensor, gradients: StepGradients, factor: Tensor, data: dist.ProcessGroup | None,
+        unlike: UnlikeScales,
+    ) -> Tensor:  # fmt: skip
+        ctx.gradients, ctx.factor, ctx.data, ctx.unlike = gradients, factor, data, unlike
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[None, ...]:
+        if ctx.data is not None:  # FSDP has averaged over processes already: that is right if all of them scale alike
+            scale = ctx.unlike.checked(scale, ctx.data)
+        ctx.gradients.put(scale * ctx.factor)
+        return None, None, None, None, None, None
+
+
+def micro_batches(split: Split, number: int) -> list[Split]:
+    """``split`` cut along dimension 0 of its tensors into ``number`` parts, or as many as there are samples.
+
+    Tensors without dimensions and all that is no tensor go into every part. Raises PlanError where tensors have different
+    numbers of samples.
+    """
+    sizes = {tuple(leaf.shape)[0] for leaf in tree_flatten(split)[0] if isinstance(leaf, Tensor) and leaf.ndim}
+    if len(sizes) != 1:
+        raise PlanError(
+            f"split_batch gave tensors with {' and '.join(map(str, sorted(sizes))) or 'no'} samples in dimension 0: "
+            "micro-batches need the same number in all of them"
+        )
+    count = min(number, sizes.pop())
+    if not count:
+        raise PlanError("split_batch gave a batch without samples: leave out batches that are empty")
+
+    def part(index: int) -> Split:
+        cut: Split = tree_map_only(Tensor, lambda x: x.tensor_split(count)[index] if x.ndim else x, split)
+        return cut
+
+    return [part(index) for index in range(count)]

@@ -1,0 +1,97 @@
+"""What a stage calls, and where a process stands among those of its pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arclight.parallel.pipeline.cost.partition import stages_of
+from arclight.parallel.pipeline.runtime.torch_pipelining import ScheduleKind
+from arclight.parallel.step_protocol import Split
+
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor]]
+"""Of a micro-batch: the sum of its losses, and how much counts in it. Given the last stage's output, and targets."""
+
+
+class StageProgram(nn.Module):
+    """What one stage calls for a micro-batch: its part of the model and, on the last stage, the loss after it."""
+
+    def __init__(self, model: nn.Module, loss: Loss | None, sliced: bool = False, first: bool = False) -> None:
+        """sliced: whether ``model`` is given the whole input besides what arrives. Else the first one is given it, and arguments that have
+        names are given to all.
+        """
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.sliced, self.first = sliced, first
+        self.share: Tensor | float = 1.0
+        """What losses are multiplied by before their backward."""
+        self.totals: list[Tensor] = []
+        self.counts: list[Tensor] = []
+        self.outputs: list[Any] | None = None
+        """Where the last stage leaves what it gives, if that is wanted."""
+        self.autocast: Any = nullcontext()
+        """What forwards run in. Backwards must not, and lie in the same schedule."""
+
+    def forward(self, *arrived: Tensor, piece: Split) -> Any:
+        with self.autocast:
+            return self._forward(arrived, piece)
+
+    def _forward(self, arrived: tuple[Tensor, ...], piece: Split) -> Any:
+        args, kwargs, targets = piece
+        if self.sliced:
+            output = self.model(*arrived, args=args, kwargs=kwargs)
+        else:
+            output = self.model(*(args if self.first else arrived), **kwargs)
+        if self.loss is None:
+            return tuple(x.contiguous() for x in (output if isinstance(output, tuple) else (output,)))
+        if self.outputs is not None:
+            self.outputs.append(output)
+        total, count = self.loss(output, targets)
+        self.totals.append(total.detach().double())
+        self.counts.append(torch.as_tensor(count))
+        return total * self.share
+
+
+@dataclass(frozen=True)
+class PipelineTopology:
+    """Where this process stands among those of its pipeline."""
+
+    group: dist.ProcessGroup | None
+    """None for one process that has all stages."""
+    stages: int
+    kind: ScheduleKind
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group) if self.group is not None else 0
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group) if self.group is not None else 1
+
+    @property
+    def own(self) -> list[int]:
+        """Numbers of the stages that this process has."""
+        return self.stages_of(self.rank)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Numbers of the stages that a process has."""
+        if self.ranks == 1:
+            return list(range(self.stages))
+        return stages_of(rank, self.ranks, self.stages, self.kind.v_shaped)
+
+    def place(self, stage: int) -> int:
+        """The process of the pipeline that has a stage."""
+        return next(rank for rank in range(self.ranks) if stage in self.stages_of(rank))
+
+    def owner(self, stage: int) -> int:
+        """The same, as all processes are numbered."""
+        return dist.get_global_rank(self.group, self.place(stage)) if self.group is not None else 0

@@ -1,0 +1,274 @@
+"""Schedules as data: what each process of a pipeline does, in order, by the schedule's name or from a file; and whether it can be run.
+
+What a process of p waits in a step, and how many of m micro-batches it holds at most. F, I and W of its stages take one unit each,
+v is the number of its stages, and a micro-batch counts until its backward (W) is over:
+
+    schedule                  waits                held             stages of a process
+    GPipe                     3 (p - 1)            m                1
+    1F1B                      3 (p - 1)            p                1
+    LoopedBFS                 3 (p - 1) / v        m                v = 2 or more
+    Interleaved1F1B           3 (p - 1) / v        p + (p - 1) / v  v = 2 or more
+    ZB-H1                     p - 1                p                1
+    ZB-H2                     p - 1, or 0          2 p - 1          1
+    InterleavedZeroBubble     (p - 1) / v          p                v = 2 or more
+    ZBVZeroBubble, V-ZB       (p - 1) / 2, or 0    p                2, in a V
+    DualPipeV                 (p - 1) / 2          p + 1/2          2, in a V
+    V-Half                    1.5 p or less        (p + 2) // 2     2, in a V
+    V-Min                     2 p or less          (p + 4) // 3     2, in a V
+
+The second number is for updates that do not wait for all processes: then each begins its next step while others still end theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from arclight.parallel.pipeline.cost.partition import stages_of
+from arclight.parallel.pipeline.schedule.actions import Action, Kind, Order, read_csv
+from arclight.parallel.pipeline.schedule.order_generators import (
+    dual_pipe_v,
+    gpipe,
+    looped_bfs,
+    one_forward_one_backward,
+    per_round,
+    v_half,
+    v_min,
+    zero_bubble,
+    zero_bubble_ahead,
+    zero_bubble_v,
+)
+from arclight.parallel.plan import PlanError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a schedule's order is made, and for which stages."""
+
+    make: Callable[[int, int, int], Order]
+    """Of processes, micro-batches and stages of each process."""
+    stages_per_process: int = 1
+    any_number: bool = False
+    """Whether a process may have another number of stages."""
+    v_shaped: bool = False
+    whole_rounds: bool = False
+
+
+RECIPES: dict[str, Recipe] = {
+    "GPipe": Recipe(gpipe),
+    "1F1B": Recipe(one_forward_one_backward),
+    "LoopedBFS": Recipe(looped_bfs, 2, any_number=True),
+    "Interleaved1F1B": Recipe(one_forward_one_backward, 2, any_number=True, whole_rounds=True),
+    "InterleavedZeroBubble": Recipe(zero_bubble, 2, any_number=True, whole_rounds=True),
+    "ZBVZeroBubble": Recipe(zero_bubble_v, 2, v_shaped=True),
+    "DualPipeV": Recipe(dual_pipe_v, 2, v_shaped=True),
+    "ZB-H1": Recipe(zero_bubble),
+    "ZB-H2": Recipe(zero_bubble_ahead),
+    "V-Half": Recipe(v_half, 2, v_shaped=True),
+    "V-Min": Recipe(v_min, 2, v_shaped=True),
+    "V-ZB": Recipe(zero_bubble_v, 2, v_shaped=True),
+}
+"""Schedules by name. V-ZB, the third of the family of V-Half and V-Min, is what ZB-V already does: no bubble, held like 1F1B."""
+
+
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+
+def order_of(schedule: str, ranks: int, micro_batches: int, stages_per_process: int | None = None) -> Order:
+    """What each of ``ranks`` processes does by ``schedule``: one of :data:`RECIPES` (in any case of letters), or a CSV file.
+
+    Names may end in the number of stages on each process, as ``Interleaved1F1B:4``. A file has a line for each process, of
+    actions as ``2F0`` in torch's format "compute_only", and is checked by :func:`check_order`. Raises PlanError for what there is
+    not, and for numbers that the schedule cannot take.
+    """
+    if is_file(schedule):
+        order = load_order(schedule)
+        found = len(order), 1 + max(action.micro_batch for actions in order for action in actions)
+        if found != (ranks, micro_batches):
+            raise PlanError(
+                f"{schedule} is for {found[0]} processes and {found[1]} micro-batches, not for {ranks} and {micro_batches}"
+            )
+        return order
+    name, number = parse_name(schedule)
+    return _made(name, ranks, micro_batches, stages_per_process or number)
+
+
+@lru_cache(maxsize=256)
+def _made(name: str, ranks: int, micro_batches: int, own: int) -> Order:
+    recipe = RECIPES[name]
+    if ranks < 1 or micro_batches < 1:
+        raise PlanError(f"{name} needs processes and micro-batches: there are {ranks} and {micro_batches}")
+    if own != recipe.stages_per_process and not recipe.any_number:
+        raise PlanError(f"{name} has {recipe.stages_per_process} stages on each process, and no other number: {own}")
+    if recipe.whole_rounds and micro_batches % per_round(ranks, micro_batches):
+        raise PlanError(
+            f"{name} over {ranks} processes takes micro-batches in rounds of equal length: {micro_batches} leave some over"
+        )
+    return recipe.make(ranks, micro_batches, own)
+
+
+def parse_name(schedule: str) -> tuple[str, int]:
+    """A schedule's name as it is written here, and the stages of each process. Raises PlanError for a name that there is not."""
+    text, _, number = schedule.partition(":")
+    found = next((name for name in RECIPES if name.lower() == text.strip().lower()), None)
+    if found is None:
+        raise PlanError(f"there is no pipeline schedule {schedule!r}; choose {', '.join(RECIPES)}, or a CSV file")
+    recipe = RECIPES[found]
+    if not number:
+        return found, recipe.stages_per_process
+    if not number.isdecimal() or int(number) < 1 or not (recipe.any_number or int(number) == recipe.stages_per_process):
+        several = ", ".join(name for name, one in RECIPES.items() if one.any_number)
+        raise PlanError(f"{schedule!r}: a number of stages of each process can follow {several}, as LoopedBFS:4")
+    return found, int(number)
+
+
+def is_file(schedule: str) -> bool:
+    """Whether a schedule is given as a file of actions."""
+    return schedule.lower().endswith(".csv")
+
+
+def load_order(path: str | Path) -> Order:
+    """The order that a CSV file has, checked. Raises PlanError that names the file and the first wrong action."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise PlanError(f"the schedule {path} cannot be read: {error.strerror}") from error
+    try:
+        order = read_csv(text)
+        check_order(order)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    return order
+
+
+def shape_of(order: Order) -> tuple[int, int, bool]:
+    """Stages, micro-batches, and whether stages lie in a V. Raises PlanError for stages that lie neither so nor in a loop."""
+    actions = [action for one in order for action in one]
+    if not actions:
+        raise PlanError("the schedule has no actions")
+    stages = 1 + max(action.stage for action in actions)
+    micro_batches = 1 + max(action.micro_batch for action in actions)
+    if stages % len(order):
+        raise PlanError(f"{stages} stages cannot be shared out evenly to {len(order)} processes")
+    # With one process, or one stage on each, both are the same.
+    for v_shaped in (False, True):
+        if v_shaped and stages != 2 * len(order):
+            break
+        places = [set(stages_of(rank, len(order), stages, v_shaped)) for rank in range(len(order))]
+        if all(action.stage in places[rank] for rank, one in enumerate(order) for action in one):
+            return stages, micro_batches, v_shaped
+    looped = [stages_of(rank, len(order), stages, False) for rank in range(len(order))]
+    rank, action = next((r, a) for r, one in enumerate(order) for a in one if a.stage not in looped[r])
+    raise PlanError(
+        f"process {rank} has {action}, but its stages are {looped[rank]} in a loop"
+        + (f", or {stages_of(rank, len(order), stages, True)} in a V" if stages == 2 * len(order) else "")
+    )
+
+
+def check_order(
+    order: Order, stages: int | None = None, v_shaped: bool | None = None, micro_batches: int | None = None
+) -> None:
+    """Raise PlanError, naming the first wrong action, for an order that cannot be run.
+
+    Each stage takes each micro-batch forward once and back once, in one (B) or by halves (I, and W after it). Each process does its
+    actions in order and waits for what an action needs, so that processes must not wait for one another in a circle: sends do
+    not wait, and an exchange takes place when its sender is done with the action (the runtime of torch then orders
+    sends and receives alike on both sides). Stages lie in a loop or in a V. What is given of stages, v_shaped
+    and micro_batches must agree.
+    """
+    found = shape_of(order)
+    wanted = stages, micro_batches, v_shaped if len(order) > 1 else None  # one process has them either way
+    for name, is_, should in zip(("stages", "micro-batches", "v_shaped"), found, wanted, strict=True):
+        if should is not None and is_ != should:
+            raise PlanError(f"the schedule has {name} {is_}, not {should}")
+    _check_counts(order, found[0], found[1])
+    _check_progress(order, found[0])
+
+
+def _check_counts(order: Order, stages: int, micro_batches: int) -> None:
+    owners = {action.stage: rank for rank, one in enumerate(order) for action in one}
+    for rank, one in enumerate(order):
+        seen: set[Action] = set()
+        for place, action in enumerate(one):
+            at = f"process {rank}, action {place + 1}: {action}"
+            if action in seen:
+                raise PlanError(f"{at} is there twice")
+            before = {kind: Action(action.stage, kind, action.micro_batch) in seen for kind in _KINDS}
+            if action.kind != "F" and not before["F"]:
+                raise PlanError(f"{at} comes before its forward")
+            if action.kind == "W" and not before["I"]:
+                raise PlanError(f"{at} comes before the backward of the inputs (I)")
+            if (action.kind == "B" and before["I"]) or (action.kind in "IW" and before["B"]):
+                raise PlanError(f"{at} is done twice, in one (B) and by halves (I, W)")
+            seen.add(action)
+        for stage in (stage for stage, owner in owners.items() if owner == rank):
+            for number in range(micro_batches):
+                have = {kind for kind in _KINDS if Action(stage, kind, number) in seen}
+                missing = next((kind for kind in "FIW" if kind not in have and not (kind in "IW" and "B" in have)), "")
+                if missing:
+                    raise PlanError(f"process {rank} never does {stage}{missing}{number}")
+    if len(owners) < stages:
+        raise PlanError(f"nobody does stage {next(s for s in range(stages) if s not in owners)}")
+
+
+def needs(action: Action, stages: int) -> Iterator[tuple[Action, ...]]:
+    """What must be over before ``action``: of each tuple one (a backward in one or that of the inputs); last what it computes with."""
+    stage, number = action.stage, action.micro_batch
+    if action.kind == "F":
+        if stage:
+            yield (Action(stage - 1, "F", number),)
+    elif action.kind == "W":
+        yield (Action(stage, "I", number),)
+    else:
+        yield (Action(stage, "F", number),)
+        if stage + 1 < stages:
+            yield Action(stage + 1, "I", number), Action(stage + 1, "B", number)
+
+
+def _check_progress(order: Order, stages: int) -> None:
+    done: set[Action] = set()
+    at, moved = [0] * len(order), True
+    while moved:
+        moved = False
+        for rank, one in enumerate(order):
+            while at[rank] < len(one) and all(
+                any(a in done for a in choice) for choice in needs(one[at[rank]], stages)
+            ):
+                done.add(one[at[rank]])
+                at[rank] += 1
+                moved = True
+    for rank, one in enumerate(order):
+        if at[rank] < len(one):
+            action = one[at[rank]]
+            wanted = next(choice for choice in needs(action, stages) if not any(a in done for a in choice))
+            raise PlanError(
+                f"process {rank} waits for ever before action {at[rank] + 1}, {action}: {' or '.join(map(str, wanted))} cannot come before it"
+            )
+
+
+def first_of(order: Order, micro_batches: int) -> Order:
+    """``order`` without all micro-batches but the first so many; what remains can be run, since none waits for another."""
+    return tuple(tuple(action for action in one if action.micro_batch < micro_batches) for one in order)
+
+
+def held_at_most(order: Order) -> list[int]:
+    """For each process the most passes of a micro-batch through one of its stages that it holds the activations of at once, each until
+    its backward is over (that of the weights, where they are apart).
+    """
+    change: Mapping[str, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
+    most = []
+    for actions in order:
+        now = peak = 0
+        for action in actions:
+            now += change[action.kind]
+            peak = max(peak, now)
+        most.append(peak)
+    return most
+
+
+def splits_backward(order: Order) -> bool:
+    """Whether gradients of weights are computed apart anywhere."""
+    return Counter(action.kind for actions in order for action in actions)["I"] > 0

@@ -1,0 +1,21 @@
+"""Random numbers that torch knows nothing of: those of Python and numpy, which no two processes draw alike."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+GLOBAL_RNG_ADVICE = (
+    "numbers of Python's or numpy's random generator are drawn between the parts of the model, where every stage would draw its own: "
+    "draw them where batches are made (data set, on_after_batch_transfer), or inside a part"
+)
+
+
+def global_rng_state() -> tuple[Any, ...]:
+    """What changes when such a number is drawn."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    _, key, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), key.tobytes(), *rest

@@ -1,0 +1,118 @@
+"""A stage is a deletion: the same model without the parts that others have, under the same names."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from arclight.parallel.pipeline.cost.partition import partition
+from arclight.parallel.pipeline.unit_costs import UnitCost
+from arclight.parallel.plan import PlanError
+
+LAYERS, LAST = "layers", ("norm", "output")
+"""Where a model keeps its blocks, and what comes after them; all else of it comes before."""
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """What of a model one stage has: members of ``layers``, and other children."""
+
+    layers: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+def assign_layers(model: nn.Module, stages: int) -> list[StageLayers]:
+    """The parts of ``model`` for each stage, so that the slowest computes least; nothing is changed.
+
+    The model has its blocks in a ModuleDict ``layers``, keyed by names that stay, and computes without any of its children that is
+    None. A layer counts with its parameters, the output too; embeddings are looked up and count nothing. Raises PlanError for
+    a model that cannot be cut so.
+    """
+    layers = getattr(model, LAYERS, None)
+    if not isinstance(layers, nn.ModuleDict):
+        raise PlanError(
+            f"{type(model).__name__} has no ModuleDict `{LAYERS}` to cut into stages: use pp = 1, or build it as a Decoder"
+        )
+    loose = [name for name, _ in model.named_parameters(recurse=False)]
+    if loose:
+        raise PlanError(
+            f"{type(model).__name__}.{loose[0]} is a parameter of the model itself, which belongs to no stage: put it into a submodule"
+        )
+    refuse_tied(model)
+    others = [name for name, child in model.named_children() if name != LAYERS and child is not None]
+    before = tuple(name for name in others if name not in LAST)
+    after = tuple(name for name in others if name in LAST)
+    names = list(layers)
+    if len(names) < stages:
+        raise PlanError(f"{len(names)} layers are too few for {stages} stages: use a plan with {len(names)} or less")
+    costs = [_cost(layers[name]) for name in names]
+    costs[-1] += sum(_cost(getattr(model, name)) for name in after)  # so that the last stage has a layer too
+    begins = partition([UnitCost(cost, cost, cost) for cost in costs], stages, 2 * stages).cuts
+    cuts = []
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], len(names)], strict=True)):
+        own = (before if number == 0 else ()) + (after if number == stages - 1 else ())
+        cuts.append(StageLayers(tuple(names[begin:end]), own))
+    return cuts
+
+
+def _cost(module: nn.Module) -> float:
+    """Products per token: of the parameters of a mixture those of the experts that one token sees."""
+    total = float(sum(parameter.numel() for parameter in module.parameters()))
+    for part in module.modules():
+        experts, chosen = getattr(part, "experts", None), getattr(getattr(part, "config", None), "top_k", None)
+        if isinstance(experts, nn.Module) and isinstance(chosen, int):
+            stacks = [parameter for parameter in experts.parameters() if parameter.ndim == 3]
+            total -= sum(stack.numel() * (1 - chosen / stack.shape[0]) for stack in stacks)
+    return total
+
+
+def is_prunable(model: nn.Module) -> bool:
+    """Whether no parameter of ``model`` is used by several of its parts; where one is, stages are sliced, which sums its gradients."""
+    try:
+        refuse_tied(model)
+    except PlanError:
+        return False
+    return True
+
+
+def refuse_tied(model: nn.Module) -> None:
+    """Raise PlanError for a parameter that more than one child of the model (or layer) uses: stages would train it apart."""
+    users: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(parameter, []).append(name)
+    for names in users.values():
+        units = {tuple(name.split(".")[: 2 if name.startswith(f"{LAYERS}.") else 1]) for name in names}
+        if len(units) > 1:
+            raise PlanError(
+                f"{names[0]} and {names[1]} are one parameter, which stages of a pipeline would train apart: build the model with "
+                "tied = false, or use pp = 1"
+            )
+
+
+def prune(model: nn.Module, cuts: Sequence[StageLayers]) -> None:
+    """Delete from ``model``, in place, what none of ``cuts`` has: layers, and other children, which become None."""
+    layers = getattr(model, LAYERS)
+    for name in list(layers):
+        if not any(name in cut.layers for cut in cuts):
+            del layers[name]
+    for name, _ in list(model.named_children()):
+        if name != LAYERS and not any(name in cut.others for cut in cuts):
+            setattr(model, name, None)
+
+
+def pruned_view(model: nn.Module, cut: StageLayers) -> nn.Module:
+    """A model of its own that has of ``model`` what ``cut`` says: the same submodules, below a copy of the outermost one."""
+    part = copy.copy(model)
+    state: dict[str, Any] = part.__dict__
+    for name, value in list(state.items()):
+        if isinstance(value, (dict, OrderedDict)):
+            state[name] = copy.copy(value)  # modules, and hooks that are put on it later
+    layers = getattr(model, LAYERS)
+    part._modules[LAYERS] = nn.ModuleDict({name: layers[name] for name in cut.layers})
+    prune(part, [cut])
+    return part

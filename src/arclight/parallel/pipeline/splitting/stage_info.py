@@ -1,0 +1,55 @@
+"""What a stage says of itself beside the model's own names, which come first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from arclight.parallel.pipeline.call_graph import Value
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """What is known of a stage, whatever the model calls its own modules."""
+
+    number: int
+    receives: tuple[Value, ...]
+    sends: tuple[Value, ...]
+
+
+class NamePreservingStage(nn.Module):
+    """A stage, whose modules, parameters and buffers have their names in the model, any names.
+
+    ``number``, ``receives``, ``sends`` and ``parts`` are what the model calls so, where it does; see :func:`about` for such models.
+    """
+
+    number: int
+    receives: tuple[Value, ...]
+    """What it is given besides the arguments of the model."""
+    sends: tuple[Value, ...]
+    """What it gives, unless it is the last."""
+    parts: dict[str, nn.Module]
+    """The modules that it calls, by path. Modules above them are never called themselves."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self._stage_info = info
+
+    def _parts(self) -> dict[str, nn.Module]:
+        return {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            known = self.__dict__.get("_stage_info")
+            if known is None or name not in ("number", "receives", "sends", "parts"):
+                raise
+            return self._parts() if name == "parts" else getattr(known, name)
+
+
+def stage_info_of(stage: NamePreservingStage) -> StageInfo:
+    """What is known of ``stage``, also where its model has names like these."""
+    return stage._stage_info

@@ -1,0 +1,1 @@
+"""Run the steps of an ordinary module in stages."""

@@ -1,0 +1,140 @@
+"""A batch of the user's own as micro-batches, with the arguments of the step around it and what each of them weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from arclight.fabric.batches import batch_size_of, slice_batch
+from arclight.parallel.plan import PlanError
+from arclight.parallel.step_protocol import own_batch_weight
+
+Reduction = Literal["token_mean", "micro_mean", "sum"]
+"""What the loss of a step is of its micro-batches': their mean, each by what it counts (samples, or the module's ``batch_weight``), their
+plain mean, or their sum."""
+
+REDUCTIONS = ("token_mean", "micro_mean", "sum")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch and what else the step is called with. It is told apart from others by its shapes."""
+
+    step: str
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    samples: int
+    weight: float
+    """Of its loss."""
+    counts: float
+    """What it counts among the batch's: for means of logged values."""
+    seed: int
+
+    def __repr__(self) -> str:
+        """What the shapes inside a model can depend on; file names, numbers of batches and the like are not part of it, nor are numbers
+        of rows that are no samples (boxes of some images): code between parts that lets them shape what crosses a cut is found out.
+        """
+        leaves, structure = tree_flatten((self.args[:1], self.kwargs))
+        return f"{self.step} {[self._shown(leaf) for leaf in leaves]} {structure}"
+
+    def _shown(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            rows = leaf.shape[:1] if leaf.shape[:1] == (self.samples,) else "rows"
+            return rows, tuple(leaf.shape[1:]), str(leaf.dtype)
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            return type(leaf).__name__, [
+                self._shown(x) for x in tree_flatten([getattr(leaf, f.name) for f in fields(leaf)])[0]
+            ]
+        return leaf if isinstance(leaf, bool) else type(leaf).__name__
+
+
+def split_samples(module: Any, batch: Any, number: int) -> list[tuple[Any, int]]:
+    """``batch`` in ``number`` parts, or as many as it has samples, as even as can be, each with its number of samples.
+
+    A module may cut its own batches: ``slice_batch(batch, start, stop)``. Otherwise all tensors have samples in dimension 0, and so
+    have lists of that length. Raises PlanError where they do not.
+    """
+    size = batch_size_of(batch)
+    count = max(1, min(number, size))
+    if count == 1:
+        return [(batch, size)]
+    own = getattr(module, "slice_batch", None)
+    if own is None:
+        _check(module, batch, size)
+    bounds = [size * i // count for i in range(count + 1)]
+    return [
+        (slice_batch(batch, start, stop, size) if own is None else own(batch, start, stop), stop - start)
+        for start, stop in pairwise(bounds)
+    ]
+
+
+def _check(module: Any, batch: Any, size: int) -> None:
+    tensors = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim]
+    other = next((tuple(leaf.shape) for leaf in tensors if leaf.shape[0] != size), None)
+    if other is not None:
+        raise PlanError(
+            f"a batch of {size} samples has a tensor of shape {other}, so it is not known how to cut it into micro-batches: give "
+            f"{type(module).__name__} a part_of_batch(batch, start, stop), or make samples the first dimension of all tensors"
+        )
+
+
+def weights(module: Any, cut: list[tuple[Any, int]]) -> tuple[list[float], bool]:
+    """Return what each part counts, and whether the module says so (``batch_weight``); else its samples."""
+    count = own_batch_weight(module)
+    if count is None:
+        return [float(size) for _, size in cut], False
+    counted = [count(part) for part, _ in cut]
+    if any(isinstance(x, Tensor) for x in counted):
+        return torch.stack([torch.as_tensor(x).double() for x in counted]).tolist(), True  # waits for a device once
+    return [float(x) for x in counted], True
+
+
+def hides_targets(module: Any, batch: Any) -> bool:
+    """Whether some targets are not to be counted (-100, as cross_entropy has it), and the module does not say how many are."""
+    integers = (
+        x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
+    )
+    return not weights(module, [(batch, 1)])[1] and any(
+        bool((x == -100).any()) for x in integers if x.dtype is not torch.bool
+    )
+
+
+def split_step(
+    module: Any, step: str, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, reduction: Reduction, seed: int
+) -> tuple[list[MicroBatch], bool]:
+    """The micro-batches of a step's first argument, and whether their weights are the module's own counts.
+
+    Weights are shares of 1 where the module does not count. A micro-batch that counts nothing is left out, where another does: its
+    mean loss is no number.
+    """
+    if not args:
+        raise PlanError(f"{step} was called without a batch: a pipeline cuts its first argument into micro-batches")
+    cut = split_samples(module, args[0], number)
+    counts, own = weights(module, cut)
+    if own and reduction == "token_mean" and any(counts):
+        kept = [i for i, count in enumerate(counts) if count > 0]
+        cut, counts = [cut[i] for i in kept], [counts[i] for i in kept]
+    return list(_pieces(step, args, kwargs, cut, counts, _loss_weights(counts, own, reduction), seed)), own
+
+
+def _pieces(
+    step: str, args: tuple[Any, ...], kwargs: dict[str, Any], cut: list[tuple[Any, int]], counts: list[float], shares: list[float],
+    seed: int,
+) -> Iterator[MicroBatch]:  # fmt: skip
+    for i, (part, size) in enumerate(cut):
+        yield MicroBatch(step, i, (part, *args[1:]), kwargs, size, shares[i], counts[i], seed + i)
+
+
+def _loss_weights(counts: list[float], own: bool, reduction: Reduction) -> list[float]:
+    if reduction == "sum":
+        return [1.0] * len(counts)
+    if reduction == "micro_mean":
+        return [1.0 / len(counts)] * len(counts)
+    return counts if own else [count / max(sum(counts), 1.0) for count in counts]

@@ -1,0 +1,193 @@
+"""A module of the user's own on the mesh of a plan: its steps cut into stages, what is left spread over the plan's other dimensions."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.deterministic_init import declarations, materialize
+from arclight.parallel.model.activation_checkpoint import checkpoint_block
+from arclight.parallel.model.compile import compile_each
+from arclight.parallel.model.fsdp import FsdpTypes, fsdp_options
+from arclight.parallel.pipeline.runtime.consistency_check import PipelineFingerprint
+from arclight.parallel.pipeline.runtime.engine import Engine
+from arclight.parallel.pipeline.runtime.install import exchanges_within_step
+from arclight.parallel.pipeline.runtime.runner import PipelineRunner
+from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology
+from arclight.parallel.pipeline.runtime.tied_parameters import TiedParameters
+from arclight.parallel.pipeline.runtime.torch_pipelining import schedule_kind
+from arclight.parallel.pipeline.splitting.stage_tensors import meta_skeleton
+from arclight.parallel.pipeline.steps.auto_schedule import PipelineChoice, PipelineRequest, choose_pipeline
+from arclight.parallel.pipeline.steps.micro_batch import hides_targets, split_samples
+from arclight.parallel.pipeline.steps.pipelined_steps import PipelinedSteps, StagePart, StepOptions
+from arclight.parallel.pipeline.weights.initialize import begin
+from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.step_protocol import own_batch_weight
+
+if TYPE_CHECKING:
+    from arclight.parallel.mesh import Mesh
+
+
+def is_runnable(module: nn.Module) -> bool:
+    """Whether a module is written for runners (`arclight.parallel.step_protocol.Runnable`), so that its steps need not be cut."""
+    return all(hasattr(module, name) for name in ("model", "runner", "split_batch", "loss"))
+
+
+def only_stages(plan: Plan) -> bool:
+    """Whether the plan spreads nothing within a stage but samples and shares of weights."""
+    return plan.cp == plan.tp == plan.ep == 1
+
+
+def check_steps(plan: Plan, module: nn.Module) -> None:
+    """Raise PlanError for a plan that a module's own steps cannot be run on."""
+    for name in ("cp", "tp", "ep"):
+        if getattr(plan, name) > 1:
+            raise PlanError(
+                f"{type(module).__name__} has steps of its own, which a pipeline cuts as they are, but cannot spread over {name} = "
+                f"{getattr(plan, name)}: write them as arclight.parallel.step_protocol says, or use {name} = 1"
+            )
+    for wish in ("cpu_offload",):
+        if getattr(plan, wish):
+            raise PlanError(f"{wish} is not done for pipelines of a module's own steps: leave it out")
+
+
+def parallelize_steps(
+    module: nn.Module,
+    mesh: Mesh,
+    device: torch.device,
+    types: FsdpTypes,
+    seed: int,
+    example: tuple[Any, Any],
+    wishes: PipelineRequest,
+) -> PipelinedSteps:
+    """Leave of ``module`` what this process's stages need, spread that, and give the steps that run on all of them.
+
+    example: the step that decides where to cut, and a batch for it. All processes of ``mesh`` call this. Raises PlanError for what
+    cannot be cut, before it is changed.
+    """
+    plan, (step, batch) = mesh.plan, example
+    check_steps(plan, module)
+    if hasattr(module, "scale_losses") and (wishes.reduction != "token_mean" or own_batch_weight(module) is None):
+        raise PlanError(
+            f"{type(module).__name__} adds losses in backward (scale_losses), which count beside means over what batch_weight counts alone: "
+            'give it a batch_weight, and leave reduction = "token_mean"'
+        )
+    steps = PipelinedSteps(module, device)
+    piece, _ = split_samples(module, batch, plan.pieces)[0]
+    args = _arguments(step, piece)
+    graph = steps.look(step, args)
+    chosen = choose_pipeline(module, step, args, graph, split_samples(module, batch, 1)[0][1], plan, wishes)
+    kind = schedule_kind(chosen.schedule)
+    line = PipelineTopology(mesh.group("pp") if plan.pp > 1 else None, len(chosen.cuts), kind, device)
+    if wishes.reduction == "token_mean" and chosen.micro_batches > 1 and hides_targets(module, batch):
+        rank_zero_warn(
+            "some targets of a batch are -100, and count nothing: the mean of micro-batches' means is not that of the batch. Give "
+            f"{type(module).__name__} a batch_weight(batch) that says how many count, as (labels != -100).sum()"
+        )
+    options = StepOptions(chosen.micro_batches, wishes.evaluation_micro_batches, wishes.reduction)
+    steps.cut(step, graph, chosen.cuts, line, options)
+    names = steps.names_of()
+    own = {n: frozenset(name for name, stages in names.items() if n in stages) for n in line.own}
+    found = {n: StagePart(steps, n, own[n] if len(line.own) > 1 else None) for n in line.own}
+    _spread(steps, found, mesh, device, types, seed)
+    named: dict[int, nn.Module] = {n: _Named(part) for n, part in found.items()}
+    engine = Engine(dict(found), line, functools.partial(_statement, steps, named, plan, chosen), steps.shared)
+    steps.runner = PipelineRunner(
+        engine, chosen.micro_batches, data=mesh.loss_group if plan.data_parallel > 1 else None,
+        shared=TiedParameters(line, named, steps.shared), in_step=exchanges_within_step(plan),
+    )  # fmt: skip
+    return steps
+
+
+def _arguments(step: Any, piece: Any) -> tuple[Any, ...]:
+    import inspect
+
+    wanted = [
+        p for p in inspect.signature(step).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    required = [p for p in wanted if p.default is p.empty]
+    several = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(step).parameters.values())
+    return (piece, 0) if len(wanted) > 1 or several else (piece,) if required or wanted else ()
+
+
+def _spread(
+    steps: PipelinedSteps, found: dict[int, StagePart], mesh: Mesh, device: torch.device, types: FsdpTypes, seed: int
+) -> None:
+    """Memory on the device, and shares of it, for what the module has now."""
+    module, plan = steps.module, mesh.plan
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not tensor.is_meta and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
+    _begin(steps, device, seed)
+    units = steps.parts_here()
+    for block in steps.blocks_here():
+        checkpoint_block(block, plan.activation_checkpointing)
+    compile_each(steps.blocks_here(), plan)
+    if plan.data_parallel > 1:
+        _shard(steps, found, units, mesh, types)
+    materialize(module, device, seed, apart=True)
+    steps.spread_shared()
+
+
+def _begin(steps: PipelinedSteps, device: torch.device, seed: int) -> None:
+    """First values of what does not declare them, as its modules mean them. What does is drawn in shares later."""
+    declared = declarations(steps.module)
+    tensors = (*steps.module.named_parameters(), *steps.module.named_buffers())
+    if any(tensor.is_meta and name not in declared for name, tensor in tensors):
+        with steps.skeleton.whole():
+            model = meta_skeleton(steps.module)
+        begin(steps.module, model=model, device=device, seed=seed)
+
+
+def _shard(
+    steps: PipelinedSteps, found: dict[int, StagePart], units: Sequence[nn.Module], mesh: Mesh, types: FsdpTypes
+) -> None:
+    options = fsdp_options(mesh, types)
+    names = Counter(parameter for _, parameter in steps.module.named_parameters(remove_duplicate=False))
+    for parameter in steps.module.parameters():
+        if sum(any(p is parameter for p in part.parameters()) for part in found.values()) > 1:
+            raise PlanError(
+                "a parameter is in two stages of one process, each of which would gather it and let it go: use replicas = shards = 1, or a "
+                "schedule with one stage for each process"
+            )
+    for unit in units:  # what has several names is gathered with the stage
+        own = list(unit.parameters())
+        if own and all(names[parameter] == 1 for parameter in own):
+            fully_shard(unit, **options)
+    for part in found.values():
+        others = {p for p in steps.module.parameters() if p not in set(part.parameters())}
+        fully_shard(part, **(options | {"reshard_after_forward": False}), ignored_params=others)
+        if dist.get_backend() == "gloo":  # which has no averaging reductions
+            for inner in part.modules():
+                if isinstance(inner, FSDPModule):
+                    inner.set_force_sum_reduction_for_comms(True)
+
+
+class _Named(nn.Module):
+    """A stage's parameters under their names in the module."""
+
+    def __init__(self, part: StagePart) -> None:
+        super().__init__()
+        self.__dict__["part"] = part
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return ((name.removeprefix("inner."), p) for name, p in self.__dict__["part"].named_parameters())
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        found: nn.Parameter = self.__dict__["part"].inner.get_parameter(target)
+        return found
+
+
+def _statement(
+    steps: PipelinedSteps, named: dict[int, nn.Module], plan: Plan, chosen: PipelineChoice
+) -> PipelineFingerprint:
+    said = {"the plan": str(plan), "what was chosen": repr(chosen), "how steps are run": repr(steps.options)}
+    return PipelineFingerprint.of(named, said, steps.shared)

@@ -1,0 +1,387 @@
+"""A user's own steps, cut into stages: which of their calls run where, and one function for each that runs it by a schedule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arclight.fabric.distributed.dtensor import local_tensor
+from arclight.parallel.blocks import repeated_blocks
+from arclight.parallel.pipeline.call_graph import CallGraph, Value
+from arclight.parallel.pipeline.runtime.runner import PipelineRunner
+from arclight.parallel.pipeline.runtime.stage_program import PipelineTopology, StageProgram
+from arclight.parallel.pipeline.splitting.capture import capture_call_graph
+from arclight.parallel.pipeline.splitting.placeholder_tensor import placeholders_in
+from arclight.parallel.pipeline.splitting.sliced_module import SlicedModule
+from arclight.parallel.pipeline.splitting.stage_assignment import StageAssignment
+from arclight.parallel.pipeline.steps.micro_batch import MicroBatch, Reduction, split_step
+from arclight.parallel.pipeline.steps.module_state import AttributeSync, FullModuleView, isolate_attributes
+from arclight.parallel.pipeline.steps.step_outputs import LogRecorder, OutputBroadcaster, StepOutput, merge_step_outputs
+from arclight.parallel.plan import PlanError
+from arclight.parallel.step_protocol import Split
+
+_SEEDS = 1 << 48
+"""How many seeds a step may have; numbers that a float64 holds exactly. Those of stages lie apart by so many."""
+
+Step = Callable[..., Any]
+"""A method bound to the module that is cut."""
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How steps are run."""
+
+    micro_batches: int
+    evaluation_micro_batches: int = 1
+    """Parts of a batch that validation, test and prediction take; with 1 they see whole batches, as in one process."""
+    reduction: Reduction = "token_mean"
+
+
+class StagePart(StageProgram):
+    """What one stage of this process calls, whichever step it is of; to others it is a module with that stage's tensors."""
+
+    def __init__(self, steps: PipelinedSteps, number: int, names: frozenset[str] | None) -> None:
+        """names: of the parameters and buffers of the module that are the stage's; None: all that the module has."""
+        last = number == steps.line.stages - 1
+        super().__init__(_Stage(steps, number), steps.loss if last else None, sliced=True, first=number == 0)
+        self.inner, self.names = steps.module, names
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if self._has(prefix, name):
+                yield name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            if self._has(prefix, name):
+                yield name, buffer
+
+    def _has(self, prefix: str, name: str) -> bool:
+        below = name.removeprefix(f"{prefix}." if prefix else "").removeprefix("inner.")
+        return self.names is None or below in self.names
+
+
+class _Stage(nn.Module):
+    """The stage of whichever step is under way."""
+
+    def __init__(self, steps: PipelinedSteps, number: int) -> None:
+        super().__init__()
+        self.__dict__["steps"], self.number = steps, number
+
+    def forward(self, *received: Tensor, args: tuple[MicroBatch, str], kwargs: dict[str, Any]) -> Any:
+        return self.__dict__["steps"].forward(self.number, received, args[0])
+
+
+class PipelinedSteps:
+    """The steps of ``module``, whose parts lie on the processes of ``line``.
+
+    The first one that is looked at and cut decides which calls are whose; the others follow, so that each parameter stays where
+    it is. They may call parts in another order only as far as no stage would come back after a later one.
+    """
+
+    line: PipelineTopology
+    options: StepOptions
+    teller: OutputBroadcaster
+    last: bool
+    """Whether this process has the last stage."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module, self.device = module, device
+        self.recorder, self.attributes = LogRecorder(module), AttributeSync(module)
+        self.runner: PipelineRunner | None = None
+        self.skeleton = FullModuleView(module)
+        self.shared: dict[str, tuple[int, ...]] = {}
+        """Parameters that several stages have, by their first names."""
+        self.stages_of: dict[str, tuple[int, ...]] = {}
+        """For each parameter, by its first name, the stages that have it."""
+        self.everybodys: frozenset[str] = frozenset()
+        """Buffers that belong to no part."""
+        self._calls: dict[str, list[int]] = {}
+        self._graphs: dict[str, CallGraph] = {}
+        self._sliced: dict[str, SlicedModule] = {}
+        self._outputs: dict[int, Any] = {}
+
+    # -- cutting ---------------------------------------------------------------------------------------------------
+
+    def look(self, step: Step, args: tuple[Any, ...]) -> CallGraph:
+        """What ``step`` does with one micro-batch of its arguments. Raises PlanError where that cannot be cut."""
+        graph = self._observe(step, args, {})
+        self._refuse_unused(graph, step.__name__)
+        return self._with_frozen(graph)
+
+    def cut(
+        self, step: Step, graph: CallGraph, begins: Sequence[int], line: PipelineTopology, options: StepOptions
+    ) -> None:
+        """Share out the calls of ``graph``: stage n begins with call ``begins[n]``; the module keeps this process's parts."""
+        self.line, self.options = line, options
+        self.teller = OutputBroadcaster(line.group, line.owner(line.stages - 1), line.device)
+        self.last = line.stages - 1 in line.own
+        cuts = StageAssignment.of(graph, tuple(begins))
+        if graph.repeated and len(line.own) > 1:
+            raise PlanError(
+                f"{min(graph.repeated)} is changed between parts of the model, by each of the {len(line.own)} stages of a process once: change it "
+                "after the last part was called, or choose a schedule with one stage for each process (1F1B)"
+            )
+        for number in range(self.line.stages):
+            for call in graph.calls[slice(*cuts.range(number))]:
+                self._calls.setdefault(call.name, []).append(number)
+        self.stages_of, self.shared = cuts.users, cuts.shared
+        parts = tuple(f"{call.name}." for call in graph.calls)
+        self.everybodys = frozenset(name for name, _ in self.module.named_buffers() if not name.startswith(parts))
+        with self._undisturbed():
+            sliced = self._sliced[step.__name__] = self._cut(step, cuts)
+        if self.last:  # saves what belongs to no part, as it is the one that has seen whole steps
+            for path, _, name in (whole.rpartition(".") for whole in sliced.borrowed):
+                self.module.get_submodule(path)._non_persistent_buffers_set.discard(name)
+        self.skeleton.let_go()
+
+    def _observe(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallGraph:
+        if getattr(step, "__self__", None) is not self.module:
+            raise PlanError(
+                f"{getattr(step, '__name__', step)} is no plain method of {type(self.module).__name__} (it was compiled, or put in its place), "
+                "so it cannot be cut into stages: leave it as it is, and set compile in the plan"
+            )
+        with self._undisturbed(), self.recorder.listening():
+            graph = capture_call_graph(self.module, step, args, kwargs, open_end=True)
+            logged = [source for hole in placeholders_in(self.recorder.values()) for source in hole.origin.sources]
+        values = frozenset(source for source in logged if isinstance(source, Value))
+        names = tuple(dict.fromkeys(source for source in logged if isinstance(source, str)))
+        return replace(graph, result=graph.result | values, result_parameters=(*graph.result_parameters, *names))
+
+    def _refuse_unused(self, graph: CallGraph, step: str) -> None:
+        used = {name for call in graph.calls for name in call.parameters}.union(graph.result_parameters)
+        unused = [name for name, p in self.module.named_parameters() if p.requires_grad and name not in used]
+        if unused:
+            raise PlanError(
+                f"no stage of the pipeline uses {', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}, which {step} does not call: call "
+                "requires_grad_(False) on what shall not train, or remove it"
+            )
+
+    def _with_frozen(self, graph: CallGraph) -> CallGraph:
+        """Frozen parameters that the step does not use stay with the last stage, for other steps and for checkpoints."""
+        used = {name for call in graph.calls for name in call.parameters}.union(graph.result_parameters)
+        others = tuple(name for name, _ in self.module.named_parameters() if name not in used)
+        return replace(graph, result_parameters=(*graph.result_parameters, *others))
+
+    def _following_cuts(self, step: str, graph: CallGraph) -> tuple[int, ...]:
+        """Cuts of another step that leave each call where the first one has it."""
+        seen: dict[str, int] = {}
+        cuts, now = [0], 0
+        for number, call in enumerate(graph.calls):
+            known = self._calls.get(call.name)
+            turn = seen[call.name] = seen.get(call.name, -1) + 1
+            if known is not None:
+                stage = known[min(turn, len(known) - 1)]
+            else:
+                stage = max(
+                    (self.stages_of[name][-1] for name in call.parameters if name in self.stages_of), default=now
+                )
+            if stage < now:
+                raise PlanError(
+                    f"{step} calls {call.name} (stage {stage}) after parts of stage {now}: a batch goes through the stages of a pipeline "
+                    "once; call parts in the order of training_step"
+                )
+            cuts += [number] * (stage - now)
+            now = stage
+        missing = self.line.stages - len(cuts)
+        if missing or any(a == b for a, b in pairwise(cuts)):
+            raise PlanError(
+                f"{step} leaves out all parts of a stage: a batch goes through all stages of a pipeline; use fewer stages"
+            )
+        return tuple(cuts)
+
+    def _slice(self, step: Step, piece: MicroBatch) -> None:
+        name = step.__name__
+        with self.skeleton.whole():
+            graph = self._with_frozen(self._observe(step, piece.args, piece.kwargs))
+            cuts = StageAssignment.of(graph, self._following_cuts(name, graph))
+            self._sliced[name] = self._cut(step, cuts)
+
+    def _cut(self, step: Step, cuts: StageAssignment) -> SlicedModule:
+        return SlicedModule(self.module, step, cuts, self.line.own, self.module, self.device)
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Running steps in here to see what they do leaves no trace."""
+        with ExitStack() as stack:
+            stack.enter_context(self._own_randomness())
+            stack.enter_context(self.skeleton.whole())
+            stack.enter_context(isolate_attributes(self.module))
+            yield
+
+    def _own_randomness(self) -> Any:
+        devices = [self.device] if self.device.type == "cuda" else []
+        return torch.random.fork_rng(devices, device_type=self.device.type if devices else None)
+
+    # -- what the module has now -----------------------------------------------------------------------------------
+
+    @property
+    def _decided(self) -> SlicedModule:
+        """The step that decided who has what."""
+        return next(iter(self._sliced.values()))
+
+    def names_of(self) -> dict[str, tuple[int, ...]]:
+        """For each parameter and buffer that the module has, by each of its names, the stages of this process that have it.
+
+        Buffers of no part are the last stage's, or everybody's.
+        """
+        sliced = self._decided
+        own = set(self.line.own)
+        found = {
+            name: tuple(own.intersection(self.stages_of[sliced.names[name]]))
+            for name, _ in self.module.named_parameters(remove_duplicate=False)
+        }
+        for name, _ in self.module.named_buffers(remove_duplicate=False):
+            stages = {n for call, numbers in self._calls.items() if name.startswith(f"{call}.") for n in numbers}
+            found[name] = tuple(own.intersection(stages) or {max(own)})
+        return found
+
+    def parts_here(self) -> list[nn.Module]:
+        """The modules that this process calls, each once."""
+        return list(dict.fromkeys(self._decided.parts.values()))
+
+    def blocks_here(self) -> list[nn.Module]:
+        """Of these the repeated blocks, and those in them."""
+        with self.skeleton.whole():
+            repeated = {part for _, block in repeated_blocks(self.module) for part in block.modules()}
+        return [part for part in self.parts_here() if part in repeated and next(part.parameters(), None) is not None]
+
+    @property
+    def elsewhere(self) -> set[nn.Parameter]:
+        """Parameters that an earlier stage on another process has too: they count there."""
+        shared = self.runner.shared if self.runner is not None else None
+        return shared.elsewhere if shared is not None else set()
+
+    @torch.no_grad()
+    def spread_shared(self) -> None:
+        """Parameters of several stages begin alike: as the first of these has them."""
+        if self.line.group is None:
+            return
+        own = {self._decided.names[name]: p for name, p in self.module.named_parameters()}
+        for name, stages in self.shared.items():
+            if name not in own:
+                continue
+            part, first = local_tensor(own[name]), self.line.place(stages[0])
+            if self.line.rank != first:
+                room = torch.empty_like(part)
+                dist.recv(room, self.line.owner(stages[0]), group=self.line.group)
+                part.copy_(room)
+                continue
+            users = {self.line.place(stage): self.line.owner(stage) for stage in stages}
+            for place in sorted(users.keys() - {first}):
+                dist.send(part.contiguous(), users[place], group=self.line.group)
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def bound(self, step: Step) -> Step:
+        """What is called in place of ``step`` (a method of the module), with the same arguments, by every process of the pipeline."""
+        return functools.wraps(step)(functools.partial(self._run, step))
+
+    def _run(self, step: Step, *args: Any, **kwargs: Any) -> Any:
+        name, trains = step.__name__, torch.is_grad_enabled()
+        self.attributes.begin()
+        seed = int(torch.randint(_SEEDS, ()))
+        number = self.options.micro_batches if trains else self.options.evaluation_micro_batches
+        reduction = self.options.reduction if trains else "token_mean"
+        pieces, counted = split_step(self.module, name, args, kwargs, number, reduction, seed)
+        if name not in self._sliced:
+            self._slice(step, pieces[0])
+        self._outputs = {}
+        assert self.runner is not None
+        with self._own_randomness(), self.recorder.listening():
+            total, _ = self.runner(_Call(self, pieces, args, trains and counted), None)
+        self.runner.engine.wait()
+        outcome = self.teller.tell(self._outcome(name, pieces, trains) if self.last else None, seed)
+        if outcome.values is not None:
+            self.recorder.replay(outcome.names, outcome.values)
+        if not trains:
+            return outcome.output
+        weight = sum(piece.weight for piece in pieces)
+        loss = total / weight if counted and reduction == "token_mean" and weight else total
+        return loss if outcome.output is None else {"loss": loss, **outcome.output}
+
+    def forward(self, number: int, received: tuple[Tensor, ...], piece: MicroBatch) -> Any:
+        """One stage on one micro-batch, with random numbers of its own, which depend on no other stage's or micro-batch's."""
+        torch.manual_seed(piece.seed + number * _SEEDS)
+        self.recorder.piece = piece.number
+        return self._sliced[piece.step].run(number, received, piece.args, piece.kwargs)
+
+    def loss(self, output: Any, piece: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Of what the last stage's step returned: the loss, weighed."""
+        self._outputs[piece.number] = output
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        if not torch.is_grad_enabled():
+            return zero, zero
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise PlanError(
+                f"{piece.step} of a pipeline must return a loss for each micro-batch (a tensor with one number, or a dict with 'loss'), got "
+                f"{type(loss).__name__}: a batch cannot be skipped once its stages have run"
+            )
+        return loss.reshape(()) * piece.weight, zero
+
+    def _outcome(self, step: str, pieces: list[MicroBatch], trains: bool) -> StepOutput:
+        names, values = self.recorder.combined({p.number: p.counts for p in pieces}, self.device)
+        output = merge_step_outputs(
+            [_besides(self._outputs[p.number], trains) for p in pieces],
+            [p.samples for p in pieces], [p.counts for p in pieces], f"what {step} returned",
+        )  # fmt: skip
+        self._outputs = {}
+        return StepOutput(names, torch.stack(values) if values else None, output)
+
+    def settle(self) -> None:
+        """After the last step of an epoch or an evaluation: what steps gathered in the module is alike on the whole pipeline."""
+        self.attributes.settle(self.line.group, self.teller.source, self.device)
+
+
+def _besides(output: Any, trains: bool) -> Any:
+    """What of a training step's output is no loss: None, or the rest of a dict. All that an evaluation's gives."""
+    if not trains:
+        return output
+    rest = {name: value for name, value in output.items() if name != "loss"} if isinstance(output, dict) else None
+    return rest or None
+
+
+@dataclass
+class _Call:
+    """A step under way, as a runner takes it."""
+
+    steps: PipelinedSteps
+    pieces: list[MicroBatch]
+    args: tuple[Any, ...]
+    counted: bool
+    model: Any = field(default=None)
+    runner: Any = field(default=None)
+
+    def micro_batches(self, batch: Any, number: int) -> list[Split]:
+        return [((piece, repr(piece)), {}, piece) for piece in self.pieces]
+
+    @property
+    def batch_weight(self) -> Callable[[Any], Any] | None:
+        """What all processes with the same layers take the mean of, before gradients are summed among them; None for samples."""
+        module: Any = self.steps.module
+        return (lambda _: module.batch_weight(self.args[0])) if self.counted else None
+
+    def scale_losses(self, share: Tensor, batch: Any) -> None:
+        """Tell the module what its sums are multiplied by before their backward, if it adds losses of its own there."""
+        module: Any = self.steps.module
+        if self.counted and hasattr(module, "scale_losses"):
+            module.scale_losses(share, self.args[0])
+
+    def split_batch(self, batch: Any) -> Split:
+        raise NotImplementedError
+
+    def loss(self, output: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError

@@ -1,0 +1,276 @@
+"""What a step leaves beside its loss (logged values, outputs), put together from its micro-batches and told to all processes."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from arclight.fabric.batches import map_tensors
+from arclight.parallel.plan import PlanError
+
+_UNSAID = -1.0
+"""In the place of a batch size that was not given."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``log``."""
+
+    name: str
+    value: Any
+    size: Any
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Name:
+    """A value of the step, without its number: what all processes know of it after its first time."""
+
+    name: str
+    options: dict[str, Any]
+    dtype: torch.dtype | None
+    """None for a metric, whose number is what its last call gave."""
+
+
+class LogRecorder:
+    """Takes the place of ``module.log`` while micro-batches run; the calls of each of them are kept apart.
+
+    Only what the last stage's process records counts: it alone runs each step to its end.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.pieces: dict[int, list[_Call]] = {}
+        self.piece = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """In here the module's ``log`` is this."""
+        self.pieces = {}
+        if not hasattr(self.module, "log"):
+            yield
+            return
+        self._log: Callable[..., None] = self.module.log
+        self._signature = inspect.signature(self._log)
+        self.module.__dict__["log"] = self._take
+        try:
+            yield
+        finally:
+            del self.module.__dict__["log"]
+
+    def __deepcopy__(self, memo: Any) -> LogRecorder:
+        return self
+
+    def _take(self, *arguments: Any, **options: Any) -> None:
+        given = dict(self._signature.bind(*arguments, **options).arguments)
+        name, value, size = given.pop("name"), given.pop("value"), given.pop("batch_size", None)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.detach().reshape(()).clone()
+        elif not isinstance(value, numbers.Number) and not hasattr(value, "compute"):
+            self._log(name, value, **given)  # which says what is wrong with it
+        if given.get("sync_dist_group") is not None:
+            raise PlanError(
+                f"self.log({name!r}, sync_dist_group=...) in a step that a pipeline runs: leave the group out, values are put together "
+                "over all processes"
+            )
+        self.pieces.setdefault(self.piece, []).append(_Call(name, value, size, given))
+
+    def values(self) -> list[Any]:
+        """All that was logged."""
+        return [call.value for calls in self.pieces.values() for call in calls]
+
+    def combined(self, weights: Mapping[int, float], device: torch.device) -> tuple[tuple[Name, ...], list[Tensor]]:
+        """Each value as if the step had run on the whole batch, and for each its number and batch size.
+
+        A mean counts with the batch sizes that were given, else with ``weights``; sums, least and greatest are those of all.
+        """
+        together: dict[tuple[str, int], list[tuple[float, _Call]]] = {}
+        for piece, calls in self.pieces.items():
+            seen: dict[str, int] = {}
+            for call in calls:
+                seen[call.name] = seen.get(call.name, 0) + 1
+                together.setdefault((call.name, seen[call.name]), []).append((weights[piece], call))
+        names, values = [], []
+        for (name, _), calls_of_name in together.items():
+            newest = calls_of_name[-1][1]
+            options = newest.options if _dtype(newest.value) is not None else with_attribute(self.module, newest)
+            names.append(Name(name, options, _dtype(newest.value)))
+            values += [x.to(device, torch.float64) for x in _whole(calls_of_name)]
+        return tuple(names), values
+
+    def replay(self, names: Sequence[Name], values: Tensor) -> None:
+        """Log the whole step's values; called on every process, outside of :meth:`listening`."""
+        sizes = values[1::2].tolist()
+        for number, entry in enumerate(names):
+            options = dict(entry.options)
+            if sizes[number] != _UNSAID:
+                size = sizes[number]
+                options["batch_size"] = int(size) if size == int(size) else size
+            if entry.dtype is not None:
+                self.module.log(entry.name, values[2 * number].to(entry.dtype), **options)
+                continue
+            metric = _attribute(self.module, entry)
+            metric._forward_cache = values[2 * number].to(torch.get_default_dtype())
+            self.module.log(entry.name, metric, **options)
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    if isinstance(value, Tensor):
+        return value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    return torch.get_default_dtype() if isinstance(value, numbers.Number) else None
+
+
+def _whole(calls: list[tuple[float, _Call]]) -> tuple[Tensor, Tensor]:
+    newest = calls[-1][1]
+    sizes = [call.size for _, call in calls]
+    given = all(size is not None for size in sizes)
+    total = sum(torch.as_tensor(size).double() for size in sizes) if given else torch.tensor(_UNSAID)
+    if _dtype(newest.value) is None:
+        return torch.as_tensor(_newest_of(newest.value)).double().reshape(()), torch.as_tensor(total)
+    values = torch.stack([torch.as_tensor(call.value).double() for _, call in calls])
+    reduce = newest.options.get("reduce_fx", "mean")
+    reduce = reduce if isinstance(reduce, str) else getattr(reduce, "__name__", "mean")
+    if reduce in ("sum", "max", "min", "amax", "amin"):
+        return getattr(values, reduce)(), torch.as_tensor(total)
+    shares = torch.stack(
+        [torch.as_tensor(call.size if given else weight).double().to(values.device) for weight, call in calls]
+    )
+    shares = torch.where(shares.sum() > 0, shares, torch.ones_like(shares))
+    return (values * shares).sum() / shares.sum(), torch.as_tensor(total)
+
+
+def _newest_of(metric: Any) -> Any:
+    """What a metric's last call gave; one that was only updated has no value of this step."""
+    cache = getattr(metric, "_forward_cache", None)
+    return float("nan") if cache is None else cache
+
+
+def _attribute(module: Any, entry: Name) -> Any:
+    path = entry.options["metric_attribute"]
+    found = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def with_attribute(module: Any, call: _Call) -> dict[str, Any]:
+    """Options of ``call`` with the place where the module has its metric, so that every process can log its own."""
+    if call.options.get("metric_attribute") is not None:
+        return call.options
+    for path, part in [*module.named_modules(), *vars(module).items()]:
+        if part is call.value:
+            return call.options | {"metric_attribute": path}
+    raise PlanError(
+        f"the metric logged as {call.name!r} is no attribute of {type(module).__name__}: make it one, so that every process has it"
+    )
+
+
+# -- outputs -------------------------------------------------------------------------------------------------------
+
+
+def merge_step_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], what: str) -> Any:
+    """One output from those of micro-batches with ``sizes`` samples.
+
+    Tensors and lists that have a row for each sample are joined, single numbers averaged by ``weights``; what is the same in all is
+    itself. Raises PlanError for anything else.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Mapping):
+        return {key: merge_step_outputs([x[key] for x in outputs], sizes, weights, f"{what}[{key!r}]") for key in first}
+    if all(isinstance(x, Tensor) for x in outputs):
+        if all(x.ndim and len(x) == size for x, size in zip(outputs, sizes, strict=True)):
+            return torch.cat(list(outputs))
+        if all(x.numel() == 1 for x in outputs):
+            shares = torch.as_tensor(weights, dtype=torch.float64, device=first.device)
+            mean = (torch.stack([x.reshape(()).double() for x in outputs]) * shares).sum() / shares.sum()
+            return mean.to(first.dtype if first.is_floating_point() else torch.get_default_dtype())
+    elif isinstance(first, list) and all(len(x) == size for x, size in zip(outputs, sizes, strict=True)):
+        return [row for output in outputs for row in output]
+    elif isinstance(first, tuple):
+        parts = zip(*outputs, strict=True)
+        return tuple(merge_step_outputs(part, sizes, weights, f"{what}[{i}]") for i, part in enumerate(parts))
+    elif all(x is first or (type(x) is type(first) and x == first) for x in outputs):
+        return first
+    raise PlanError(
+        f"{what} of several micro-batches cannot be put together: it is a {type(first).__name__} without a row for each sample; "
+        "return tensors that have one, or evaluate with evaluation_micro_batches = 1"
+    )
+
+
+# -- telling all processes -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class StepOutput:
+    """What a step gave besides its loss."""
+
+    names: tuple[Name, ...] = ()
+    values: Tensor | None = None
+    """(2 n,) float64: for each name its number and its batch size."""
+    output: Any = None
+
+
+@dataclass
+class OutputBroadcaster:
+    """Brings an outcome from the process of the last stage to all of its pipeline.
+
+    Names are sent when they change; from step to step one vector of numbers is.
+    """
+
+    group: dist.ProcessGroup | None
+    source: int
+    """The process that has the last stage, as all are numbered."""
+    device: torch.device
+    known: tuple[Name, ...] | None = field(default=None)
+    with_output: bool = False
+
+    def tell(self, outcome: StepOutput | None, check: int) -> StepOutput:
+        """The last stage's outcome, on every process; others give None. Raises RuntimeError where ``check`` differs."""
+        if self.group is None:
+            assert outcome is not None
+            return outcome
+        changed = outcome is not None and (
+            outcome.names != self.known or (outcome.output is not None) != self.with_output
+        )
+        vector = self._vector(None if changed else outcome, check, changed)
+        dist.broadcast(vector, self.source, group=self.group)
+        said, other = vector[:2].tolist()
+        if int(other) != check:
+            raise RuntimeError(
+                "processes of one pipeline draw other random numbers than the last stage's, so that its stages would compute other "
+                "steps: a hook or data set draws from torch's global generator on some processes only"
+            )
+        if said:
+            box = [(outcome.names, outcome.output is not None)] if outcome is not None else [None]
+            dist.broadcast_object_list(box, self.source, group=self.group, device=self._box_device)
+            self.known, self.with_output = box[0]  # type: ignore[misc]
+            vector = self._vector(outcome, check, False)
+            dist.broadcast(vector, self.source, group=self.group)
+        output = self._output(outcome) if self.with_output else None
+        return StepOutput(self.known or (), vector[2:], output)
+
+    def _vector(self, outcome: StepOutput | None, check: int, changed: bool) -> Tensor:
+        vector = torch.zeros(2 + 2 * len(self.known or ()), dtype=torch.float64, device=self.device)
+        vector[0], vector[1] = float(changed), float(check)
+        if outcome is not None and outcome.values is not None:
+            vector[2:] = outcome.values
+        return vector
+
+    def _output(self, outcome: StepOutput | None) -> Any:
+        box = [map_tensors(outcome.output, lambda x: x.detach().cpu())] if outcome is not None else [None]
+        dist.broadcast_object_list(box, self.source, group=self.group, device=self._box_device)
+        return outcome.output if outcome is not None else map_tensors(box[0], lambda x: x.to(self.device))
+
+    @property
+    def _box_device(self) -> torch.device | None:
+        return self.device if self.device.type == "cuda" else None

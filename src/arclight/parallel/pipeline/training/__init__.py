@@ -1,1 +1,0 @@
-"""A user's own steps in a pipeline, without code of the user's for it."""

@@ -1,0 +1,1 @@
+"""Draw recorded and predicted pipeline steps."""

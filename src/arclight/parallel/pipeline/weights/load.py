@@ -1,0 +1,208 @@
+"""One stage's weights out of safetensors files: only files that have some of them are opened, and only its tensors are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from arclight.fabric.distributed.dtensor import is_dtensor, local_tensor
+from arclight.fabric.distributed.sharding import shard_like
+from arclight.fabric.weight_files import WeightFiles
+from arclight.parallel.pipeline.splitting.stage_tensors import like, named_tensors, replace_tensors, stored_tensors
+from arclight.parallel.pipeline.weights.initialize import begin
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types that are converted into each other. Those of 8 bits have scales beside them, so their numbers alone mean something else."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded for some stages."""
+
+    names: dict[str, str]
+    """For each tensor, by the first of its names, the name that it has in the files."""
+    files: tuple[Path, ...]
+    """The files that were opened."""
+    bytes: int
+    """What the stages' tensors take up."""
+    begun: tuple[str, ...] = ()
+    """Buffers that no file holds, which the modules that have them computed anew."""
+
+
+@torch.no_grad()
+def load(
+    stages: nn.Module | Iterable[nn.Module], path: str | Path, *, model: nn.Module | None = None,
+    device: str | torch.device = "cpu", dtype: torch.dtype | None = None, prefix: str | None = None,
+    rename: Callable[[str], str] | None = None, mapped: bool = True,
+) -> Loaded:  # fmt: skip
+    """Fill ``stages`` with their tensors from ``path``: a safetensors file, its index, or a Hugging Face folder.
+
+    What is on the meta device gets memory on ``device``; what has memory is filled where it is; of what is spread over processes
+    each reads its share. A tensor is looked up by its names in the model (several where weights are tied), then below a
+    prefix that files or stages alone have ("model", "transformer"): the one given, or the only one with which everything is found.
+    rename: from a name in the model to the one in the files, where they were written for a model with other names.
+    ``dtype``: what tensors of floating types become, by default what they are in the stages; other types are never converted.
+    mapped: tensors on the CPU whose type fits stay in the file until they are used, and what is changed then is changed in memory
+    only; else they are copied, one after the other. Buffers that no file holds are computed as :func:`begin` does, ``model`` as there.
+
+    Raises ValueError, naming file and tensor, for what is missing, is there twice and differs, or has another shape or type;
+    FileNotFoundError for files that are not there; PlanError as :func:`begin`. Whatever is raised, no stage has changed.
+    """
+    stages = [stages] if isinstance(stages, nn.Module) else list(stages)
+    wanted: dict[torch.Tensor, list[str]] = {}
+    for stage in stages:
+        for tensor, names in stored_tensors(stage, model).items():
+            known = wanted.setdefault(tensor, [])
+            known += [name for name in names if name not in known]
+    files = WeightFiles(path)
+    rename = rename or str
+    known = [rename(name) for part in (stages if model is None else [model]) for name, _ in named_tensors(part)]
+    tied = {} if model is None else {names[0]: names for names in stored_tensors(model).values()}
+    groups = [[rename(n) for n in dict.fromkeys((*names, *tied.get(names[0], ())))] for names in wanted.values()]
+    sources = dict(zip(wanted, _find(groups, files, prefix, known), strict=True))
+    _check(wanted, sources, dtype, files)
+    assigned, filled = {}, {}
+    for tensor in sorted(wanted, key=lambda tensor: files.file_of(sources[tensor][0])):
+        raw = files.tensor(sources[tensor][0])
+        if not tensor.is_meta:
+            filled[tensor] = shard_like(raw, tensor)
+            continue
+        kind = _type(tensor, dtype)
+        if is_dtensor(tensor):
+            value = shard_like(raw.to(kind), tensor, torch.device(device))
+        elif (value := raw.to(device, kind)) is raw and not mapped:
+            value = raw.clone()
+        assigned[tensor] = like(value, tensor)
+    replace_tensors(stages, assigned)
+    try:
+        begun = begin(stages, model=model, device=device)
+    except BaseException:
+        replace_tensors(stages, {new: old for old, new in assigned.items()})
+        raise
+    for tensor, value in filled.items():
+        tensor.copy_(value)
+    total = sum(local_tensor(assigned.get(tensor, tensor)).nbytes for tensor in wanted)
+    return Loaded({names[0]: sources[tensor][0] for tensor, names in wanted.items()}, files.opened, total, begun)
+
+
+def _type(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.dtype in _FLOATS else tensor.dtype
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+def _find(groups: list[list[str]], files: WeightFiles, prefix: str | None, known: list[str]) -> list[list[str]]:
+    """For each tensor, by all its names, those under which it is in ``files``: more than one where tied weights are stored twice."""
+    if prefix is not None:
+        moves = [_given(known, files, prefix.rstrip("."))]
+    elif missing := [names for names in groups if not any(name in files for name in names)]:
+        exact = [name for names in groups for name in names if name in files]
+        moves = [move for move in _common(missing, files) if not any(move.covers(name) for name in exact)]
+    else:
+        moves = []
+    if len(moves) > 1:
+        told = " or ".join(sorted(str(move) for move in moves))
+        raise ValueError(
+            f"{files.path} has {missing[0][0]} below more than one name ({told}): say which is meant by `prefix`"
+        )
+    found = []
+    for names in groups:
+        there = [] if prefix is not None else [name for name in names if name in files]
+        found.append(there or [moved for name in names for move in moves if (moved := move(name)) in files])
+    lacking = [names[0] for names, there in zip(groups, found, strict=True) if not there]
+    if lacking:
+        below = f' below the prefix "{prefix}"' if prefix is not None else ""
+        raise ValueError(f"{files.path} lacks {_listed(lacking)}{below}; it has {_listed(list(files), 3)}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Move:
+    """How names of a stage become names in the files."""
+
+    add: str = ""
+    drop: str = ""
+
+    def __call__(self, name: str) -> str:
+        if self.drop and not name.startswith(f"{self.drop}."):
+            return name
+        bare = name[len(self.drop) + 1 :] if self.drop else name
+        return f"{self.add}.{bare}" if self.add else bare
+
+    def covers(self, name: str) -> bool:
+        """Whether ``name`` is one of those that it is for, so that files with it as it is are not meant so."""
+        return bool(self.add) or name.startswith(f"{self.drop}.")
+
+    def __str__(self) -> str:
+        return f'with "{self.add}." before it' if self.add else f'without "{self.drop}."'
+
+
+def _given(known: list[str], files: WeightFiles, prefix: str) -> _Move:
+    """What the given prefix means: files alone have it, the model alone has it, or (as it is then not needed) both."""
+    in_files = any(name.startswith(f"{prefix}.") for name in files)
+    in_model = any(name.startswith(f"{prefix}.") for name in known)
+    if not in_files and not in_model:
+        raise ValueError(
+            f'no name begins with "{prefix}.": {files.path} has {_listed(list(files), 3)}, the model {_listed(known, 3)}'
+        )
+    return _Move() if in_files and in_model else _Move(add=prefix if in_files else "", drop=prefix if in_model else "")
+
+
+def _common(missing: Sequence[Sequence[str]], files: WeightFiles) -> list[_Move]:
+    """All the moves with which each of ``missing`` is found; those that find the same are one."""
+    ends: dict[str, list[str]] = {}
+    for stored_name in files:
+        ends.setdefault(stored_name.rpartition(".")[2], []).append(stored_name)
+    common: set[_Move] | None = None
+    for names in missing:
+        moves = set()
+        for name in names:
+            for there in ends.get(name.rpartition(".")[2], ()):
+                if there.endswith(f".{name}"):
+                    moves.add(_Move(add=there[: -len(name) - 1]))
+                elif name.endswith(f".{there}"):
+                    moves.add(_Move(drop=name[: -len(there) - 1]))
+        common = moves if common is None else common & moves
+    return list(common or ())
+
+
+# -- checks --------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    wanted: dict[torch.Tensor, list[str]], sources: dict[torch.Tensor, list[str]], dtype: torch.dtype | None,
+    files: WeightFiles,
+) -> None:  # fmt: skip
+    """Raise ValueError for tensors that cannot be what the stages need: before any of them is read."""
+    if dtype is not None and dtype not in _FLOATS:
+        raise ValueError(f"dtype {dtype} is none of {', '.join(map(str, _FLOATS))}")
+    for tensor, names in wanted.items():
+        theirs, *copies = sources[tensor]
+        there, where = files.tensor(theirs), files.file_of(theirs)
+        kind = _type(tensor, dtype)
+        if there.shape != tensor.shape:
+            raise ValueError(
+                f"{where}: {theirs} is {tuple(there.shape)}, and {names[0]} of this model {tuple(tensor.shape)}"
+            )
+        if there.dtype != kind and not (there.dtype in _FLOATS and kind in _FLOATS):
+            raise ValueError(f"{where}: {theirs} is {there.dtype}, and {names[0]} {kind}: these are not converted")
+        if not tensor.is_meta and kind != tensor.dtype:
+            raise ValueError(
+                f"{names[0]} has memory as {tensor.dtype} already: load it on the meta device, or without dtype"
+            )
+        for copy in copies:
+            if not torch.equal(files.tensor(copy), there):
+                raise ValueError(
+                    f"{files.file_of(copy)}: {copy} differs from {theirs}, which in this model are one tied weight: untie them, or "
+                    "load weights that were trained tied"
+                )
+
+
+def _listed(names: Sequence[str], limit: int = 20) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"

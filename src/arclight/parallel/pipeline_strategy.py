@@ -1,0 +1,117 @@
+"""A pipeline for modules as they are: ``Trainer(strategy=Pipeline(stages=4))``, or ``Trainer(strategy="pipeline")``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from arclight.fabric.accelerators import Accelerator
+from arclight.fabric.environments import ClusterEnvironment
+from arclight.fabric.rank_zero import rank_zero_warn
+from arclight.parallel.pipeline.steps.auto_schedule import PipelineRequest, check_memory
+from arclight.parallel.pipeline.steps.micro_batch import REDUCTIONS, Reduction
+from arclight.parallel.pipeline.steps.parallelize_steps import only_stages
+from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.strategy import PlanStrategy
+
+Auto = Literal["auto"]
+
+
+class Pipeline(PlanStrategy):
+    """The steps of an ordinary module, run in stages by as many processes as there are stages and replicas.
+
+    ``training_step`` is cut where the pipeline is predicted to be fastest, for the first batch (or for ``example``), and each
+    batch goes through the stages in micro-batches; so do those of validation, test and prediction, whole. Every process sees
+    the loss, the logged values and the outputs of whole batches, hooks are called once for a step, and checkpoints hold the
+    whole module under its own names, whatever the number of stages. With one stage the same code runs in one process.
+
+    * The loss is the mean over the samples of a batch, or over what the module's ``batch_weight`` counts ("token_mean"), the plain
+      mean of the micro-batches' losses ("micro_mean"), or their sum ("sum"). What is logged is put together in the same way.
+    * What mixes samples (batch normalization, contrastive losses) sees micro-batches, and code of a step outside of the parts of the
+      model may run on several processes: what it gathers in attributes of the module is that of the last stage.
+    * A batch's tensors have samples in dimension 0; else the module has ``part_of_batch(batch, start, stop)``.
+    """
+
+    name = "pipeline"
+
+    def __init__(
+        self, stages: int | Auto = "auto", *, schedule: str = "auto", micro_batches: int | Auto = "auto", memory: str | float | None = None,
+        replicas: int = 1, shards: int = 1, reduction: Reduction = "token_mean", evaluation_micro_batches: int = 1, example: Any = None,
+        plan: Plan | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """stages: processes that a batch passes; "auto": the devices there are. schedule, micro_batches: "auto" is what is predicted to be
+        fastest for the first batch (`arclight.parallel.pipeline.steps.auto_schedule`). memory: what a process may use, as "22GiB". replicas,
+        shards: such pipelines beside each other, which read other samples and hold the same weights, or share them out (FSDP).
+        evaluation_micro_batches: parts of a batch that does not train. example: a batch, where the data give none before they are
+        read. plan: whatever else a `Plan` says. options: those of `PlanStrategy`. Raises PlanError for what cannot be run.
+        """
+        if reduction not in REDUCTIONS:
+            raise PlanError(f"reduction = {reduction!r} is not known; choose one of {', '.join(REDUCTIONS)}")
+        if evaluation_micro_batches < 1:
+            raise PlanError(f"evaluation_micro_batches must be 1 or more, got {evaluation_micro_batches!r}")
+        check_memory(memory)
+        self._stages = stages
+        fields: dict[str, Any] = {
+            "pp": 1 if stages == "auto" else stages,
+            "schedule": "1F1B" if schedule == "auto" else schedule,
+            "micro_batches": 0 if micro_batches == "auto" else micro_batches,
+            "dp_replicate": replicas,
+            "dp_shard": shards,
+        }
+        super().__init__(_joined(plan, fields), **options)
+        self.wishes = PipelineRequest(
+            memory, evaluation_micro_batches, reduction, schedule == "auto", micro_batches == "auto", example
+        )
+
+    @property
+    def in_stages(self) -> bool:
+        return True
+
+    def _cuts_steps(self, module: nn.Module) -> bool:
+        """Return True wherever steps can be cut, as what is wished for goes by the parts of a step."""
+        if only_stages(self.plan) or super()._cuts_steps(module):
+            return True
+        self._refuse_wishes(module)
+        return False
+
+    def _refuse_wishes(self, module: nn.Module) -> None:
+        """Raise PlanError for what is done for steps that are cut, where the model is cut by deletion; warn of "auto"."""
+        plan, wishes, usual = self.plan, self.wishes, PipelineRequest()
+        spread = next(f"{name} = {value}" for name in ("cp", "tp", "ep") if (value := getattr(plan, name)) > 1)
+        for name in ("memory", "evaluation_micro_batches", "reduction", "example"):
+            if getattr(wishes, name) is not getattr(usual, name) and getattr(wishes, name) != getattr(usual, name):
+                raise PlanError(
+                    f"Pipeline({name}=...) needs stages that are cut by what their parts cost, and {spread} spreads "
+                    f"{type(module).__name__} over more than stages: leave {name} out, or use stages, replicas and shards alone"
+                )
+        left = [name for name in ("schedule", "micro_batches") if getattr(wishes, f"choose_{name}")]
+        if left:
+            rank_zero_warn(
+                f'{" and ".join(left)} = "auto" cannot be predicted with {spread}: {plan.schedule} and {plan.pieces} micro-batches '
+                "are used; name what shall be"
+            )
+
+    def attach(
+        self, accelerator: Accelerator, parallel_devices: list[torch.device], num_nodes: int, environment: ClusterEnvironment
+    ) -> None:  # fmt: skip
+        if self._stages == "auto":
+            there = max(len(parallel_devices) * num_nodes, environment.world_size())
+            stages, rest = divmod(there, self.plan.data_parallel)
+            if rest or not stages:
+                raise PlanError(
+                    f"{there} devices cannot be shared by {self.plan.data_parallel} pipelines: set stages, or other replicas and shards"
+                )
+            self.plan = _joined(self.plan, {"pp": stages})
+            self._stages = stages
+        super().attach(accelerator, parallel_devices, num_nodes, environment)
+
+
+def _joined(plan: Plan | None, fields: dict[str, Any]) -> Plan:
+    if plan is None:
+        return Plan(**fields)
+    default = Plan()
+    own = {name: value for name, value in fields.items() if value != getattr(default, name)}
+    return replace(plan, **own)

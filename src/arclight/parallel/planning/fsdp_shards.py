@@ -1,0 +1,65 @@
+"""How a link's parameters are spread over processes by FSDP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from arclight.parallel.plan import Plan, PlanError
+from arclight.parallel.planning.chain import Chain, Parameters
+from arclight.parallel.planning.sharded_shapes import LayerSharding
+
+MASTER = 4
+"""Bytes of an element of the weights that are kept, of their gradients and of each moment: float32."""
+
+
+@dataclass(frozen=True)
+class FsdpShard:
+    """One link's parameters on one process. Elements, where nothing else is said."""
+
+    whole: int
+    """Of the parameters gathered."""
+    own: int
+    """Of the process's share: parameters are cut into equal numbers of rows, the last ones filled up."""
+    parts: int
+    """Processes over which they are spread."""
+    size: int
+    """Bytes of a gathered element."""
+    apart: bool = True
+    """Whether what is computed with is a copy beside the share: FSDP's, even of one process, or one of another type."""
+    summed: tuple[int, ...] = ()
+    """Of each parameter whose gradient is summed over ``tp``."""
+    expert_own: int = 0
+    """Of ``own``, those of experts that ``ep`` shares out."""
+    expert_parts: int = 1
+    """Processes over which those are spread."""
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the weights that forward and backward use beside the share; 0 where the share is what they use."""
+        return self.whole * self.size if self.apart else 0
+
+    @property
+    def exchanged(self) -> int:
+        """Elements that a gathering or scattering moves, padding included."""
+        dense = (self.own - self.expert_own) * self.parts if self.parts > 1 else 0
+        return dense + (self.expert_own * self.expert_parts if self.expert_parts > 1 else 0)
+
+
+def fsdp_shards_of(chain: Chain, plan: Plan) -> dict[str | int, FsdpShard]:
+    """By kind of link. Raises PlanError for experts that do not divide."""
+    parameters = chain.parameters(LayerSharding.of(plan))
+    return {kind: _share(one, plan, chain.workload.compute.itemsize) for kind, one in parameters.items()}
+
+
+def _share(parameters: Parameters, plan: Plan, size: int) -> FsdpShard:
+    parts = plan.dp_shard * plan.cp
+    own = sum(-(-shape[0] // parts) * prod(shape[1:]) if shape else 1 for shape in parameters.shapes)
+    left = parts // plan.ep
+    for shape in parameters.experts:
+        if all(length % left for length in shape[1:]):
+            raise PlanError(f"experts of {shape[1:]} do not divide by dp_shard * cp / ep = {left}: use a larger ep")
+    experts = sum(prod(shape) // left for shape in parameters.experts)
+    summed = tuple(map(prod, parameters.replicated)) if plan.tp > 1 else ()
+    apart = not plan.only_replicates or size != MASTER
+    return FsdpShard(parameters.elements, own + experts, parts, size, apart, summed, experts, left)

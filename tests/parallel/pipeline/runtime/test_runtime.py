@@ -1,0 +1,223 @@
+"""`Pipe.on`: how batches are cut, what losses are the mean of, how outputs come back, and what a step costs in messages."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.optim.processes import run
+from torch import Tensor, nn
+
+from arclight.parallel import PlanError
+from arclight.parallel.pipeline import Pipe, Reducer, split
+from arclight.parallel.pipeline.runtime.batch_splitting import BatchSplitter, merge_outputs
+
+WIDTH = 6
+
+
+class Several(nn.Module):
+    """Takes several arguments of which some are for all samples, and returns several things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, table: Tensor, *, scales: dict[str, Tensor], flag: bool = True) -> dict[str, Any]:
+        hidden = self.second(self.first(x).tanh() * table.mean(0))
+        hidden = hidden * scales["rows"] + scales["columns"].transpose(0, 1)
+        out = self.third(hidden.tanh()) if flag else hidden
+        return {"out": out, "pair": (out.sum(1), hidden.detach()), "total": out.square().sum(), "flag": flag}
+
+
+def arguments(samples: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(samples)
+    x, rows, columns = (torch.randn(samples, WIDTH, dtype=torch.float64, generator=generator) for _ in range(3))
+    table = torch.randn(11, WIDTH, dtype=torch.float64, generator=generator)
+    return (x, table), {"scales": {"rows": rows[:, :1], "columns": columns.T.contiguous()}, "flag": True}
+
+
+SPEC = {1: "replicate", "scales": {"rows": 0, "columns": 1}}
+MERGED = {"out": 0, "pair": (0, 0), "total": "sum", "flag": 0}
+
+
+def summed(output: dict[str, Any], targets: Any) -> tuple[Tensor, int]:
+    return output["total"], len(output["out"])
+
+
+def several(rank: int) -> None:
+    whole = Several().double()
+    for schedule, stages in (("1F1B", 2), ("1F1B", 3), ("ZBVZeroBubble", 3)):
+        args, kwargs = arguments(7)
+        pipe = split(copy.deepcopy(whole), (args, kwargs), stages=stages)
+        alone = stages == 3
+        group = dist.new_group([0]), dist.new_group([1])
+        runner = pipe.on(
+            group[rank] if alone else None, schedule=schedule, micro_batches=3, loss=summed, chunks=SPEC, outputs=MERGED
+        )
+        for samples in (7, 5):
+            args, kwargs = arguments(samples)
+            wanted = whole(*args, **kwargs)
+            whole.zero_grad()
+            (wanted["total"] / samples).backward()
+            for parameter in runner.parameters():
+                parameter.grad = None
+            result = runner.step(*args, outputs="last", **kwargs)
+            assert (result.outputs is not None) == (alone or rank == 1)
+            for stage in runner.stages.values():
+                for name, parameter in stage.named_parameters():
+                    torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=1e-12, atol=1e-14)
+            found = runner.evaluate(*args, outputs="everywhere", **kwargs).outputs
+            assert list(found) == list(wanted)
+            assert found["flag"] is True
+            torch.testing.assert_close(found["total"], wanted["total"].detach(), rtol=1e-12, atol=0)
+            torch.testing.assert_close(found["out"], wanted["out"].detach(), rtol=1e-12, atol=1e-14)
+            assert isinstance(found["pair"], tuple)
+            torch.testing.assert_close(found["pair"], tuple(x.detach() for x in wanted["pair"]), rtol=1e-12, atol=1e-14)
+
+
+def messages(rank: int) -> None:
+    """A step in which nothing is new has one collective, of two numbers; the store is not asked."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    x = torch.ones(8, WIDTH)
+    runner = split(model, (x,), stages=2).on(micro_batches=4, loss=lambda o, t: (o.sum(), o.numel()))
+    runner.step(x)
+    group, board = dist.group.WORLD, runner.engine._board
+    assert board is not None
+    before, turns = group._get_sequence_number_for_group(), board._turn
+    for _ in range(3):
+        runner.step(x)
+    with_messages = group._get_sequence_number_for_group() - before
+    exchanged = 4 * 2  # each micro-batch goes forth on one process and back on the other
+    assert with_messages in (3, 3 * (1 + exchanged))  # with or without what is sent from one to one
+    assert board._turn == turns
+    runner.step(x[:6])
+    assert board._turn == turns + 1
+
+
+@pytest.mark.parametrize("what", [several, messages])
+def test_on_two_processes(what: Any, tmp_path: Path) -> None:
+    run(2, tmp_path, what)
+
+
+# -- cutting -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_tensor_that_is_too_small_decides_and_smaller_ones_are_refused() -> None:
+    cut, reason = BatchSplitter().cut({0: torch.arange(3), "scale": 2.0, "point": torch.tensor(1.0)}, 4)
+    assert [piece[0].tolist() for piece in cut] == [[0], [1], [2]]
+    assert all(piece["scale"] == 2.0 and piece["point"] == 1.0 for piece in cut)
+    assert reason == "0 has 3 samples"
+    cut, reason = BatchSplitter().cut({0: torch.arange(5), "twice": torch.arange(10)}, 2)
+    assert [(piece[0].tolist(), piece["twice"].tolist()) for piece in cut] == [
+        ([0, 1, 2], [0, 1, 2, 3, 4, 5]),
+        ([3, 4], [6, 7, 8, 9]),
+    ]
+    assert not reason
+    with pytest.raises(
+        ValueError,
+        match=r"mask has 2 samples in dimension 0 and 0 has 8: the number of micro-batches \(4\) cannot be reduced",
+    ):
+        BatchSplitter().cut({0: torch.zeros(8), "mask": torch.zeros(2)}, 4)
+    with pytest.raises(ValueError, match="mask has 9 samples in dimension 0 and 0 has 8"):
+        BatchSplitter().cut({0: torch.zeros(8), "mask": torch.zeros(9)}, 4)
+    with pytest.raises(ValueError, match="0 has no samples"):
+        BatchSplitter().cut({0: torch.zeros(0, 3)}, 4)
+    with pytest.raises(PlanError, match="'mask' is cut, but there is no such argument among 0, 'x'"):
+        BatchSplitter({"mask": 0}).cut({0: torch.zeros(4), "x": 1}, 2)
+    with pytest.raises(PlanError, match="x has 1 dimensions and cannot be cut along dimension 1"):
+        BatchSplitter({"x": 1}).cut({"x": torch.zeros(4)}, 2)
+    with pytest.raises(PlanError, match="'all' of x, which is a Tensor"):
+        BatchSplitter({"x": "all"}).cut({"x": torch.zeros(4)}, 2)
+
+
+def test_outputs_are_put_together_as_is_said() -> None:
+    parts = [{"a": torch.ones(n, 2) * n, "n": torch.tensor(float(n)), "same": None} for n in (1, 3)]
+    found = merge_outputs(parts, {"a": 0, "n": "mean"}, [1, 3])
+    assert found["a"].shape == (4, 2)
+    assert found["n"] == 2.5
+    assert found["same"] is None
+    assert merge_outputs([torch.ones(2), torch.ones(2)], "sum", [1, 3]).tolist() == [2, 2]
+    assert merge_outputs([3, 4], Reducer(10, lambda one, other: one + other), [1, 1]) == 17
+    with pytest.raises(PlanError, match="gave a number each, which cannot be put together along a dimension"):
+        merge_outputs(parts, 0, [1, 3])
+    with pytest.raises(PlanError, match="micro-batches gave 1 and others"):
+        merge_outputs([1, 2], 0, [1, 1])
+    with pytest.raises(PlanError, match="outputs = 'max' is not known"):
+        merge_outputs([torch.ones(2)] * 2, "max", [1, 1])
+
+
+# -- losses --------------------------------------------------------------------------------------------------------
+
+
+def small() -> tuple[nn.Sequential, Pipe, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+    x = torch.randn(7, WIDTH, dtype=torch.float64)
+    return model, split(copy.deepcopy(model), (x,), stages=2), x
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "micro_mean", "sum"])
+def test_what_a_loss_is_the_mean_of(kind: Any) -> None:
+    model, pipe, x = small()
+    pieces = [model(some).square() for some in x.tensor_split(3)]
+    wanted = {
+        "token_mean": model(x).square().mean(),
+        "micro_mean": torch.stack([piece.mean() for piece in pieces]).mean(),
+        "sum": model(x).square().sum(),
+    }[kind]
+    wanted.backward()
+    runner = pipe.on(micro_batches=3, loss=lambda out, _: (out.square().sum(), out.numel()), reduction=kind)
+    for times in (1, 2):
+        result = runner.step(x)
+        assert float(result.loss) == pytest.approx(float(wanted.detach()), rel=1e-13)
+        for stage in pipe.stages:
+            for name, parameter in stage.named_parameters():
+                torch.testing.assert_close(
+                    parameter.grad, times * model.get_parameter(name).grad, rtol=1e-12, atol=1e-15
+                )
+
+
+def test_a_mean_of_what_is_not_known_is_refused_and_so_are_options_that_do_not_fit() -> None:
+    _, pipe, x = small()
+    with pytest.raises(PlanError, match="what it is the mean of is not known"):
+        pipe.on(micro_batches=3, loss=lambda out, _: out.square().mean()).step(x)
+    with pytest.raises(PlanError, match="the loss of a micro-batch is a Tensor"):
+        pipe.on(micro_batches=3, loss=lambda out, _: out).step(x)
+    with pytest.raises(PlanError, match="reduction = 'mean' is not known; choose one of token_mean"):
+        pipe.on(reduction="mean")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="a weight is for reduction = 'token_mean'"):
+        pipe.on(reduction="sum", weight=len)
+    with pytest.raises(PlanError, match="an input requires a gradient"):
+        pipe.on(loss=lambda out, _: (out.sum(), 1)).step(x.clone().requires_grad_())
+    with pytest.raises(PlanError, match="no pipeline schedule 'ring'"):
+        pipe.on(schedule="ring")
+    with pytest.raises(PlanError, match="micro_batches is 0"):
+        pipe.on(micro_batches=0)
+
+
+def test_fewer_samples_than_micro_batches_are_said_once() -> None:
+    _, pipe, x = small()
+    runner = pipe.on(micro_batches=9, loss=lambda out, _: (out.sum(), len(out)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        runner.step(x)
+        runner.step(x[:2])
+    told = [str(one.message) for one in said]
+    assert [text for text in told if text.startswith("Reducing")] == [
+        "Reducing micro-batches from 9 to 7: 0 has 7 samples"
+    ]
+
+
+def test_the_state_of_all_stages_is_that_of_the_model() -> None:
+    model, pipe, _ = small()
+    runner = pipe.on()
+    state = runner.state_dict()
+    assert list(state) == list(model.state_dict())
+    runner.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, 2 * model.state_dict()[name]) for name, value in runner.state_dict().items())

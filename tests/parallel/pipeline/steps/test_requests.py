@@ -1,0 +1,90 @@
+"""Honour what is asked of `Pipeline` for modules that are written for runners too, or refuse it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.text.test_language_model import SMALL, fit
+
+import arclight as al
+from arclight.optim.schedule_settings import Constant
+from arclight.optim.settings import SGD
+from arclight.parallel import Pipeline, Plan, PlanError
+from arclight.parallel.pipeline.steps.parallelize_steps import parallelize_steps
+from arclight.text.language_model import LanguageModel
+from arclight.text.settings import Language, Sampling
+
+MIXTURE = {"layers": 2, "dim": 64, "hidden": 64, "heads": 4, "moe": {"balance_loss": 0.3, "bias_rate": 0.0}}
+
+
+class Chosen(al.Callback):
+    """Keeps how the steps are run; of rank 0, which the run leaves in ``metrics``."""
+
+    def on_train_batch_end(self, trainer: al.Trainer, pl_module: Any, *_: Any) -> None:
+        (steps,) = trainer.strategy._steps.values()
+        kind, options = steps.line.kind, steps.options
+        pl_module.log("stages_per_process", float(kind.stages_per_process))
+        pl_module.log("micro_batches", float(options.micro_batches))
+        pl_module.log("evaluation_micro_batches", float(options.evaluation_micro_batches))
+
+
+def trained(folder: Path, strategy: Any, overrides: dict[str, Any], model: str, *callbacks: al.Callback) -> Any:
+    """Two steps with labels that are not to be predicted, validation and samples."""
+    settings = Language(
+        model=model, overrides=overrides, sampling=Sampling(new_tokens=2), optimizer=SGD(lr=0.1), schedule=Constant()
+    )
+    return fit(
+        folder, 2, settings=settings, strategy=strategy, val_check_interval=2, limit_val_batches=1, gradient_clip_val=None,
+        callbacks=list(callbacks),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "overrides"), [("llama3-debug", SMALL), ("qwen3-moe-debug", MIXTURE)])
+def test_a_language_model_trains_in_stages_as_alone(model: str, overrides: Any, tmp_path: Path) -> None:
+    _, alone = trained(tmp_path / "1", "auto", overrides, model)
+    asked = Pipeline(2, schedule="ZBVZeroBubble", micro_batches=3, evaluation_micro_batches=2, start_method="fork")
+    for strategy in (asked, Plan(pp=2).strategy(start_method="fork")):
+        watched = [Chosen()] if strategy is asked else []
+        trainer, module = trained(tmp_path / "2", strategy, overrides, model, *watched)
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(
+                module.state_dict()[name], value, rtol=0, atol=1e-5, msg=f"{name} {strategy.name}"
+            )
+        if watched:
+            found = {name: float(trainer.callback_metrics[name]) for name in ("stages_per_process", "micro_batches")}
+            assert found == {"stages_per_process": 2.0, "micro_batches": 3.0}
+            assert float(trainer.callback_metrics["evaluation_micro_batches"]) == 2.0
+
+
+def test_memory_that_is_not_enough_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"1KiB|1024|memory"):
+        trained(tmp_path, Pipeline(2, memory="1KiB", start_method="fork"), SMALL, "llama3-debug")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("memory", "1GiB"), ("evaluation_micro_batches", 2), ("reduction", "sum"), ("example", {})]
+)
+def test_what_tensor_parallel_stages_cannot_do_is_refused(option: str, value: Any) -> None:
+    module = LanguageModel(Language(overrides=SMALL), 256)
+    module.configure_model()
+    plan = Plan(tp=2)
+    with pytest.raises(PlanError, match=rf"Pipeline\({option}=\.\.\.\) needs stages that are cut.*tp = 2 spreads"):
+        Pipeline(2, plan=plan, schedule="1F1B", micro_batches=4, **{option: value})._cuts_steps(module)
+    assert not Pipeline(2, plan=plan, schedule="1F1B", micro_batches=4)._cuts_steps(module)
+    with pytest.warns(
+        UserWarning, match='schedule and micro_batches = "auto" cannot be predicted with tp = 2: 1F1B and 4'
+    ):
+        assert not Pipeline(2, plan=plan)._cuts_steps(module)
+    assert Pipeline(2)._cuts_steps(module)
+
+
+def test_losses_that_are_added_in_backward_count_beside_means_of_counts_alone() -> None:
+    module = LanguageModel(Language(overrides=SMALL), 256)
+    mesh: Any = SimpleNamespace(plan=Plan(pp=2))
+    wishes = Pipeline(2, reduction="micro_mean").wishes
+    with pytest.raises(PlanError, match=r"LanguageModel adds losses in backward \(scale_losses\)"):
+        parallelize_steps(module, mesh, torch.device("cpu"), None, 0, (module.training_step, {}), wishes)  # type: ignore[arg-type]
